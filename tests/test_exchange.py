@@ -278,8 +278,23 @@ def test_experts_are_divided_without_a_rest(experts: int, shards: int, tmp_path:
     assert [e for part in parts for e in part] == list(range(experts))
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
-    owners = [exchange(tmp_path, Shard(0, shards))._owner(e, experts) for e in range(experts)]
-    assert owners == [n for n, part in enumerate(parts) for _ in part]
+
+
+@pytest.mark.parametrize(
+    ("experts", "shards", "whole", "together"),
+    [(128, 3, 32, 32), (128, 4, 32, 32), (128, 5, 32, 16), (60, 2, 32, 32), (12, 60, 8, 1)],
+)
+def test_parts_are_of_whole_batches(
+    experts: int, shards: int, whole: int, together: int, tmp_path: Path
+) -> None:
+    """Of smaller ones where there are more shards than batches."""
+    asked = [exchange(tmp_path, Shard(n, shards)) for n in range(shards)]
+    parts = [one.mine(0, experts, whole) for one in asked]
+    assert [e for part in parts for e in part] == list(range(experts))
+    assert {one.together(experts, whole) for one in asked} == {together}
+    assert all(part[0] % together == 0 for part in parts if part)
+    sizes = [-(-len(part) // together) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_processes_of_a_shard_are_given_its_exchange(tmp_path: Path) -> None:

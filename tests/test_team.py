@@ -17,6 +17,7 @@ from teams import run_team
 
 from qconvert.calibrate import engine, work_dir
 from qconvert.calibrate.engine import Event, calibrate
+from qconvert.calibrate.experts import Bench
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.settings import LayerDone, Matrix, Settings, Shared
 from qconvert.calibrate.team import Team
@@ -27,6 +28,7 @@ from qconvert.run.backend import Paused
 from qconvert.run.division import Shard
 from qconvert.run.exchange import Exchange, Peers
 from qconvert.run.files import Files
+from qconvert.run.leases import SOLVED
 from qconvert.run.until import Pace, Until
 
 
@@ -228,3 +230,34 @@ def test_a_team_solves_what_a_lost_shard_left(
     found = run_team(2, events(plan, tmp_path / "1", "cpu:0", **mine))
     assert sorted(put_in(found)) == sorted(ALL)
     assert all(isinstance(some[-1], LayerDone) for some in found)
+
+
+def test_what_is_solved_together_is_the_same_whoever_solves_it(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator finds other codes where fewer experts are solved together: of a batch that lacks
+    one all are solved again, and shards begin where batches do."""
+    monkeypatch.setattr(Peers, "lost", lambda _: set())
+    batches: list[tuple[int, ...]] = []
+    solve = Bench._solve
+
+    def noted(self: Bench, batch: Any, *given: Any) -> Any:
+        batches.append(tuple(expert.number for expert in batch))
+        return solve(self, batch, *given)
+
+    monkeypatch.setattr(Bench, "_solve", noted)
+    shared = sharing(tmp_path / "work", None)
+
+    def run(name: str) -> list[str]:
+        found = run_team(1, events(plan, tmp_path / name, "cpu:0", **shared))
+        return sorted(put_in(found))
+
+    assert run("first") == sorted(ALL)
+    whole = set(batches)
+    assert whole == {(n, n + 1) for n in range(0, EXPERTS, 2)}
+    batches.clear()
+    removed = ["0-1", "1-2", "1-3", "2-5"]
+    for name in removed:
+        (tmp_path / "work" / SOLVED / name).unlink()
+    assert run("second") == removed
+    assert sorted(set(batches)) == [(0, 1), (2, 3), (4, 5)]

@@ -282,6 +282,7 @@ class Layers:
             groups += self.groups(layer, matrices, every, seen)
         else:
             sharing = Sharing(self, self.exchange, bench, matrices, every, found, solving)
+            bench = replace(bench, settings=replace(self.settings, together=sharing.together))
             yield from sharing.run(streams)
         if self.foreseen is not None:
             self.foreseen.settle(layer.number, [e for group in groups for e in self.mine(group)])

@@ -47,7 +47,7 @@ class Sharing:
         here: set[int] = set()
         where = f"calibrating layer {number} of {layers.model.layers}"
         seen = streams[0].seen
-        mine = decided(layers.team, self.exchange.mine(number, layers.experts))
+        mine = decided(layers.team, self.exchange.mine(number, layers.experts, self._whole))
         yield from self._solve(mine, seen, where, here)
         for text, lost in self._others():
             if not lost:
@@ -58,7 +58,7 @@ class Sharing:
     def _others(self) -> Iterator[tuple[str, list[int]]]:
         """As `exchange.others`, which the first process of a team asks for all."""
         layers = self.layers
-        others = self.exchange.others(self.bench.layer.number, layers.experts)
+        others = self.exchange.others(self.bench.layer.number, layers.experts, self._whole)
 
         def following() -> tuple[str, list[int]] | OutOfTime | None:
             try:
@@ -83,10 +83,10 @@ class Sharing:
         """Solve experts, and put them where the others find them; all that this shard's processes solve
         are added to `here`."""
         layers, layer = self.layers, self.bench.layer
-        for whole in layers.groups(layer, self.matrices, self.every, seen, numbers):
+        batches = self._batches(numbers)
+        for whole in layers.groups(layer, self.matrices, self.every, seen, batches):
             # Others may have solved some of them since.
-            group = [[e for e in mine if not self.exchange.has(layer.number, e)] for mine in whole]
-            group = decided(layers.team, group)
+            group = decided(layers.team, [self._left(mine) for mine in whole])
             if not (todo := sum(map(len, group))):
                 continue
             yield Phase(f"{where}: {count(todo, 'expert')} of {layers.experts}")
@@ -103,6 +103,27 @@ class Sharing:
             yield Shared(tuple(names))
             del taken
             trim()
+
+    @property
+    def _whole(self) -> int:
+        return self.layers.batch(self.matrices[0, "down_proj"].weight)
+
+    @property
+    def together(self) -> int:
+        """Experts that are solved together, whoever solves them: of such a batch an accelerator finds
+        other codes where there are fewer in it."""
+        return self.exchange.together(self.layers.experts, self._whole)
+
+    def _batches(self, numbers: Sequence[int]) -> list[int]:
+        """All experts of the batches that these are of, in their order."""
+        size, stop = self.together, self.layers.experts
+        firsts = dict.fromkeys(number // size * size for number in numbers)
+        return [one for first in firsts for one in range(first, min(first + size, stop))]
+
+    def _left(self, numbers: Sequence[int]) -> list[int]:
+        """Those of batches of which not all are there."""
+        layer = self.bench.layer.number
+        return self._batches([one for one in numbers if not self.exchange.has(layer, one)])
 
     def _answer(
         self, streams: Sequence[Stream], where: str, here: set[int]

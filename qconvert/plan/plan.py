@@ -115,11 +115,7 @@ class Plan:
     def role_index(self) -> RoleIndex:
         """The planned tensors sorted by role."""
         own = self.checkpoint
-        if (
-            not self.log
-            and self.config is own.config
-            and self.tensors.keys() == own.sources.keys()
-        ):
+        if not self.log and self.config is own.config and self.tensors.keys() == own.sources.keys():
             return own.role_index.ordered(self.tensors)
         return role_index(self.family, self.config, self.tensors)
 

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,20 +113,35 @@ class Exchange:
     def has(self, layer: int, expert: int) -> bool:
         return os.path.lexists(self.folder / f"{layer}-{expert}")
 
-    def mine(self, layer: int, experts: int) -> list[int]:
-        """Experts of a layer that this run is to solve and that nobody has yet."""
-        part = range(experts)
-        if self.shard is not None:
-            index, shards = self.shard.index, self.shard.count
-            part = range(index * experts // shards, (index + 1) * experts // shards)
+    def together(self, experts: int, whole: int) -> int:
+        """Experts that are solved together: `whole`, a power of two, or less where there are not as many
+        such batches as shards."""
+        shards = 1 if self.shard is None else self.shard.count
+        while whole > 1 and -(-experts // whole) < shards:
+            whole //= 2
+        return whole
+
+    def _parts(self, experts: int, whole: int) -> list[range]:
+        """The experts of each shard: whole batches, one more or less than the others have."""
+        shards = 1 if self.shard is None else self.shard.count
+        size = self.together(experts, whole)
+        batches = -(-experts // size)
+        cuts = [min(experts, batches * n // shards * size) for n in range(shards + 1)]
+        return [range(*cut) for cut in pairwise(cuts)]
+
+    def mine(self, layer: int, experts: int, whole: int = 1) -> list[int]:
+        """Experts of a layer that this run is to solve and that nobody has yet. Parts of shards are cut
+        between batches of `whole` experts that are solved together."""
+        part = self._parts(experts, whole)[0 if self.shard is None else self.shard.index]
         return [expert for expert in part if not self.has(layer, expert)]
 
-    def others(self, layer: int, experts: int) -> Iterator[tuple[str, list[int]]]:
+    def others(self, layer: int, experts: int, whole: int = 1) -> Iterator[tuple[str, list[int]]]:
         """Wait for what others are to solve. Each item is a line to show and experts to solve here,
         because their shards are not at work: none while there is only to wait. It ends once all are
         there. Raises OutOfTime."""
         told = False
         looked = -_LOOK_SECONDS
+        parts = self._parts(experts, whole)
         while missing := [e for e in range(experts) if not self.has(layer, e)]:
             if self.shard is None:
                 yield "", missing
@@ -135,7 +151,7 @@ class Exchange:
                 if not self._peers:
                     self._peers.append(Peers(self.work, self.shard.count))
                 lost = self._peers[0].lost() - {self.shard.index}
-                adopted = [e for e in missing if self._owner(e, experts) in lost]
+                adopted = [e for e in missing if any(e in parts[index] for index in lost)]
                 if adopted:
                     # Not all survivors begin with the same one.
                     at = self.shard.index * len(adopted) // self.shard.count
@@ -147,11 +163,6 @@ class Exchange:
             if self.until is not None and self.until.over:
                 raise OutOfTime
             time.sleep(_POLL_SECONDS)
-
-    def _owner(self, expert: int, experts: int) -> int:
-        assert self.shard is not None
-        shards = self.shard.count
-        return next(n for n in range(shards) if expert < (n + 1) * experts // shards)
 
     def put(
         self, layer: int, expert: int, about: Mapping[str, Any], arrays: Mapping[str, Array]
