@@ -141,7 +141,7 @@ class UnitRunner:
         """Make the unit's outputs and leave them with the sink, which writes them in its own time.
         Raises RunError naming the tensor whose data cannot be right."""
         job = self._job(unit, places)
-        for step in unit.steps:
+        for step in job.steps:
             self._arena.reset()
             if isinstance(step, Copy):
                 job.copy(step)
@@ -191,11 +191,12 @@ class Job:
         self._arena = runner._arena
         self._sink = runner._sink
         self._unit = unit
+        self.steps = unit.steps  # made anew each time that they are asked for
         self._places = places
         self._out = [OutputHash() for _ in places]
         self._in = SourceHashes()
         # A unit that is one copy has the same bytes on both sides: they are hashed once.
-        self._same = len(unit.steps) == 1 and isinstance(unit.steps[0], Copy)
+        self._same = len(self.steps) == 1 and isinstance(self.steps[0], Copy)
         self._remarks: Counter[tuple[str, str]] = Counter()
         self._kept: dict[Piece, Kept] = {}
 
@@ -468,7 +469,7 @@ class Job:
         )
 
     def _read(self) -> list[dict[str, Any]]:
-        (step, *_) = self._unit.steps or (None,)
+        (step, *_) = self.steps or (None,)
         if not self._same or not isinstance(step, Copy):
             return self._in.records()
         everything = _range(step.source.name, step.start, step.stop, self._out[0].hexdigest())
