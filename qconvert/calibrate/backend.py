@@ -245,7 +245,10 @@ class GptqBackend:
             return begun
         if begun is not None:
             begun.end()
-        return Mates(names) if _in_processes(names) else None
+        if _in_processes(names):
+            return Mates(names)
+        self._loading.result()
+        return None
 
     def solve(self, job: Job) -> Generator[Item]:
         if (known := self._known(job)) is not None:
