@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from models import qwen3_moe
 
 from qconvert.calibrate.backend import GptqBackend, _settings, backend_for
 from qconvert.calibrate.devices import check_devices, kind_of
+from qconvert.calibrate.mates import Given, Mates
 from qconvert.calibrate.stats import begin
 from qconvert.core.errors import DataError, OutputError, PlanError, RunError
 from qconvert.plan.plan import Plan
@@ -203,7 +205,20 @@ def test_the_work_dir_is_of_a_kind_of_device(
     def seen(*_: Any, key: str, last: int, **__: Any) -> None:
         raise Seen(key.split()[1:], last)
 
+    class Fake(Mates):
+        """A process that is not started."""
+
+        def __init__(self, devices: Sequence[str]) -> None:
+            self.devices = tuple(devices)
+
+        def calibrate(self, given: Given, *_: Any) -> Any:
+            seen(key=given.key, last=given.last or 0)
+
+        def end(self, *, waits: bool = True) -> None:
+            pass
+
     monkeypatch.setattr("qconvert.calibrate.engine.calibrate", seen)
+    monkeypatch.setattr("qconvert.calibrate.backend.Mates", Fake)
     monkeypatch.setattr("qconvert.calibrate.backend.check_devices", lambda _: None)
     for name, kind in (("cpu", "cpu"), ("cuda:1", "cuda")):
         plan = amx_plan(source, replace(SYNTHETIC, devices=(name,)))

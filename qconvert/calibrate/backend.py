@@ -135,11 +135,12 @@ class GptqBackend:
         _ = self._data
 
     def _check_devices(self) -> None:
-        names, mates = each_once(self.calibration.request.devices), early()
+        names, mates = self.calibration.request.devices, early()
         if mates is None or kind_of(names) == "cpu":
             check_devices(names)
         else:  # they have imported torch meanwhile
             mates.machine.check(names)
+        each_once(names)
 
     @cached_property
     def _stored(self) -> dict[str, Stored]:

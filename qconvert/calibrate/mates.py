@@ -15,7 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from multiprocessing.connection import Connection, Pipe, wait
@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.devices import Machine
+from qconvert.calibrate.devices import Machine, each_once, guessed_devices, kind_of
 from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings, Shared
 from qconvert.calibrate.work import Work, added
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from qconvert.calibrate.engine import Event
     from qconvert.calibrate.team import Team
     from qconvert.samples.data import Ids
+    from qconvert.samples.request import Calibration
 
 _AHEAD = 32  # matrices that a process may be ahead of their being packed
 _LAST_WORDS = 4096
@@ -156,12 +157,15 @@ class Mates:
 _early: list[Mates] = []
 
 
+def started_for(asked: Calibration) -> AbstractContextManager[None]:
+    """`started_early` for a calibration on GPUs, those that it names or that there probably are."""
+    names = each_once(asked.devices) or guessed_devices()
+    return nullcontext() if kind_of(names) == "cpu" else started_early(names)
+
+
 @contextmanager
 def started_early(devices: Sequence[str]) -> Iterator[None]:
     """Within this `early` finds processes for these devices, which begin their imports at once."""
-    if not devices:
-        yield
-        return
     mates = Mates(devices)
     _early.append(mates)
     try:

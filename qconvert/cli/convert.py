@@ -330,11 +330,9 @@ def mates_ahead(steps: Sequence[Pass], options: RunOptions) -> AbstractContextMa
     asked = [one for step in steps if (one := getattr(step, "calibrate", None)) is not None]
     if options["dry_run"] or not asked:
         return nullcontext()
-    from qconvert.calibrate.devices import each_once, guessed_devices, kind_of
-    from qconvert.calibrate.mates import started_early
+    from qconvert.calibrate.mates import started_for
 
-    names = each_once(asked[0].devices) or guessed_devices()
-    return nullcontext() if kind_of(names) == "cpu" else started_early(names)
+    return started_for(asked[0])
 
 
 def plan_options(options: RunOptions) -> PlanOptions:
