@@ -32,6 +32,10 @@ from qconvert.run.leases import SOLVED
 from qconvert.run.until import Pace, Until
 
 
+# Several CPUs are a team only in tests: its way through a layer, sample by sample, is tested alone.
+CPU = pytest.param("cpu", marks=pytest.mark.rest)
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     folder = saved(qwen3_moe(num_hidden_layers=3), tmp_path_factory.mktemp("model") / "model")
@@ -80,7 +84,7 @@ def test_a_team_finds_the_same_codes(
     assert_same(codes_of(all_of(found)), alone)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+@pytest.mark.parametrize("device", ["cpu:0", CPU])
 def test_a_process_without_tokens_solves_experts(device: str, plan: Plan, tmp_path: Path) -> None:
     """Of one part of tokens, or of six, more processes than parts."""
     tokens = samples(2, 40) if device == "cpu:0" else samples(1, 40)
@@ -97,7 +101,7 @@ def test_samples_of_any_length_are_cut_into_the_same_parts(plan: Plan, tmp_path:
     assert_same(codes_of(all_of(found)), alone)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+@pytest.mark.parametrize("device", ["cpu:0", CPU])
 @pytest.mark.parametrize("every", [0.0, 1e9], ids=["kept each time", "kept where it pauses"])
 def test_a_paused_team_goes_on_in_another_number(
     every: float, device: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,7 +147,7 @@ def assert_told(found: list[list[Event]], alone: list[Event]) -> None:
                 assert getattr(one.stats, name) == getattr(other.stats, name), name
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+@pytest.mark.parametrize("device", ["cpu:0", CPU])
 def test_linears_are_solved_once_and_put_into_all_layers(
     device: str, plan: Plan, tmp_path: Path
 ) -> None:
@@ -173,7 +177,7 @@ def put_in(found: list[list[Event]]) -> list[str]:
 ALL = {f"{layer}-{expert}" for layer in range(3) for expert in range(EXPERTS)}
 
 
-@pytest.mark.parametrize("device", ["cpu:0", pytest.param("cpu", marks=pytest.mark.big)])
+@pytest.mark.parametrize("device", ["cpu:0", CPU])
 def test_shards_of_two_processes_find_the_same_codes(
     device: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +206,7 @@ def test_shards_of_two_processes_find_the_same_codes(
     assert_told(rest, alone)
 
 
-@pytest.mark.parametrize("device", ["cpu:0", pytest.param("cpu", marks=pytest.mark.big)])
+@pytest.mark.parametrize("device", ["cpu:0", CPU])
 def test_a_team_finishes_what_a_shard_had_no_time_for(
     device: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
