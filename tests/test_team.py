@@ -31,7 +31,6 @@ from qconvert.run.files import Files
 from qconvert.run.leases import SOLVED
 from qconvert.run.until import Pace, Until
 
-
 # Several CPUs are a team only in tests: its way through a layer, sample by sample, is tested alone.
 CPU = pytest.param("cpu", marks=pytest.mark.rest)
 
