@@ -65,10 +65,14 @@ def child(folder: Path, room: Path, budget: int, min_tokens: int, solver: str,
     return int(count), int(peak)
 
 
-@pytest.mark.big
-def test_depth_takes_no_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("deep", "budgets"),
+    [pytest.param(8, 1, marks=pytest.mark.big), pytest.param(24, 4, marks=pytest.mark.rest)],
+)
+def test_depth_takes_no_memory(deep: int, budgets: int, tmp_path: Path) -> None:
+    """Of a model that is larger than what may be taken, or four times as large."""
     peaks, sizes = [], []
-    for layers in (2, 24):
+    for layers in (2, deep):
         sizes.append(write_model(tmp_path / f"{layers}", layers))
         count, peak = child(
             tmp_path / f"{layers}", tmp_path / f"room{layers}", BUDGET, 60, "llmcompressor"
@@ -78,7 +82,7 @@ def test_depth_takes_no_memory(tmp_path: Path) -> None:
     print(
         f"model {sizes[1] >> 20} MiB, budget {BUDGET >> 20} MiB, peaks {[p >> 20 for p in peaks]} MiB"
     )
-    assert sizes[1] > 4 * BUDGET
+    assert sizes[1] > budgets * BUDGET
     assert peaks[1] <= 1.1 * peaks[0]
     assert peaks[1] <= BUDGET
 
