@@ -68,7 +68,12 @@ def all_of(found: list[list[Event]]) -> list[Event]:
 
 @pytest.mark.parametrize(
     ("device", "count", "solver"),
-    [("cpu", 2, "best"), ("cpu:0", 2, "best"), ("cpu:0", 3, "best"), ("cpu:0", 2, "llmcompressor")],
+    [
+        pytest.param("cpu", 2, "best", marks=pytest.mark.rest),
+        ("cpu:0", 2, "best"),
+        ("cpu:0", 3, "best"),
+        ("cpu:0", 2, "llmcompressor"),
+    ],
 )
 def test_a_team_finds_the_same_codes(
     device: str, count: int, solver: Any, plan: Plan, tmp_path: Path
@@ -120,7 +125,12 @@ def test_a_paused_team_goes_on_in_another_number(
 
 
 @pytest.mark.parametrize(
-    "more", [{"experts": "all"}, {"min_tokens": 30, "few": "all"}, {"min_tokens": 30}]
+    "more",
+    [
+        pytest.param({"experts": "all"}, marks=pytest.mark.rest),
+        pytest.param({"min_tokens": 30, "few": "rtn"}, marks=pytest.mark.big),
+        {"min_tokens": 30},
+    ],
 )
 def test_statistics_are_of_all_experts(more: dict[str, Any], plan: Plan, tmp_path: Path) -> None:
     device = "cpu:0"
