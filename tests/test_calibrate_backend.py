@@ -17,7 +17,7 @@ from checkpoints import run_cli
 from models import qwen3_moe
 
 from qconvert.calibrate.backend import GptqBackend, _settings, backend_for
-from qconvert.calibrate.devices import check_devices, kind_of
+from qconvert.calibrate.devices import check_devices, each_once, guessed_devices, kind_of
 from qconvert.calibrate.mates import Given, Mates
 from qconvert.calibrate.stats import begin
 from qconvert.core.errors import DataError, OutputError, PlanError, RunError
@@ -225,6 +225,33 @@ def test_the_work_dir_is_of_a_kind_of_device(
         with pytest.raises(Seen) as caught:
             execute(plan, tmp_path / name, backend=made(plan))
         assert caught.value.args == ([kind], 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ((), ()),
+        (("cpu", "cpu"), ("cpu", "cpu")),
+        (("cuda", "cuda:1", "cuda:0"), ("cuda:0", "cuda:1")),
+    ],
+)
+def test_a_gpu_is_used_once(given: tuple[str, ...], used: tuple[str, ...]) -> None:
+    assert each_once(given) == used
+
+
+def test_a_cpu_beside_gpus_is_refused() -> None:
+    with pytest.raises(RunError, match="codes of both do not mix; give one kind"):
+        each_once(("cuda:0", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"), [("", ()), ("0,2", ("cuda:0", "cuda:1")), ("GPU-8a", ("cuda:0",))]
+)
+def test_gpus_are_guessed_from_what_is_visible(
+    visible: str, found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert guessed_devices() == found
 
 
 LLM_COMPRESSOR = """
