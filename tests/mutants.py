@@ -80,10 +80,26 @@ def applied(mutant: Mutant) -> Iterator[None]:
     _forget(modules.values())
 
 
+def changed(mutant: Mutant) -> str:
+    """The lines of its place as the mutant has them."""
+    (path,) = qconvert.__path__
+    return _changed(Path(path, *mutant.module.split(".")).with_suffix(".py"), mutant)
+
+
 def _mutated(module: ModuleType, mutant: Mutant) -> Any:
     """The function, or the constant, that the changed lines make."""
     assert module.__file__ is not None
-    text = Path(module.__file__).read_text(encoding="utf-8")
+    code = compile(
+        _changed(Path(module.__file__), mutant), f"<{mutant.name}>", "exec",
+        __future__.annotations.compiler_flag, dont_inherit=True,
+    )  # fmt: skip
+    made: dict[str, Any] = {}
+    exec(code, vars(module), made)
+    return made[mutant.place.rpartition(".")[2]]
+
+
+def _changed(file: Path, mutant: Mutant) -> str:
+    text = file.read_text(encoding="utf-8")
     found: list[ast.AST] = [ast.parse(text)]
     for part in mutant.place.split("."):
         found = [node for tree in found for node in ast.iter_child_nodes(tree) if _is(node, part)]
@@ -93,13 +109,7 @@ def _mutated(module: ModuleType, mutant: Mutant) -> Any:
     first = min(one.lineno for one in (node, *decorators))
     lines = textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
     assert lines.count(mutant.old) == 1, f"{mutant.place} has other lines now: change the mutant"
-    code = compile(
-        lines.replace(mutant.old, mutant.new), f"<{mutant.name}>", "exec",
-        __future__.annotations.compiler_flag, dont_inherit=True,
-    )  # fmt: skip
-    made: dict[str, Any] = {}
-    exec(code, vars(module), made)
-    return made[mutant.place.rpartition(".")[2]]
+    return lines.replace(mutant.old, mutant.new)
 
 
 def _is(node: ast.AST, name: str) -> bool:

@@ -76,12 +76,12 @@ MUTANTS = (
     ),
     # --- which matrix is which
     Mutant(
-        "calibrated experts exchanged", "nvfp4 gptq", "calibrate.backend", "GptqBackend.solve",
+        "calibrated experts exchanged", "nvfp4 gptq", "calibrate.backend", "GptqBackend._solved",
         "units.get((event.layer, event.expert, event.kind))",
         "units.get((event.layer, event.expert ^ 1, event.kind))",
     ),
     Mutant(
-        "calibrated layers exchanged", "nvfp4 gptq packed", "calibrate.backend", "GptqBackend.solve",
+        "calibrated layers exchanged", "nvfp4 gptq packed", "calibrate.backend", "GptqBackend._solved",
         "units.get((event.layer, event.expert, event.kind))",
         "units.get((event.layer ^ 1, event.expert, event.kind))",
     ),
