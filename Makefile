@@ -49,10 +49,12 @@ lint: $(VENV)/installed
 # The tests that kill processes, cut the power, fill gigabytes, or need other projects; all of them with
 # QCONVERT_ALL=1. Those of loaders in two processes: each imports a runtime once, in 20 to 60 s, and forks
 # it for each load.
+# Those of tests/crash by themselves: they fork hundreds of times, out of a process that has not imported torch.
 LOADER_TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m loader tests/loaders
 check: $(VENV)/installed-peers $(VENV)-loaders/installed
 	$(LOADER_TESTS)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "peer or crash or big or hostile" --durations=30
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m crash tests/crash
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "peer or crash or big or hostile" --ignore tests/crash --durations=30
 
 # torch first and alone: with it installed, no other package pulls another build of it.
 $(VENV)/installed: pyproject.toml constraints.txt

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -17,7 +19,13 @@ Tensors = dict[str, TensorType]
 
 def folder(family: str, **how: Any) -> tuple[Config, Tensors]:
     """Config and headers of a published checkpoint."""
-    model = published(family, **how)
+    config, tensors = _folder(family, *sorted(how.items()))
+    return deepcopy(config), dict(tensors)
+
+
+@cache
+def _folder(family: str, *how: tuple[str, Any]) -> tuple[Config, Tensors]:
+    model = published(family, **dict(how))
     return model.config, {n: TensorType(t.dtype, t.shape) for n, t in model.tensors.items()}
 
 

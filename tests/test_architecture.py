@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,23 @@ def dotted(name: str) -> str:
 
 
 _SOURCES = {name_of(path): path for path in sorted(_PACKAGE.rglob("*.py"))}
-_TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in _SOURCES.items()}
-_MODULES = {dotted(name): tree for name, tree in _TREES.items()}
-_AT_IMPORT = {name: [*imports(tree, everywhere=False)] for name, tree in _TREES.items()}
-_EVERYWHERE = {name: [*imports(tree, everywhere=True)] for name, tree in _TREES.items()}
+_MODULES = {dotted(name) for name in _SOURCES}
+
+
+# Not when this module is imported: every process of the tests does that, and one reads 4 s of sources.
+@cache
+def trees() -> Mapping[str, ast.Module]:
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in _SOURCES.items()}
+
+
+@cache
+def at_import() -> Mapping[str, Sequence[str]]:
+    return {name: [*imports(tree, everywhere=False)] for name, tree in trees().items()}
+
+
+@cache
+def in_all() -> Mapping[str, Sequence[str]]:
+    return {name: [*imports(tree, everywhere=True)] for name, tree in trees().items()}
 
 
 def test_every_module_stands_in_a_package() -> None:
@@ -83,7 +97,7 @@ def test_packages_import_lower_tiers_only() -> None:
     rank, wrong = tiers(), []
     for name in _SOURCES:
         own = name.partition("/")[0].removesuffix(".py")
-        for module in _EVERYWHERE[name] if own in rank else ():
+        for module in in_all()[name] if own in rank else ():
             package, _, rest = module.partition(".")
             other = rest.partition(".")[0]
             if package == "qconvert" and other and other != own and rank[other] >= rank[own]:
@@ -93,7 +107,7 @@ def test_packages_import_lower_tiers_only() -> None:
 
 def test_no_cycle_within_a_package() -> None:
     """A module does not lead back to itself, through whatever modules of its package."""
-    leads = {dotted(n): [m for m in found if m in _MODULES] for n, found in _AT_IMPORT.items()}
+    leads = {dotted(n): [m for m in found if m in _MODULES] for n, found in at_import().items()}
     for own in leads:
         seen: set[str] = set()
         todo = list(leads[own])
@@ -106,7 +120,7 @@ def test_no_cycle_within_a_package() -> None:
 
 
 def test_heavy_libraries_are_imported_where_used() -> None:
-    wrong = {name: _outside(found) & _HEAVY for name, found in _AT_IMPORT.items()}
+    wrong = {name: _outside(found) & _HEAVY for name, found in at_import().items()}
     assert {n: found for n, found in wrong.items() if found and not n.startswith(_KERNELS)} == {}
 
 
@@ -115,7 +129,7 @@ def test_model_libraries_stay_in_their_packages() -> None:
         "calibrate/", "samples/tokenizer.py", "validators/model/logits.py",
         "layouts/derived/transformers_class.py",  # a process of its own
     )  # fmt: skip
-    wrong = {name: _outside(found) & _MODEL_LIBRARIES for name, found in _EVERYWHERE.items()}
+    wrong = {name: _outside(found) & _MODEL_LIBRARIES for name, found in in_all().items()}
     assert {n: found for n, found in wrong.items() if found and not n.startswith(allowed)} == {}
 
 
@@ -130,14 +144,14 @@ def test_packages_of_extras_stay_where_they_are_asked_for() -> None:
         "checkpoint/fsspec_store.py", "cli/demo.py", "cli/demo_checkpoint.py",
         "contrib/trtllm_gen/sglang_plugin.py",  # in sglang's own process
     )  # fmt: skip
-    found = {name for name, imports in _EVERYWHERE.items() if any(map(extra_of, _outside(imports)))}
+    found = {name for name, imports in in_all().items() if any(map(extra_of, _outside(imports)))}
     assert {name for name in found if not name.startswith(asked)} == set()
     assert {one for one in asked if not any(name.startswith(one) for name in found)} == set()
 
 
 def test_core_is_standard_library() -> None:
     ours = set(sys.stdlib_module_names) | {"qconvert"}
-    wrong = {n: _outside(f) - ours for n, f in _AT_IMPORT.items() if n.startswith("core/")}
+    wrong = {n: _outside(f) - ours for n, f in at_import().items() if n.startswith("core/")}
     assert {name: found for name, found in wrong.items() if found} == {}
 
 
@@ -168,7 +182,7 @@ _OF_VALIDATORS = (
 
 def test_validators_stand_on_their_own_reader() -> None:
     wrong = []
-    for name, found in _EVERYWHERE.items():
+    for name, found in in_all().items():
         if name.startswith(("validators/", "contrib/trtllm_gen/prepared_")):
             ours = [m for m in found if m.split(".")[0] == "qconvert" and m not in _FOR_VALIDATORS]
             wrong += [f"{name} imports {m}" for m in ours if not m.startswith(_OF_VALIDATORS)]

@@ -30,7 +30,7 @@ AS = {"kimi_k2": "deepseek_v3"}
 
 
 def _class_of(model: str) -> str:
-    model_type = str(headers.load(model).config["model_type"])
+    model_type = headers.model_type(model)
     return AS.get(model_type, model_type)
 
 

@@ -1,6 +1,6 @@
 """`qconvert kt`: a CPU and a GPU folder from one read, what their bytes and configs are, what the
 command says. What is refused: test_kt_refused.py; interrupted
-pairs: test_kt_resume.py; killed and powerless ones: test_kt_crash.py.
+pairs: test_kt_resume.py; killed and powerless ones: crash/test_kt_crash.py.
 
 The oracles: torch's own casts for decoding, `qconvert amx` for the CPU side, the packing op (proved in
 test_int4.py) for the GPU side.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Output
 from qconvert.plan.units import Unit
-from qconvert.run.pool import BATCH_UNITS, Backlog, cut_batches
+from qconvert.run.pool import BATCH_UNITS, Backlog, cut_batches, imports_ahead
 from qconvert.run.unit_runner import Place
-from qconvert.run.worker import Batch
+from qconvert.run.worker import Batch, Setup
 
 
 def _unit(name: str, size: int) -> Unit:
@@ -71,3 +74,18 @@ def test_every_unit_is_given_once(files: list[int], most: int, workers: list[int
             at[worker] = batch.file
             seen += [number for number, _ in batch.units]
     assert sorted(seen) == list(range(len(files)))
+
+
+def test_kernels_that_this_process_used_before_are_not_imported_for_every_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With torch they took each worker of a small conversion 1 s: through the API, after a search on a
+    GPU, or after loops that numba compiled."""
+    kernels = "qconvert.ops.gpu.searches", "qconvert.ops.compiled.loops.fp8"
+    for name in (*kernels, "qconvert.ops.fp8"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    found = imports_ahead(Setup((), (), 1, 1))
+    assert "qconvert.ops.fp8" in found
+    assert set(kernels).isdisjoint(found)
+    assert "torch" not in found
+    assert "torch" in imports_ahead(Setup((), (), 1, 1, device="cuda:0"))

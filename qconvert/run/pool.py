@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from qconvert.checkpoint.checkpoint import imports_of
 from qconvert.core import errors
 from qconvert.core.errors import QConvertError, RunError
+from qconvert.ops.compiled.choice import LOOPS
 from qconvert.plan.units import Unit
 from qconvert.run.engine import Work
 from qconvert.run.files import Files
@@ -197,7 +198,7 @@ def run_workers(
     setup = replace(setup, maps=True)
     server = server_for_a_run()
     try:
-        server.preload(_ahead(setup), compiled=setup.compiled)
+        server.preload(imports_ahead(setup), compiled=setup.compiled)
         backlog = supply()
         for _ in range(min(jobs, len(backlog))):
             workers.append(_Worker(server.fork(locks), setup))
@@ -251,11 +252,13 @@ def locks_of(work: Work) -> list[int]:
     return [target.space.lock_fd for target in work.targets if not target.space.finished]
 
 
-def _ahead(setup: Setup) -> list[str]:
-    """What a plan's ops are of, which was imported to plan them, and what they import when they run."""
-    ours = "qconvert.ops.", "qconvert.formats."
+def imports_ahead(setup: Setup) -> list[str]:
+    """What a plan's ops are of, which was imported to plan them, and what they import when they run. Not
+    kernels that this process has used before: with torch and triton they take a worker of a plan that
+    needs none 1 s more."""
+    ours, kernels = ("qconvert.ops.", "qconvert.formats."), ("qconvert.ops.gpu.", f"{LOOPS}.")
     on_gpu = ["torch", "triton"] if setup.device else []
-    of_ops = [name for name in sys.modules if name.startswith(ours)]
+    of_ops = [n for n in sys.modules if n.startswith(ours) and not n.startswith(kernels)]
     return ["numpy", "xxhash", *on_gpu, *imports_of(setup.shards), *of_ops]
 
 

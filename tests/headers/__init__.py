@@ -46,10 +46,14 @@ def load(model: str) -> HeaderSet:
     return read(_FOLDER / f"{model}.yaml")
 
 
+def model_type(model: str) -> str:
+    """What its config calls it, without the headers: what tests choose their cases by."""
+    return str(_raw(_FOLDER / f"{model}.yaml")["config"]["model_type"])
+
+
 def read(file: Path) -> HeaderSet:
     """The headers that a file of this form states."""
-    text = file.read_text(encoding="utf-8")
-    raw = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    raw = deepcopy(_raw(file))
     config, groups = raw["config"], raw.get("layers", {})
     if "modules_to_not_convert" in raw:
         config["quantization_config"]["modules_to_not_convert"] = [
@@ -68,6 +72,13 @@ def read(file: Path) -> HeaderSet:
                 tensors[f"{name}_scale_inv"] = TensorType(line["scale"], grid)
     ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
     return HeaderSet(config, ordered, raw["shards"])
+
+
+@cache
+def _raw(file: Path) -> dict[str, Any]:
+    text = file.read_text(encoding="utf-8")
+    raw: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return raw
 
 
 _COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")

@@ -6,6 +6,7 @@ from qconvert.compiled.choice import ENOUGH_BYTES, LOOP_BYTES, VARIABLE, Loops, 
 
 __all__ = [
     "ENOUGH_BYTES",
+    "LOOPS",
     "LOOP_BYTES",
     "VARIABLE",
     "cache_folder",
@@ -15,5 +16,6 @@ __all__ = [
     "wanted",
 ]
 
-_OPS = Loops("qconvert.ops.compiled.loops")
+LOOPS = "qconvert.ops.compiled.loops"
+_OPS = Loops(LOOPS)
 use, in_use, load = _OPS.use, _OPS.in_use, _OPS.load
