@@ -50,11 +50,12 @@ lint: $(VENV)/installed
 # QCONVERT_ALL=1. Those of loaders in two processes: each imports a runtime once, in 20 to 60 s, and forks
 # it for each load.
 # Those of tests/crash by themselves: they fork hundreds of times, out of a process that has not imported torch.
+CHECKED := (peer or crash or big or hostile$(if $(QCONVERT_ALL), or rest)) $(if $(QCONVERT_ALL),,and not rest)
 LOADER_TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m loader tests/loaders
 check: $(VENV)/installed-peers $(VENV)-loaders/installed
 	$(LOADER_TESTS)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m crash tests/crash
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "peer or crash or big or hostile" --ignore tests/crash --durations=30
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "crash $(if $(QCONVERT_ALL),,and not rest)" tests/crash
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "$(CHECKED)" --ignore tests/crash --durations=30
 
 # torch first and alone: with it installed, no other package pulls another build of it.
 $(VENV)/installed: pyproject.toml constraints.txt

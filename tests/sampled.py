@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 # Of a list's other cases, every so-manieth is run by `make check`.
-_CHECKED = 1 if os.environ.get("QCONVERT_ALL") == "1" else 2
+_ALL = os.environ.get("QCONVERT_ALL") == "1"
+_CHECKED = 1 if _ALL else 3
 
 
 def sampled(
@@ -25,3 +26,17 @@ def sampled(
             others += 1
         found.append(pytest.param(case, id=None if name is None else name(case), marks=marks))
     return found
+
+
+def thinned(
+    cases: Iterable[Any], every: int, *, name: Callable[[Any], str] | None = None
+) -> list[Any]:
+    """Parameters of a test that `make check` alone runs: each `every`th, the others are `rest`."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=None if name is None else name(case),
+            marks=[pytest.mark.rest] if number % every and not _ALL else [],
+        )
+        for number, case in enumerate(cases)
+    ]

@@ -6,13 +6,14 @@ some stand for the others; `QCONVERT_ALL=1 pytest -m peer tests/test_amx_peer.py
 
 from __future__ import annotations
 
-import os
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kt_experts import layer_of, ours, run_kt
 from kt_machine import needs_avx512
+from sampled import thinned
 
 from qconvert.core.errors import PlanError
 from qconvert.formats.amx.limits import Method, check_dims
@@ -38,8 +39,7 @@ def fits(method: Method, intermediate: int, hidden: int, numa: int) -> bool:
 
 
 @needs_avx512
-@pytest.mark.parametrize("numa", NUMA)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "numa"), thinned(itertools.product(METHODS, NUMA), 2))
 def test_bytes_equal_kt_kernels(method: Method, numa: int, tmp_path: Path) -> None:
     shapes = [shape for shape in SHAPES if fits(method, *shape, numa)]
     assert shapes
@@ -67,9 +67,7 @@ _REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("method", "shape", "numa"), _REFUSED if os.environ.get("QCONVERT_ALL") else _REFUSED[::4]
-)
+@pytest.mark.parametrize(("method", "shape", "numa"), thinned(_REFUSED, 8))
 def test_what_qconvert_refuses_kt_kernel_does_not_convert(
     method: Method, shape: tuple[int, int], numa: int, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ Without kt-kernel: `pytest tests/test_amx_validate.py`. With it: `-m peer`, abou
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 import struct
@@ -22,6 +23,7 @@ from broken_repos import sealed_again
 from checkpoints import Model, Tensor, copied, edit_header, edit_json, run_cli
 from checkpoints import tensor as any_tensor
 from kt_machine import needs_avx512
+from sampled import thinned
 
 import qconvert.validation.workers
 from qconvert.checkpoint.checkpoint import Checkpoint
@@ -753,10 +755,10 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool]
 
 @needs_avx512
 @pytest.mark.peer
-@pytest.mark.parametrize("stacked", [False, True], ids=["apart", "stacked"])
-@pytest.mark.parametrize("draw", ["gaussian", "student"])
-@pytest.mark.parametrize("numa", [1, 2])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "numa", "draw", "stacked"),
+    thinned(itertools.product(METHODS, [1, 2], ["gaussian", "student"], [False, True]), 5),
+)
 def test_kt_kernel_computes_what_the_folder_means(
     method: str,
     numa: int,
@@ -797,8 +799,13 @@ def test_kt_kernel_serves_the_model_s_own_layers(tmp_path: Path) -> None:
 
 @needs_avx512
 @pytest.mark.peer
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("change", [swapped_experts, every_gate_for_up, swapped_layers])
+@pytest.mark.parametrize(
+    ("change", "method"),
+    thinned(
+        itertools.product([swapped_experts, every_gate_for_up, swapped_layers], METHODS), 2,
+        name=lambda case: f"{case[0].__name__}-{case[1]}",
+    ),
+)  # fmt: skip
 def test_qc045_kt_kernel_with_other_weights(
     change: Callable[[Path], None],
     method: str,

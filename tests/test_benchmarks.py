@@ -29,8 +29,8 @@ def cases() -> list[str]:
     raise AssertionError(f"{_RUN} has no table of cases")
 
 
-# A minute each, of the same code as the others; QCONVERT_ALL=1 runs them too.
-_LONG = ("decoders", "encoders", "long", "sizes")
+# Up to a minute each, of the same code as the others; QCONVERT_ALL=1 runs them too.
+_LONG = ("decoders", "encoders", "kernels", "long", "sizes", "w4a16")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Run with `pytest -m peer tests/test_calibrated_validate.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from calibrate_models import qwen3_moe, samples, saved
 from checkpoints import copied, edit_json, read_tensors, run_cli
 from data_folders import home, store
 from safetensors.torch import save_file
+from sampled import thinned
 
 from qconvert.cli.demo_checkpoint import VOCAB, write_sample
 from qconvert.validation.findings import Finding
@@ -227,8 +229,15 @@ def test_another_experts_codes(
     assert all(says in f.message for f in found)
 
 
-@pytest.mark.parametrize("way", [before + "amx" for before in BEFORE])
-@pytest.mark.parametrize("parts", [("weight", "scale"), ("weight",)])
+@pytest.mark.parametrize(
+    ("parts", "way"),
+    thinned(
+        itertools.product(
+            [("weight", "scale"), ("weight",)], [before + "amx" for before in BEFORE]
+        ),
+        3,
+    ),
+)
 def test_another_experts_amx_codes(
     parts: tuple[str, ...], way: str, made: Mapping[str, Path], tmp_path: Path
 ) -> None:
@@ -240,8 +249,10 @@ def test_another_experts_amx_codes(
     assert all("expected " in f.message for f in found)
 
 
-@pytest.mark.parametrize("factor", [8, 2, 0.5])
-@pytest.mark.parametrize("way", [before + "amx" for before in BEFORE])
+@pytest.mark.parametrize(
+    ("factor", "way"),
+    thinned(itertools.product([8, 2, 0.5], [before + "amx" for before in BEFORE]), 4),
+)
 def test_amx_steps_of_another_size(
     way: str, factor: float, made: Mapping[str, Path], tmp_path: Path
 ) -> None:

