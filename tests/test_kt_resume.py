@@ -127,6 +127,7 @@ def test_interrupted_as_publishing_begins(
 def test_what_was_written_is_not_read_again(
     pair: Pair, undisturbed: tuple[object, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Files, "beside", False)  # as above: what counts is on the disk
     pair.interrupted(12, monkeypatch)
     reads = watched_reads(monkeypatch)
     assert pair.run().code == 0
