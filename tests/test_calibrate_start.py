@@ -87,6 +87,25 @@ def test_a_command_takes_nothing_that_it_does_not_use(
     assert differing(tree(tmp_path / "own"), tree(plain[0])) == []
 
 
+_HUSHED = """
+import os
+from qconvert.calibrate.backend import hush_llm_compressor
+hush_llm_compressor()
+from loguru import logger
+logger.log("METRIC", "as llm-compressor's modifiers do")
+assert "LLM_COMPRESSOR_LOG_DISABLED" not in os.environ
+import llmcompressor
+llmcompressor.configure_logger()
+logger.log("METRIC", "with its own levels")
+"""
+
+
+def test_llm_compressor_can_be_used_after_its_codes_were() -> None:
+    """`oneshot` in a process that had solved with it through the API ended in ValueError: no level
+    METRIC."""
+    subprocess.run([sys.executable, "-c", _HUSHED], check=True)
+
+
 _SHARED = """
 import sys
 from qconvert.calibrate.library import load_shared

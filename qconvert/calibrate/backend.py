@@ -229,7 +229,7 @@ class GptqBackend:
         if _in_processes(devices):
             return devices
         if theirs.are_asked(request.solver, devices[0]):
-            _hush()
+            hush_llm_compressor()
             theirs.load()  # before what this process takes is counted
         load_shared()
         hush_transformers()
@@ -442,21 +442,26 @@ def _solved(unit: CalibratedUnit, found: Matrix | Packed, packers: Packers) -> S
     return Solved(unit.number, packed.buffers(), packed.sources)
 
 
-def _hush() -> None:
+def hush_llm_compressor() -> None:
     """Import llm-compressor without its own remarks: these would stand between lines of a progress bar,
-    and in JSON on stdout."""
+    and in JSON on stdout. Whoever uses it in this process later finds it whole, and silent."""
     from loguru import logger
 
     # Its import sets its logger up anew, and warns of a machine without a GPU before it is done.
-    os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
-
-    libraries = ("compressed_tensors", "llmcompressor")
-    for library in libraries:
+    silent = "LLM_COMPRESSOR_LOG_DISABLED"
+    before = os.environ.get(silent)
+    os.environ[silent] = "true" if before is None else before
+    try:
+        import llmcompressor  # noqa: F401  (it logs, and sets its logger up, when it is imported)
+    finally:
+        if before is None:
+            del os.environ[silent]
+    for library in ("compressed_tensors", "llmcompressor"):
         logger.disable(library)
-    import llmcompressor  # noqa: F401  (it logs, and sets its logger up, when it is imported)
-
-    for library in libraries:
-        logger.disable(library)
+    try:
+        logger.level("METRIC")
+    except ValueError:  # a level that its modifiers log at, and a disabled one does not make
+        logger.level("METRIC", no=38)
 
 
 def hush_transformers() -> None:
