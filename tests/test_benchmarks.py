@@ -30,7 +30,7 @@ def cases() -> list[str]:
 
 
 # Up to a minute each, of the same code as the others; QCONVERT_ALL=1 runs them too.
-_LONG = ("decoders", "encoders", "kernels", "long", "sizes", "w4a16")
+_LONG = ("decoders", "encoders", "kernels", "long", "sizes", "validate", "w4a16")
 
 
 @pytest.mark.parametrize(

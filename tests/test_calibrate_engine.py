@@ -129,8 +129,8 @@ def undisturbed(
     "at",
     [
         (1, 3, "down_proj"),
-        0,
-        *(pytest.param(at, marks=pytest.mark.big) for at in ((0, 0, "gate_proj"), 1)),
+        pytest.param(0, marks=pytest.mark.big),
+        *(pytest.param(at, marks=pytest.mark.rest) for at in ((0, 0, "gate_proj"), 1)),
     ],
 )
 def test_an_interrupted_run_goes_on_to_the_same_codes(

@@ -183,6 +183,7 @@ def test_a_conversion_by_processes_writes_the_same_bytes(folder: Path, tmp_path:
     assert found[0] == found[1]
 
 
+@pytest.mark.rest
 def test_shards_of_two_processes_each_write_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     save_file({"input_ids": np.stack(TOKENS)}, tmp_path / "tokens.safetensors")
     words = ("--gptq", "--data", str(tmp_path / "tokens.safetensors"), "--samples", "4",

@@ -13,9 +13,9 @@ from loaders.client import Server
 
 # Files of which `make check` runs every so-manieth cell; QCONVERT_ALL=1 runs all.
 _SAMPLED = {
-    "test_simulator_sglang.py": 7, "test_simulator_sglang_drafts.py": 41,
-    "test_launch_lines.py": 13, "test_simulator_vllm.py": 23, "test_relabelled.py": 4,
-    "test_fused_packed.py": 3,
+    "test_simulator_sglang.py": 12, "test_simulator_sglang_drafts.py": 41,
+    "test_launch_lines.py": 13, "test_simulator_vllm.py": 37, "test_relabelled.py": 4,
+    "test_fused_packed.py": 3, "test_extracted_drafts.py": 2,
 }  # fmt: skip
 
 
