@@ -9,9 +9,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
 
-# A thread a process: there are as many processes as cores already.
+# A thread a process: there are as many processes as cores already. Who is done first takes from others, so
+# that what a file's tests have in common is mostly made once.
 test: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -rs
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -rs
 
 # The documentation as a site, build/site/index.html, in an environment without torch. A broken
 # link ends it, and so does a page that would fetch something from elsewhere.
@@ -54,8 +55,8 @@ CHECKED := (peer or crash or big or hostile$(if $(QCONVERT_ALL), or rest)) $(if 
 LOADER_TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m loader tests/loaders
 check: $(VENV)/installed-peers $(VENV)-loaders/installed
 	$(LOADER_TESTS)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "crash $(if $(QCONVERT_ALL),,and not rest)" tests/crash
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "$(CHECKED)" --ignore tests/crash --durations=30
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "crash $(if $(QCONVERT_ALL),,and not rest)" tests/crash
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "$(CHECKED)" --ignore tests/crash --durations=30
 
 # torch first and alone: with it installed, no other package pulls another build of it.
 $(VENV)/installed: pyproject.toml constraints.txt

@@ -30,7 +30,9 @@ def cases() -> list[str]:
 
 
 # Up to a minute each, of the same code as the others; QCONVERT_ALL=1 runs them too.
-_LONG = ("decoders", "encoders", "kernels", "long", "sizes", "validate", "w4a16")
+_LONG = (
+    "amx", "decoders", "encoders", "hashing", "jobs", "kernels", "long", "sizes", "validate", "w4a16",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

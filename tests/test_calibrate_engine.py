@@ -26,6 +26,7 @@ from calibrate_models import (
     saved,
 )
 from safetensors.torch import load_file, save_file
+from sampled import thinned
 
 from qconvert.calibrate import layers
 from qconvert.calibrate.engine import calibrate, disk_bytes
@@ -187,35 +188,25 @@ def test_a_cut_state_file_is_refused(name: str, small: Path, tmp_path: Path) -> 
         run(small, tmp_path / "work", settings=CORRECTED)
 
 
+_GROUPED: dict[str, tuple[Settings, Scheme]] = {
+    "routed": (ROUTED, G32),
+    "theirs": (THEIRS, G32),
+    "corrected": (CORRECTED, G32),
+    "all": (Settings(experts="all", propagated_error="ignore"), G32),
+    "corrected-all": (Settings(experts="all", propagated_error="correct"), G32),
+    "corrected-few": (Settings(min_tokens=60, propagated_error="correct"), G32),
+    "corrected-rounded": (Settings(min_tokens=60, few="rtn", propagated_error="correct"), G32),
+    "nvfp4": (ROUTED, FP4),
+    "nvfp4-corrected": (CORRECTED, FP4),
+}
+
+
 @pytest.mark.big
-@pytest.mark.parametrize(
-    ("settings", "scheme"),
-    [
-        (ROUTED, G32),
-        (THEIRS, G32),
-        (CORRECTED, G32),
-        (Settings(experts="all", propagated_error="ignore"), G32),
-        (Settings(experts="all", propagated_error="correct"), G32),
-        (Settings(min_tokens=60, propagated_error="correct"), G32),
-        (Settings(min_tokens=60, few="rtn", propagated_error="correct"), G32),
-        (ROUTED, FP4),
-        (CORRECTED, FP4),
-    ],
-    ids=[
-        "routed",
-        "theirs",
-        "corrected",
-        "all",
-        "corrected-all",
-        "corrected-few",
-        "corrected-rounded",
-        "nvfp4",
-        "nvfp4-corrected",
-    ],
-)
+@pytest.mark.parametrize("name", thinned(_GROUPED, 2))
 def test_groups_change_no_code(
-    settings: Settings, scheme: Scheme, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    settings, scheme = _GROUPED[name]
     at_once = run(small, tmp_path / "one", settings=settings, schemes=[scheme])
     if settings.min_tokens == 60:
         assert 0 < len(at_once.stats[0].few) < EXPERTS

@@ -89,9 +89,9 @@ def to_nearest(folder: Path, keys: list[Key], scheme: IntScheme) -> dict[Key, to
 @pytest.mark.big
 @pytest.mark.parametrize(
     "make",
-    # One family in `make test`, all of them in `make check`.
+    # One family stands for the others.
     [
-        pytest.param(make, id=make.__name__, marks=[] if make is qwen3_moe else pytest.mark.big)
+        pytest.param(make, id=make.__name__, marks=[] if make is qwen3_moe else pytest.mark.rest)
         for make in FAMILIES
     ],
 )
