@@ -52,9 +52,11 @@ class Form(Count):
 
 @dataclass(frozen=True, slots=True)
 class Sleep(Count):
-    """Says that it has begun, and takes longer than anybody waits: see tests/test_validate_cli.py."""
+    """Says that it has begun, a byte in its process's file, and takes its time; used by
+    tests/test_validate_cli.py."""
 
     def run(self, folders: Folders) -> Iterator[Result]:
-        Path(os.environ["QCONVERT_TEST_ROOM"], f"asleep-{os.getpid()}").touch()
-        time.sleep(300)
+        with Path(os.environ["QCONVERT_TEST_ROOM"], f"asleep-{os.getpid()}").open("ab") as begun:
+            begun.write(b".")
+        time.sleep(2)
         yield from ()

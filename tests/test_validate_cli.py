@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoints import bf16_moe, convert, fp8_moe, run_cli
 
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.runner import Request, validate_folder
 
 
@@ -167,6 +168,9 @@ def test_workers_end_with_the_process_that_started_them(
         assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
         if how == signal.SIGINT:
             assert said.decode() == ""
+            # Not what waited for them: all of it was done before, in 18 s.
+            begun = sum(path.stat().st_size for path in tmp_path.glob("asleep-*"))
+            assert begun < len(Checkpoint.open(pair[1])) // 3
         _until(lambda: all(_gone(pid) for pid in children), "workers to end")
     finally:
         if process.poll() is None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_byte
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import get_context
@@ -282,8 +283,10 @@ def run_tasks(
             LOOPS.use(False)
             folders.close()
         return
-    given = (shards, os.getpid(), record is not None, loops)
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _enter, given)
+    context = get_context("spawn")
+    stop = context.RawValue("b", 0)
+    given = (shards, os.getpid(), record is not None, loops, stop)
+    pool = ProcessPoolExecutor(workers, context, _enter, given)
     running: deque[tuple[_Batch, Future[_Found]]] = deque()
     try:
         for batch in batches:
@@ -294,9 +297,8 @@ def run_tasks(
         while running:
             yield from _finished(running, progress)
     except BaseException:
-        # A task may take a minute, and what it would find is wanted no more.
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
+        # Workers are not killed: in the middle of an answer that would hold up this process for ever.
+        stop.value = 1
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -393,8 +395,13 @@ def _finished(
         progress.wrote(batch.nbytes)
 
 
-def _do(batch: _Batch, folders: Folders) -> Iterator[tuple[int, Result]]:
+def _do(
+    batch: _Batch, folders: Folders, stop: c_byte | None = None
+) -> Iterator[tuple[int, Result]]:
+    """What a batch's tasks find, as far as they are done before `stop` is set."""
     for group in batch.groups:
+        if stop is not None and stop.value:
+            return
         yield from _together(group, folders)
 
 
@@ -423,11 +430,14 @@ def _together(group: Sequence[Numbered], folders: Folders) -> Iterator[tuple[int
 
 _folders: Folders | None = None
 _meters: Meters | None = None
+_stop: c_byte | None = None
 
 
-def _enter(shards: Shards, parent: int, metered: bool, loops: bool) -> None:
-    """Set a worker up. It ends with the process that started it, however that ends."""
-    global _folders, _meters
+def _enter(shards: Shards, parent: int, metered: bool, loops: bool, stop: c_byte) -> None:
+    """Set a worker up. It ends with the process that started it, however that ends, and begins no task
+    once `stop`, which all share, is set."""
+    global _folders, _meters, _stop
+    _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
     _meters = Meters() if metered else None
@@ -438,7 +448,7 @@ def _enter(shards: Shards, parent: int, metered: bool, loops: bool) -> None:
 def _work(batch: _Batch) -> _Found:
     assert _folders is not None
     if _meters is None:
-        return list(_do(batch, _folders)), None
+        return list(_do(batch, _folders, _stop)), None
     _meters.resume()
-    found = list(_do(batch, _folders))
+    found = list(_do(batch, _folders, _stop))
     return found, _meters.word()
