@@ -46,26 +46,7 @@ from qconvert.run.workspace import JOURNAL, LOCK, clean
 
 pytestmark = pytest.mark.crash
 
-KINDS = sorted(faults.SHARD_SIZES)
 KILLED = -signal.SIGKILL
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return faults.write_small(tmp_path_factory.mktemp("crash") / "source")
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def wanted(source: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """What an undisturbed run makes."""
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
-    convert(source, out, faults.options(kind))
-    return tree(out)
 
 
 @pytest.fixture(scope="module")

@@ -15,28 +15,9 @@ from qconvert.core.errors import QConvertError
 
 pytestmark = pytest.mark.crash
 
-KINDS = sorted(faults.SHARD_SIZES)
 # Not an existing folder: the names of all its new parents have to be synced as well.
 OUT = "new/deep/out"
 Maker = Callable[[Path, int], PowerFiles]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return faults.write_small(tmp_path_factory.mktemp("power") / "source")
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def wanted(source: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """What an undisturbed run makes."""
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
-    convert(source, out, faults.options(kind))
-    return tree(out)
 
 
 def _run(source: Path, kind: str, disk: PowerFiles, root: Path) -> bool:
