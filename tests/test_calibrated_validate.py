@@ -92,7 +92,9 @@ def test_calibrated_weights_have_no_finding(way: str, made: Mapping[str, Path]) 
 def of_amax(
     made: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, Path]:
-    """Scales of the largest weight that are never fitted, with and without corrected weights."""
+    """Scales of the largest weight that are never fitted, with and without corrected weights. AMX in 8
+    bits: in 4 a layer's answers of so small and heavy-tailed a model are .917 off on some processors,
+    and .9 is where validators take it for another one."""
     folder = tmp_path_factory.mktemp("amax")
     data = made["model"].parent / "tokens.safetensors"
     options = ("--gptq", "--data", data, "--samples", str(COUNT), "--length", str(LENGTH),
@@ -100,7 +102,9 @@ def of_amax(
     found = {"model": made["model"]}
     for error in ("correct", "ignore"):
         for name in ("packed", "amx"):
-            command, *more = WAYS[name]
+            command, *more = (
+                ("amx", "--method", "int8", "--numa", "2") if name == "amx" else WAYS[name]
+            )
             out = found[f"{error} {name}"] = folder / f"{error} {name}"
             done = run_cli(
                 command, made["model"], out, *more, *options, "--propagated-error", error
