@@ -1,8 +1,8 @@
 """The solver's Triton kernels against its operators of torch, which share no code with them: scales,
-GPTQ, llm-compressor's GPTQ and descent, on heavy-tailed matrices. Run by test_solver_kernels.py in
-Triton's interpreter, and by hand on a GPU: `python tests/solver_kernels.py`. Prints a line a case; ends
-with 1 where one differs. `compile` compiles the kernel for llm-compressor's codes for compute capability
-9.0, and prints what of its instructions rounds.
+GPTQ, llm-compressor's GPTQ and descent, on heavy-tailed matrices; and the sum of what experts answer.
+Run by test_solver_kernels.py in Triton's interpreter, and by hand on a GPU: `python
+tests/solver_kernels.py`. Prints a line a case; ends with 1 where one differs. `compile` compiles the
+kernel for llm-compressor's codes for compute capability 9.0, and prints what of its instructions rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from unittest.mock import patch
 
 import torch
 
+from qconvert.calibrate import slots
 from qconvert.calibrate.settings import Settings
+from qconvert.calibrate.slots import slots_of
 from qconvert.calibrate.solver import choice, descent, gptq, parity, scales
 from qconvert.calibrate.solver.order import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, rounding
@@ -59,7 +61,33 @@ def main() -> int:
             bad = misfit > _OFF
             wrong += bad
             print(f"{'DIFFERS' if bad else 'fits'}: {case.name}: {what}: {misfit:.5f} differ")
+    for what, misfit in _answers():
+        wrong += misfit > 0
+        print(f"{'DIFFERS' if misfit else 'fits'}: {what}: {misfit:.5f} differ")
     return 1 if wrong else 0
+
+
+def _answers() -> Iterator[tuple[str, float]]:
+    """What experts answer added up, bit for bit, wide and narrow rows; and that NaN stays NaN."""
+    random = torch.Generator().manual_seed(0)
+    for width, k, dtype in ((1100, 3, torch.float32), (48, 8, torch.bfloat16)):
+        routes = torch.stack([torch.randperm(9, generator=random)[:k] for _ in range(20)]).int()
+        shares = torch.rand(20, k, generator=random).to(dtype)
+        sorted_by = slots_of(routes.to(ON), shares.to(ON), 9)
+        start, stop = sorted_by.starts[2], sorted_by.starts[7]
+        answers = heavy_tailed((stop - start, width), random).bfloat16().to(ON)
+        answers[3, 5] = torch.nan
+        answers[4, 6] = torch.inf
+        before = heavy_tailed((20, width), random).bfloat16().to(ON)
+        made, wanted = before.clone(), before.clone()
+        assert slots.by_triton(made)
+        slots.add_answers(made, answers, sorted_by, start)
+        with patch.object(slots, "by_triton", return_value=False):
+            slots.add_answers(wanted, answers, sorted_by, start)
+        assert wanted.isnan().any()
+        assert wanted.isinf().any()
+        same = (made == wanted) | (made.isnan() & wanted.isnan())
+        yield f"answers of {width} columns", 1 - float(same.float().mean())
 
 
 def _compared(case: Case) -> Iterator[tuple[str, float]]:

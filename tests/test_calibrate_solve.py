@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from qconvert.calibrate.experts import _slots
 from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.solve import rounded, solved
 from qconvert.cli.demo_checkpoint import heavy_tailed
@@ -168,20 +167,3 @@ def test_a_hessian_that_cannot_be_factorized_is_told(settings: Settings) -> None
         stacked = torch.stack([hessian, good])
         _, failed = solved([weight, weight], stacked, scheme, settings)
         assert failed == [True, False]
-
-
-def test_slots_are_in_the_order_of_places() -> None:
-    """Three tokens with two places each: expert 1 gets token 2 by its first place, then 0 and 1 by their
-    second, as torch.where of the transposed mask says."""
-    routes = torch.tensor([[0, 1], [2, 1], [1, 3]], dtype=torch.int32)
-    slots = _slots(routes, 5)
-    assert [s.tolist() for s in slots[1]] == [[2, 0, 1], [0, 1, 1]]
-    assert [s.tolist() for s in slots[0]] == [[0], [0]]
-    assert [s.tolist() for s in slots[4]] == [[], []]
-    generator = torch.Generator().manual_seed(0)
-    routes = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(50)]).int()
-    mask = torch.nn.functional.one_hot(routes.long(), 8).permute(2, 1, 0)
-    for expert, (tokens, places) in enumerate(_slots(routes, 8)):
-        wanted_places, wanted_tokens = torch.where(mask[expert])
-        assert torch.equal(tokens, wanted_tokens)
-        assert torch.equal(places, wanted_places)

@@ -15,6 +15,7 @@ from qconvert.calibrate.propagated import Plain, corrected, corrected_together
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import Rows
 from qconvert.calibrate.settings import ExpertSchemes, Matrix, Settings
+from qconvert.calibrate.slots import Slots, add_answers, slots_of
 from qconvert.calibrate.solve import Quantized, rounded, solved
 from qconvert.calibrate.team import Team
 from qconvert.calibrate.work import look_cost, matrix_cost
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 # Tokens of each group of experts that the class's own experts answer too.
 _CHECKED = 16
 NAMES = ("gate_up", "down")
+_LENT = 1 << 28  # bytes of weights that are sent at once
+# Bytes of inputs, products and answers of experts that an accelerator lets answer one after the other.
+_ANSWERED = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,25 +117,38 @@ class Expert:
     inputs: Inputs | None = None
     middle: Inputs | None = None
 
-    def lend(self, team: Team, source: int) -> None:
-        """Give all processes the weights that it has in one of them."""
-        for name in ("gate_up", "down"):
-            weight = getattr(self, name).contiguous()
-            team.send(weight, source)
-            setattr(self, name, weight)
 
-
-def room_for(numbers: Sequence[int], hidden: int, middle: int, device: str) -> list[Expert]:
-    """Experts whose weights are still to come."""
+def lend(team: Team, source: int, experts: Sequence[Expert]) -> None:
+    """Give all processes the weights that experts have in this one, the team's `source`."""
     import torch
 
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+    for name in NAMES if experts else ():
+        for first, last in _lent_together(len(experts), getattr(experts[0], name).nbytes):
+            team.send(torch.stack([getattr(one, name) for one in experts[first:last]]), source)
 
-    return [
-        Expert(number, weight(2 * middle, hidden), weight(hidden, middle), False, {})
-        for number in numbers
-    ]
+
+def lent(
+    team: Team, source: int, numbers: Sequence[int], hidden: int, middle: int, device: str
+) -> list[Expert]:
+    """Experts with the weights that another process lends."""
+    import torch
+
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, shape in zip(NAMES, ((2 * middle, hidden), (hidden, middle)), strict=True):
+        found[name] = []
+        for first, last in _lent_together(len(numbers), 2 * shape[0] * shape[1]):
+            stack = torch.empty(last - first, *shape, dtype=torch.bfloat16, device=device)
+            team.send(stack, source)
+            found[name].extend(stack)
+    weights = zip(numbers, *found.values(), strict=True)
+    return [Expert(number, gate_up, down, False, {}) for number, gate_up, down in weights]
+
+
+def _lent_together(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of matrices of `size` bytes that are sent at once."""
+    step = max(1, _LENT // size)
+    for first in range(0, count, step):
+        yield first, min(first + step, count)
 
 
 @dataclass(eq=False)
@@ -252,12 +269,12 @@ class Bench:
             if experts and into:
                 self.check(experts[0], seen)
             for start, stop in seen.chunks:
-                rows, slots, _ = self._chunk(seen, start, stop)
+                rows, slots = self._chunk(seen, start, stop)
                 beside, tokens_seen = None, 0
                 if plain is not None:
                     beside = plain.inputs.read(start, stop).to(self.device)
                 for number, expert in enumerate(experts):
-                    tokens = slice(None) if expert.every else slots[expert.number][0]
+                    tokens = slice(None) if expert.every else slots.of(expert.number)
                     mine, theirs = rows[tokens], None if beside is None else beside[tokens]
                     if expert.inputs is not None and into and not expert.every:
                         expert.inputs.add(mine, theirs)
@@ -308,20 +325,27 @@ class Bench:
         numbers, each weighted by the router."""
         import torch
 
-        with self.clock("forward", self.device) as tick:
-            inputs, slots, weights = self._chunk(seen, start, stop)
+        with self.clock("forward", self.device) as tick, torch.no_grad():
+            inputs, slots = self._chunk(seen, start, stop)
             rows = rows.to(self.device, copy=True)
-            work = 0.0
-            for expert in experts:
-                tokens, places = slots[expert.number]
-                if not tokens.shape[0]:
-                    continue
-                middle = self._middle(expert, inputs[tokens])
-                made = torch.nn.functional.linear(middle, expert.down)
-                made = made * weights[tokens, places, None]
-                rows.index_add_(0, tokens, made.to(rows.dtype))
-                work += float(tokens.shape[0]) * (expert.gate_up.numel() + expert.down.numel())
-            tick(work)
+            if not experts:
+                return rows
+            (width, hidden), middle = experts[0].gate_up.shape, experts[0].down.shape[1]
+            a_slot = 2 * (2 * hidden + 2 * width + middle)
+            most = 1 if self.device == "cpu" else _ANSWERED // a_slot
+            for run in slots.runs([expert.number for expert in experts], most):
+                first, last = run[0][1], run[-1][2]
+                made = inputs[slots.tokens[first:last]]
+                both = made.new_empty(last - first, width)
+                for place, *ends in run:
+                    some = slice(ends[0] - first, ends[1] - first)
+                    torch.mm(made[some], experts[place].gate_up.t(), out=both[some])
+                both = self.middle(both)
+                for place, *ends in run:
+                    some = slice(ends[0] - first, ends[1] - first)
+                    torch.mm(both[some], experts[place].down.t(), out=made[some])
+                add_answers(rows, made, slots, first)
+                tick(float(last - first) * 3 * hidden * middle)
             return rows
 
     def _middle(self, expert: Expert, rows: torch.Tensor) -> torch.Tensor:
@@ -330,17 +354,11 @@ class Bench:
 
         return self.middle(torch.nn.functional.linear(rows, expert.gate_up))
 
-    def _chunk(
-        self, seen: Seen, start: int, stop: int
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-        """Inputs of some tokens; for each expert which of them it gets and in which place of theirs it
-        stands, ordered by place and then token as llm-compressor orders them; and the weights."""
-        slots = _slots(seen.experts.read(start, stop).to(self.device), len(seen.counts))
-        return (
-            seen.inputs.read(start, stop).to(self.device),
-            slots,
-            seen.weights.read(start, stop).to(self.device),
-        )
+    def _chunk(self, seen: Seen, start: int, stop: int) -> tuple[torch.Tensor, Slots]:
+        """Inputs of some tokens, and which of them each expert gets."""
+        routes, weights = seen.experts.read(start, stop), seen.weights.read(start, stop)
+        slots = slots_of(routes.to(self.device), weights.to(self.device), len(seen.counts))
+        return seen.inputs.read(start, stop).to(self.device), slots
 
     def _note(self, expert: Expert, found: Found, names: Sequence[str]) -> None:
         silent = False
@@ -438,22 +456,4 @@ def _kinds(name: str) -> tuple[str, ...]:
 def _sums(expert: Expert, name: str) -> Inputs:
     found = expert.inputs if name == "gate_up" else expert.middle
     assert found is not None
-    return found
-
-
-def _slots(routes: torch.Tensor, experts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Routes int32 [T, k] -> for each expert its tokens and their places in the k, both int64, ordered
-    by place and then by token."""
-    import torch
-
-    tokens = routes.shape[0]
-    flat = routes.t().reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=experts).tolist()
-    found = []
-    at = 0
-    for count in counts:
-        mine = order[at : at + count]
-        found.append((mine % tokens, torch.div(mine, tokens, rounding_mode="floor")))
-        at += count
     return found

@@ -19,7 +19,8 @@ from qconvert.calibrate.experts import (
     Inputs,
     Seen,
     joined_found,
-    room_for,
+    lend,
+    lent,
 )
 from qconvert.calibrate.foreseen import Foreseen
 from qconvert.calibrate.linears import Linear, LinearBench, Linears
@@ -323,12 +324,15 @@ class Layers:
         down = matrices[0, "down_proj"].weight
         for source, numbers in enumerate(group):
             held = [taken.experts, taken.plain][: len(streams)]
-            if source != self.team.rank:
-                held = [room_for(numbers, down.rows, down.columns, bench.device) for _ in streams]
             if self.team.count > 1:
                 with self.clock("forward", bench.device):
-                    for expert in (expert for some in held for expert in some):
-                        expert.lend(self.team, source)
+                    for place, experts in enumerate(held):
+                        if source == self.team.rank:
+                            lend(self.team, source, experts)
+                        else:
+                            held[place] = lent(
+                                self.team, source, numbers, down.rows, down.columns, bench.device
+                            )
             for stream, experts in zip(streams, held, strict=True):
                 for start, stop in self.mine(shares(self.parts, self.team.count)):
                     rows = stream.answers.read(start, stop)

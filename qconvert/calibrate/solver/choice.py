@@ -1,4 +1,4 @@
-"""Whether matrices are solved by Triton kernels: on a GPU, where Triton is installed."""
+"""Whether Triton kernels compute: on a GPU, where Triton is installed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ if TYPE_CHECKING:
 def fused(weight: torch.Tensor, width: int) -> ModuleType | None:
     """The kernels for matrices, a block or group of `width` columns at a time; None where operators of
     torch do it, a column at a time."""
-    if not weight.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return None
-    kernels = _kernels()
-    return kernels if kernels is not None and width <= kernels.WIDEST else None
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    if find_spec("triton") is None:
+    if not by_triton(weight):
         return None
     from qconvert.calibrate.solver import fused as kernels
 
-    return kernels
+    return kernels if width <= kernels.WIDEST else None
+
+
+def by_triton(tensor: torch.Tensor) -> bool:
+    """Whether kernels are to compute with a tensor."""
+    there = tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return there and _is_installed()
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
