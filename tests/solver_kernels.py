@@ -80,7 +80,7 @@ def _answers() -> Iterator[tuple[str, float]]:
         answers[4, 6] = torch.inf
         before = heavy_tailed((20, width), random).bfloat16().to(ON)
         made, wanted = before.clone(), before.clone()
-        assert slots.by_triton(made)
+        assert choice.by_triton(made)
         slots.add_answers(made, answers, sorted_by, start)
         with patch.object(slots, "by_triton", return_value=False):
             slots.add_answers(wanted, answers, sorted_by, start)
