@@ -33,6 +33,9 @@ NAMES = ("gate_up", "down")
 _LENT = 1 << 28  # bytes of weights that are sent at once
 # Bytes of inputs, products and answers of experts that an accelerator lets answer one after the other.
 _ANSWERED = 1 << 30
+# Rows of a product on an accelerator are a multiple of this: where their number is another one each
+# time, cuBLAS takes .13 ms, and up to 4, to choose a kernel; an H100 multiplies in .05.
+_TALL = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +66,16 @@ class Inputs:
     tokens: int = 0
     cross: torch.Tensor | None = None
 
-    def add(self, rows: torch.Tensor, plain: torch.Tensor | None = None) -> None:
-        """Count in inputs BF16 [T, K], and what the unquantized model has for the same tokens."""
+    def add(
+        self, rows: torch.Tensor, plain: torch.Tensor | None = None, tokens: int | None = None
+    ) -> None:
+        """Count in inputs BF16 [T, K], and what the unquantized model has for the same tokens: of so
+        many, if that is said, and then rows of zeros."""
         import torch
 
         if not rows.shape[0]:
             return
-        self.tokens += rows.shape[0]
+        self.tokens += rows.shape[0] if tokens is None else tokens
         # The largest magnitude, without a copy of all magnitudes.
         largest = torch.linalg.vector_norm(rows, torch.inf, dim=0)
         torch.maximum(self.absmax, largest.float(), out=self.absmax)
@@ -274,15 +280,20 @@ class Bench:
                 if plain is not None:
                     beside = plain.inputs.read(start, stop).to(self.device)
                 for number, expert in enumerate(experts):
-                    tokens = slice(None) if expert.every else slots.of(expert.number)
-                    mine, theirs = rows[tokens], None if beside is None else beside[tokens]
+                    tokens = None if expert.every else slots.of(expert.number)
+                    count = rows.shape[0] if tokens is None else tokens.shape[0]
+                    mine = self._rows(rows, tokens)
+                    theirs = None if beside is None else self._rows(beside, tokens)
                     if expert.inputs is not None and into and not expert.every:
-                        expert.inputs.add(mine, theirs)
+                        expert.inputs.add(mine, theirs, count)
                     if expert.middle is not None:
                         if plain is not None and theirs is not None:
                             theirs = self._middle(plain.experts[number], theirs)
-                        expert.middle.add(self._middle(expert, mine), theirs)
-                    tokens_seen += mine.shape[0]
+                            theirs[count:] = 0
+                        within = self._middle(expert, mine)
+                        within[count:] = 0
+                        expert.middle.add(within, theirs, count)
+                    tokens_seen += count
                 tick(each * tokens_seen)
 
     def check(self, expert: Expert, seen: Seen) -> None:
@@ -335,18 +346,38 @@ class Bench:
             most = 1 if self.device == "cpu" else _ANSWERED // a_slot
             for run in slots.runs([expert.number for expert in experts], most):
                 first, last = run[0][1], run[-1][2]
-                made = inputs[slots.tokens[first:last]]
-                both = made.new_empty(last - first, width)
-                for place, *ends in run:
-                    some = slice(ends[0] - first, ends[1] - first)
-                    torch.mm(made[some], experts[place].gate_up.t(), out=both[some])
+                parts = [
+                    (experts[place], slice(begin - first, begin - first + self._tall(end - begin)))
+                    for place, begin, end in run
+                ]
+                # A product's rows beyond an expert's own are the next one's, made after it.
+                made = inputs.new_empty(max(part.stop for _, part in parts), hidden)
+                torch.index_select(inputs, 0, slots.tokens[first:last], out=made[: last - first])
+                both = made.new_empty(made.shape[0], width)
+                for expert, part in parts:
+                    torch.mm(made[part], expert.gate_up.t(), out=both[part])
                 both = self.middle(both)
-                for place, *ends in run:
-                    some = slice(ends[0] - first, ends[1] - first)
-                    torch.mm(both[some], experts[place].down.t(), out=made[some])
-                add_answers(rows, made, slots, first)
+                for expert, part in parts:
+                    torch.mm(both[part], expert.down.t(), out=made[part])
+                add_answers(rows, made[: last - first], slots, first)
                 tick(float(last - first) * 3 * hidden * middle)
             return rows
+
+    def _tall(self, count: int) -> int:
+        """Rows that a product of so many has on this device."""
+        return count if self.device == "cpu" else -(-count // _TALL) * _TALL
+
+    def _rows(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        """The rows of some tokens, None for all, and then zeros up to what a product has."""
+        import torch
+
+        if tokens is None:
+            return rows
+        count = tokens.shape[0]
+        found = rows.new_empty(self._tall(count), rows.shape[1])
+        torch.index_select(rows, 0, tokens, out=found[:count])
+        found[count:] = 0
+        return found
 
     def _middle(self, expert: Expert, rows: torch.Tensor) -> torch.Tensor:
         """What goes into down_proj, as the class makes it of gate and up."""
