@@ -22,14 +22,14 @@ import torch
 from qconvert.calibrate import slots
 from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.slots import slots_of
-from qconvert.calibrate.solver import choice, descent, gptq, parity, scales
+from qconvert.calibrate.solver import choice, descent, gptq, parity, product, refit, scales
 from qconvert.calibrate.solver.order import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, rounding
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import IntScheme
 
 ON = "cuda" if torch.cuda.is_available() else "cpu"
-_MODULES = (scales, gptq, descent, parity)
+_MODULES = (scales, gptq, descent, parity, refit)
 _OFF = 0.002  # of all codes: what sums in another order change
 
 
@@ -100,6 +100,7 @@ def _compared(case: Case) -> Iterator[tuple[str, float]]:
     scale = without
     with_kernels, without = _both(lambda: gptq.gptq(weight, scale, grid, found, case.block))
     yield "gptq", _share(with_kernels, without)
+    yield "normal equations", _normal_equations(case, without, found.hessian, grid)
     start = rounding(weight, without, scale, found.hessian)
     with_kernels, without = _both(
         lambda: descent.descended(weight, start, found.hessian, grid, 2, case.block).steps
@@ -122,6 +123,17 @@ def _parity(
     return parity.parity(rows, hessian.clone(), held, zero, case.scheme, settings)[0]
 
 
+def _normal_equations(case: Case, steps: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> float:
+    """How far a row's are from what float64 gives, over their diagonal's mean."""
+    made, without = _both(lambda: refit._normal(steps, hessian, grid).tril())
+    count = case.columns // grid.width
+    cut = steps.double().reshape(case.batch, count, grid.width, -1)
+    blocks = hessian.double().reshape(case.batch, count, grid.width, count, grid.width)
+    wanted = torch.einsum("bgin,bgihj,bhjn->bngh", cut, blocks, cut).tril()
+    size = wanted.diagonal(dim1=2, dim2=3).mean(-1)
+    return max(float(((one - wanted).abs().amax((2, 3)) / size).max()) for one in (made, without))
+
+
 def _share(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one != other).float().mean())
 
@@ -139,6 +151,7 @@ def _both(solve: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     with ExitStack() as stack:
         for module in _MODULES:
             stack.enter_context(patch.object(module, "fused", return_value=None))
+        stack.enter_context(patch.object(product, "by_triton", return_value=False))
         return made, solve()
 
 

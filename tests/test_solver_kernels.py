@@ -25,8 +25,8 @@ def test_kernels_find_what_operators_find() -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        len(lines) == 31
-    )  # five a case, four where scales are not searched for, two sums of answers
+        len(lines) == 37
+    )  # six a case, five where scales are not searched for; two sums of answers
     assert all(line.startswith("fits: ") for line in lines)
     exact = [line for line in lines if "llm-compressor's" in line]
     assert len(exact) == 12

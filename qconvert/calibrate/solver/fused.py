@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Rows that a program works on. In the interpreter a program is expensive, an element cheap.
 _ROWS = 256 if _INTERPRETED else 32
+_TALL = 128  # rows of Hessians that a program multiplies at a time
 WIDEST = 256  # columns of a block, or of a group, that a program can hold
 # Products and sums rounded one after the other, as llm-compressor's operators round them.
 _APART = {} if _INTERPRETED else {"enable_fp_fusion": False}
@@ -206,6 +207,50 @@ def _search(
     tl.store(found + group * rows + row, best, mask=inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _normal(
+    steps: tl.tensor, hessian: tl.tensor, found: tl.tensor, columns: tl.tensor, rows: tl.tensor,
+    count: tl.tensor, WIDTH: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr,
+    HALVES: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    inside = row < rows
+    own = group * WIDTH + tl.arange(0, WIDTH)
+    lines = batch * columns
+    right = tl.load(
+        steps + (lines + own)[:, None] * rows + row[None, :], mask=inside[None, :], other=0.0
+    )
+    if HALVES:
+        right = right.to(tl.bfloat16)
+    for start in range(group * WIDTH // TALL * TALL, columns, TALL):
+        column = start + tl.arange(0, TALL)
+        here = column < columns
+        part = tl.load(
+            hessian + (lines + column)[:, None] * columns + own[None, :],
+            mask=here[:, None],
+            other=0.0,
+        )
+        if HALVES:
+            high = part.to(tl.bfloat16)
+            seen = tl.dot(high, right)
+            seen = tl.dot((part - high.to(tl.float32)).to(tl.bfloat16), right, seen)
+        else:
+            seen = tl.dot(part, right, input_precision="ieee")
+        seen *= tl.load(
+            steps + (lines + column)[:, None] * rows + row[None, :],
+            mask=here[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        each = tl.sum(tl.reshape(seen, (TALL // WIDTH, WIDTH, ROWS)), axis=1)
+        other = start // WIDTH + tl.arange(0, TALL // WIDTH)
+        at = (batch * count + other) * count + group
+        tl.store(
+            found + at[:, None] * rows + row[None, :], each,
+            mask=(other < count)[:, None] & inside[None, :],
+        )  # fmt: skip
+
+
 def gptq_block(
     left: torch.Tensor, factor: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, grid: Grid,
     made: torch.Tensor, start: int, stop: int,
@@ -274,6 +319,35 @@ def search(
         BLOCK=_power(grid.width), ROWS=_ROWS,
     )  # fmt: skip
     return found
+
+
+def can_multiply(width: int) -> bool:
+    """Whether `normal` takes groups of so many columns."""
+    return width in (16, 32, 64, 128)
+
+
+def normal(steps: torch.Tensor, hessian: torch.Tensor, width: int) -> torch.Tensor:
+    """Of whole numbers up to 256 [B, K, N] and Hessians float32 [B, K, K]: float32 [B, N, G, G], for
+    each row c_a H_ab c_b of its groups a and b where a is b or after it; 0 elsewhere. Of H two numbers
+    of BF16 each are multiplied, and added up in float32 (Triton's interpreter has no BF16 to multiply).
+    Nothing of the size of `steps` is written in between."""
+    batch, columns, rows = steps.shape
+    count = columns // width
+    found = steps.new_zeros(batch, count, count, rows)
+    some = _ROWS if _INTERPRETED else 2 * _ROWS
+    _normal[triton.cdiv(rows, some), count, batch](
+        steps.contiguous(),
+        hessian,
+        found,
+        columns,
+        rows,
+        count,
+        WIDTH=width,
+        TALL=_TALL,
+        ROWS=some,
+        HALVES=not _INTERPRETED,
+    )
+    return found.permute(0, 3, 1, 2)
 
 
 def _bounds(grid: Grid, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.solver.choice import by_triton
+
 if TYPE_CHECKING:
     import torch
 
@@ -39,7 +41,11 @@ def _multiplied(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def add_product(to: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *, sign: int = 1) -> None:
     """Add a product, or take it away, in place."""
-    if not to.is_cuda:
+    if by_triton(to) and to.numel():
+        from qconvert.calibrate.solver import product_kernel
+
+        product_kernel.add_product(to, one, other, sign)
+    elif not to.is_cuda:
         to.baddbmm_(one, other, alpha=sign)
     elif to.numel():
         to.add_(product(one, other), alpha=sign)

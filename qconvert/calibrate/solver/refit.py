@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.solver.choice import fused
 from qconvert.calibrate.solver.problem import Grid, Rounding, in_groups, rounding
 from qconvert.calibrate.solver.product import product_with_codes
 
@@ -41,19 +42,30 @@ def normal_room(*, on_cpu: bool) -> int:
     return _AT_ONCE if on_cpu else _AT_ONCE_THERE
 
 
+def _normal(steps: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """For each row A = [c_a H_ab c_b] of its groups a and b, float32 [B, N, G, G]; the upper half may
+    hold anything."""
+    batch, columns, rows = steps.shape
+    groups = columns // grid.width
+    kernels = fused(steps, grid.width)
+    if kernels is not None and kernels.can_multiply(grid.width):
+        found: torch.Tensor = kernels.normal(steps, hessian, grid.width)
+        return found
+    normal = steps.new_empty(batch, rows, groups, groups)
+    for group in range(groups):
+        own = slice(group * grid.width, (group + 1) * grid.width)
+        seen = product_with_codes(hessian[:, :, own], steps[:, own]).mul_(steps)
+        normal[..., group] = in_groups(seen, grid.width).sum(2).transpose(1, 2)
+    return normal
+
+
 def _fit(
     steps: torch.Tensor, scale: torch.Tensor, goal: torch.Tensor, hessian: torch.Tensor, grid: Grid
 ) -> torch.Tensor:
     """Minimize s A s - 2 s goal over the scales s of a row, A = [c_a H_ab c_b] of its groups' codes."""
     import torch
 
-    batch, columns, rows = steps.shape
-    groups = columns // grid.width
-    normal = steps.new_empty(batch, rows, groups, groups)
-    for group in range(groups):
-        own = slice(group * grid.width, (group + 1) * grid.width)
-        seen = product_with_codes(hessian[:, :, own], steps[:, own]).mul_(steps)
-        normal[..., group] = in_groups(seen, grid.width).sum(2).transpose(1, 2)
+    normal = _normal(steps, hessian, grid)
     diagonal = normal.diagonal(dim1=2, dim2=3)
     diagonal.add_(1e-6 * diagonal.mean(-1, keepdim=True) + 1e-12)
     lower, info = torch.linalg.cholesky_ex(normal)
