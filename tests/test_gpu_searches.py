@@ -94,7 +94,7 @@ def test_what_is_asked_for_is_done_or_refused(gpus: Path) -> None:
     assert cpu.device is None
     idle = decide({}, "cuda:0", 4)
     assert idle is not None
-    assert "nothing is searched for" in idle.why
+    assert "none are searched for" in idle.why
 
 
 def test_a_package_that_is_missing_is_named(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
