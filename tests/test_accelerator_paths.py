@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from accelerators import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, pretend
 from calibrate_models import qwen3_moe, saved
 
-from qconvert.calibrate import work_dir
+from qconvert.calibrate import memory, work_dir
 from qconvert.calibrate.engine import Event, calibrate
 from qconvert.calibrate.settings import Matrix
 from qconvert.checkpoint.checkpoint import Checkpoint
@@ -63,3 +65,26 @@ def test_a_killed_run_does_the_layers_since_again(
             break
     running.close()
     assert_same(codes_of(events(plan, tmp_path / "room")), whole)
+
+
+@pytest.mark.parametrize("room", ["the host's memory", "files"])
+def test_codes_are_the_same_wherever_hidden_states_lie(
+    room: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the accelerator's memory; where that has no room in the host's, or in files."""
+    opened: list[bool] = []
+    pretended = torch.empty
+
+    def made(*shape: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        opened.append(pin_memory)
+        return pretended(*shape, **more)
+
+    monkeypatch.setattr(torch, "empty", made)
+    there = codes_of(events(plan, tmp_path / "there"))
+    held = sum(opened)
+    opened.clear()
+    monkeypatch.setattr(memory, "_DEVICE_STATES", 0.0)
+    if room == "files":
+        monkeypatch.setattr(memory, "_STATES_BESIDE", 0.0)
+    assert_same(codes_of(events(plan, tmp_path / "here")), there)
+    assert (sum(opened) > held) == (room != "files")

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from qconvert.calibrate import work_dir
 from qconvert.calibrate.ahead import Ahead
 from qconvert.calibrate.apart import apart
-from qconvert.calibrate.behind import Behind
+from qconvert.calibrate.behind import Behind, Held
 from qconvert.calibrate.reading import Fetched, decode
-from qconvert.calibrate.rows import InFile
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer
@@ -157,30 +156,12 @@ def test_fp8_is_decoded_to_the_bits_of_the_op(
     assert there.view(torch.uint8).numpy().tobytes() == bytes(made)
 
 
-class _OnCpu:
-    """`behind.Held` without a GPU: rows, and a file that is written in the thread behind."""
-
-    def __init__(
-        self, rows: torch.Tensor, file: InFile | None, behind: Behind, before: _OnCpu | None
-    ) -> None:
-        self.rows, self.file, self._behind = rows, file, behind
-
-    def write(self, start: int, rows: torch.Tensor) -> None:
-        self.rows[start : start + rows.shape[0]] = rows
-        if self.file is not None:
-            self._behind.later(partial(self.file.write, start, rows.clone()))
-
-    def keep(self, file: InFile, first: int, last: int) -> None:
-        self.file = file
-        self._behind.later(partial(file.write, first, self.rows[first:last].clone()))
+class _Remembered(Held):
+    """What is remembered is kept."""
 
     def sync(self) -> None:
-        assert self.file is not None, "what is remembered is kept"
-        self.file.sync()
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
+        assert self.file is not None
+        super().sync()
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -188,7 +169,9 @@ def test_states_are_kept_after_some_seconds_and_where_a_run_ends(
     paired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(work_dir, "Held", _OnCpu)
+    monkeypatch.setattr(work_dir, "Held", _Remembered)
+    empty = torch.empty  # no accelerator is there to pin memory for
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     behind = Behind()
 
@@ -227,7 +210,7 @@ def test_states_are_kept_after_some_seconds_and_where_a_run_ends(
     again = opened()
     assert again.layer() == 4
     for one in again.states(4, new=False).all:
-        assert isinstance(one, _OnCpu)
+        assert isinstance(one, _Remembered)
         assert one.rows.eq(4).all()
     assert again.due(), "nothing was kept by this run"
     assert opened(shared=True).due()

@@ -1,6 +1,6 @@
-"""What is written behind a computation: hidden states in an accelerator's memory, and in the file
-from which an interrupted calibration goes on. Written in between, they kept a GPU waiting for two
-thirds of a layer.
+"""What is written behind a computation: hidden states in an accelerator's memory, or in the host's where
+they are more, and in the file from which an interrupted calibration goes on. Written in between, they
+kept a GPU waiting for two thirds of a layer.
 """
 
 from __future__ import annotations
@@ -55,19 +55,20 @@ class Behind:
 
 
 class Held:
-    """Rows in an accelerator's memory, and in `file`, if they are kept, which is written behind.
-    `before` are rows that lie in the same memory, and whose file must be whole before it is written
-    over."""
+    """Rows in an accelerator's memory (`there`) or in the host's, and in `file`, if they are kept, which
+    is written behind. `before` are rows that lie in the same memory, and whose file must be whole
+    before it is written over."""
 
     def __init__(
-        self, rows: torch.Tensor, file: InFile | None, behind: Behind, before: Held | None
-    ) -> None:
+        self, rows: torch.Tensor, file: InFile | None, behind: Behind, before: Held | None, *,
+        there: bool,
+    ) -> None:  # fmt: skip
         import torch
 
         self.rows, self.file = rows, file
         self._behind, self._before = behind, before
         cuda: Any = torch.cuda  # its streams are typed for nobody
-        self._stream = cuda.Stream(rows.device)
+        self._stream = cuda.Stream(rows.device) if there else None
         self._written: list[Future[None]] = []
 
     def read(self, start: int, stop: int) -> torch.Tensor:
@@ -98,14 +99,19 @@ class Held:
     def _write(self, file: InFile, start: int, stop: int) -> None:
         import torch
 
-        cuda: Any = torch.cuda
-        made = cuda.Event()
-        made.record(torch.cuda.current_stream(self.rows.device))
+        made: Any = None
+        if self._stream is not None:  # what is copied to the host's memory is there
+            cuda: Any = torch.cuda
+            made = cuda.Event()
+            made.record(torch.cuda.current_stream(self.rows.device))
         self._written.append(self._behind.later(lambda: self._keep(file, start, stop, made)))
 
     def _keep(self, file: InFile, start: int, stop: int, made: Any) -> None:
         import torch
 
+        if self._stream is None:
+            file.write(start, self.rows[start:stop])
+            return
         with torch.cuda.device(self.rows.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(made)
             rows = self.rows[start:stop]

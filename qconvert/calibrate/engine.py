@@ -25,10 +25,11 @@ from qconvert.calibrate.division import divided, shares
 from qconvert.calibrate.foreseen import Foreseen
 from qconvert.calibrate.layers import Layers, Matrices
 from qconvert.calibrate.linears import linears_of
-from qconvert.calibrate.memory import Budget, keep_nothing_freed
+from qconvert.calibrate.memory import Budget, keep_nothing_freed, together_on
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.propagated import States
 from qconvert.calibrate.reading import Weights
+from qconvert.calibrate.rows import pinned_bytes
 from qconvert.calibrate.settings import (
     ExpertSchemes,
     LayerDone,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
-_HELD = 0.7  # of what an accelerator has for rows of tokens, at the most
+_HELD = 0.7  # of what an accelerator or the host has for rows of tokens, at the most
 # Bytes of matrices that are read ahead, at the most.
 _AHEAD = 2 << 30
 
@@ -134,8 +135,9 @@ def calibrate(
         team=team,
     )
     _check_shapes(layers.matrices, targets)
+    layers = _solving_together(layers)
     stop = model.layers if last is None else last + 1
-    layers, behind = _holding(layers)
+    layers, behind, held = _holding(layers)
     layers = _reading_ahead(layers, stop)
     kept = CalibrationDir(
         work_dir,
@@ -144,7 +146,7 @@ def calibrate(
         layers.hidden,
         layers.files,
         layers.corrects,
-        device,
+        held,
         behind,
         exchange is not None,
         team,
@@ -164,16 +166,29 @@ def calibrate(
         reader.close()
 
 
-def _holding(layers: Layers) -> tuple[Layers, Behind | None]:
-    """Hidden states are held on an accelerator that has space for them, which is then not given to
-    others."""
-    device = layers.device
-    share = layers.budget.states.get(device, 0)
-    need = (2 if layers.corrects else 1) * layers.total * layers.hidden * 2
-    if device == "cpu" or not all(layers.team.gathered(need <= _HELD * share)):
-        return layers, None
-    left = {**layers.budget.states, device: share - need}
-    return replace(layers, budget=replace(layers.budget, states=left)), Behind()
+def _solving_together(layers: Layers) -> Layers:
+    """As many experts at a time as every accelerator of the team has space for."""
+    down = next((found[0, "down_proj"] for found in layers.matrices.values()), None)
+    if layers.device == "cpu" or down is None or not layers.targets:
+        return layers
+    together = together_on(
+        layers.budget, layers.settings.together, hidden=down.weight.rows, middle=down.weight.columns,
+        schemes=len(layers.targets), solver=layers.settings.solver, corrects=layers.corrects,
+    )  # fmt: skip
+    least = min(layers.team.gathered(together))
+    return replace(layers, settings=replace(layers.settings, together=least))
+
+
+def _holding(layers: Layers) -> tuple[Layers, Behind | None, str]:
+    """Hidden states are held on an accelerator that has space for them, or in the host's memory, which
+    is then not given to others. Where they are held."""
+    streams, size = 2 if layers.corrects else 1, layers.total * layers.hidden * 2
+    for device, share in layers.budget.states.items() if layers.device != "cpu" else ():
+        need = streams * (pinned_bytes(size) if device == "cpu" else size)
+        if all(layers.team.gathered(need <= _HELD * share)):
+            left = {**layers.budget.states, device: share - need}
+            return replace(layers, budget=replace(layers.budget, states=left)), Behind(), device
+    return layers, None, layers.device
 
 
 def _reading_ahead(layers: Layers, stop: int) -> Layers:

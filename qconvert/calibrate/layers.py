@@ -228,7 +228,6 @@ class Layers:
 
         where = self._where(layer)
         yield Phase(f"{where}: attention")
-        answers = scratch.rows("answers", self.total, self.hidden, torch.bfloat16, zero=True)
         looks = bool(self.targets) or self.statistics
         kept: list[Seen] = []
 
@@ -248,15 +247,18 @@ class Layers:
         else:
             attend()
         seen = kept[0]
-        streams = [Stream(kept[-1], answers)]
         plain: Rows | None = None
+        given = [kept[-1]]
         if states.plain is not None:
-            answers = scratch.rows(
-                "plain.answers", self.total, self.hidden, torch.bfloat16, zero=True
-            )
-            streams.append(Stream(self.attend(layer, states.plain, scratch, "plain."), answers))
-            self._share(streams[1].seen)
-            plain = streams[1].seen.inputs
+            given.append(self.attend(layer, states.plain, scratch, "plain."))
+            self._share(given[1])
+            plain = given[1].inputs
+        # After what goes into experts: that is read three times for each group of them, answers once.
+        answers = [
+            scratch.rows(name, self.total, self.hidden, torch.bfloat16, zero=True)
+            for name in ("answers", "plain.answers")[: len(given)]
+        ]
+        streams = [Stream(*both) for both in zip(given, answers, strict=True)]
         found = Found()
         few = [e for e, count in enumerate(seen.counts) if count < self.settings.min_tokens]
         every: frozenset[int] = frozenset()

@@ -22,7 +22,12 @@ _MAPPED = 1 << 20  # what is larger is mapped, and unmapped when it is freed
 _TOGETHER = 2 << 30  # of Hessians that an accelerator solves at a time
 _ROUTES = 1 << 10  # of a token's places among the experts, while they are sorted
 _SLACK = 160 << 20  # what libraries take once they compute: threads, kernels, free lists
-_STATES = 0.25  # of what is free at the start, for what a layer keeps of each token
+# Of what is free at the start, for what a layer keeps of each token; and where an accelerator has the
+# experts.
+_STATES, _STATES_BESIDE = 0.25, 0.75
+# Of what an accelerator has for experts, for solving: the more are solved at a time, the fewer are in
+# its memory, and all tokens pass by each group. Of DeepSeek-V3 42 GB held one, were 8 solved at a time.
+_SOLVING = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,8 @@ class Budget:
         base = resident() + _SLACK
         if memory is None:
             memory = int(_MACHINE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        states = {"cpu": int(_STATES * max(0, memory - base))}
+        share = _STATES if device == "cpu" else _STATES_BESIDE
+        states = {"cpu": int(share * max(0, memory - base))}
         if device != "cpu":
             states = {device: _device_bytes(device, _DEVICE_STATES), **states}
         return cls(memory, base, states, _device_bytes(device, _DEVICE))
@@ -96,6 +102,27 @@ def solved_together(asked: int, columns: int) -> int:
     two, so that batches of one size are whole ones of a smaller."""
     most = max(1, min(asked, _TOGETHER // (4 * columns * columns)))
     return 1 << (most.bit_length() - 1)
+
+
+def together_on(
+    budget: Budget,
+    asked: int,
+    *,
+    hidden: int,
+    middle: int,
+    schemes: int,
+    solver: Solver,
+    corrects: bool,
+) -> int:
+    """Of how many experts an accelerator solves a matrix at a time: `asked`, or fewer where solving
+    would take more than its share. Known from shapes and the kind of device alone."""
+    found, widest = asked, max(hidden, middle)
+    while (batch := solved_together(found, widest)) > 1:
+        need = _solver_bytes(hidden, middle, schemes, solver, batch, "cuda", corrects=corrects)
+        if need <= _SOLVING * budget.device:
+            break
+        found = batch // 2
+    return found
 
 
 def _expert_bytes(hidden: int, middle: int, own_hessians: bool, corrects: bool = False) -> int:

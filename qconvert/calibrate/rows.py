@@ -110,6 +110,11 @@ class InFile:
         self._files.close(self._fd)
 
 
+def pinned_bytes(size: int) -> int:
+    """What torch pins for so many bytes (2.13, core/CachingHostAllocator.h): a power of two."""
+    return 1 << (size - 1).bit_length()
+
+
 class Scratch:
     """Makes rows that live for a layer, on the first of some devices with space: `shares` are bytes by
     device. What fits none goes to files in `folder`."""
@@ -127,8 +132,9 @@ class Scratch:
         size = count * width * dtype.itemsize
         found: InMemory | InFile
         for device, left in self._left.items():
-            if size <= left:
-                self._left[device] -= size
+            taken = pinned_bytes(size) if self._pinned and device == "cpu" else size
+            if taken <= left:
+                self._left[device] -= taken
                 found = InMemory(count, width, dtype, device, zero=zero, pinned=self._pinned)
                 break
         else:

@@ -31,8 +31,9 @@ _EVERY = 20.0  # seconds after which hidden states are kept again that an accele
 class CalibrationDir:
     """A folder for `count` tokens' hidden states BF16 [count, width]: `paired`, of the quantized model
     and of the plain one. `key` names the calibration. With `behind` they are held in the memory of
-    `device`, and files are written behind the computation, not of every layer unless it is `shared`. The
-    processes of a `team` have the tokens `own` each, and files together, which the first one makes."""
+    `device`, be it the host's (`cpu`), and files are written behind the computation, not of every layer
+    unless it is `shared`. The processes of a `team` have the tokens `own` each, and files together,
+    which the first one makes."""
 
     path: Path
     key: str
@@ -92,15 +93,18 @@ class CalibrationDir:
         import torch
 
         assert self.behind is not None
+        there = self.device != "cpu"
         if isinstance(old, Held):
-            return Held(old.rows, file, self.behind, old)
+            return Held(old.rows, file, self.behind, old, there=there)
         assert file is not None
-        rows = torch.empty(self.count, self.width, dtype=torch.bfloat16, device=self.device)
+        rows = torch.empty(
+            self.count, self.width, dtype=torch.bfloat16, device=self.device, pin_memory=not there
+        )
         first, last = self._own
         for start in range(first, first if new else last, _ROWS):
             stop = min(start + _ROWS, last)
             rows[start:stop] = file.read(start, stop).to(self.device)
-        return Held(rows, file, self.behind, None)
+        return Held(rows, file, self.behind, None, there=there)
 
     def let_go(self, states: States) -> None:
         """Close states that are no longer read."""
