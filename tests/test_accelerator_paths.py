@@ -6,6 +6,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerators import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, pretend
@@ -13,7 +14,7 @@ from calibrate_models import qwen3_moe, saved
 
 from qconvert.calibrate import memory, work_dir
 from qconvert.calibrate.engine import Event, calibrate
-from qconvert.calibrate.settings import Matrix
+from qconvert.calibrate.settings import LayerDone, Matrix
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Paused
@@ -88,3 +89,22 @@ def test_codes_are_the_same_wherever_hidden_states_lie(
         monkeypatch.setattr(memory, "_STATES_BESIDE", 0.0)
     assert_same(codes_of(events(plan, tmp_path / "here")), there)
     assert (sum(opened) > held) == (room != "files")
+
+
+def test_layers_are_nearly_given_what_they_are_on_a_cpu(plan: Plan, tmp_path: Path) -> None:
+    """There experts answer one by one, and no product has rows beside an expert's own. Codes are found
+    from sums in another order, so a few are others, and what follows from them is."""
+    found = []
+    for device in ("cpu", "cpu:0"):
+        events = calibrate(
+            plan, TOKENS, [SCHEME], SETTINGS, work_dir=tmp_path / device, memory=None, device=device,
+            key="k",
+        )  # fmt: skip
+        found.append([event.stats for event in events if isinstance(event, LayerDone)])
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        assert other is not None
+        for name in ("gate_up_mean_square", "down_mean_square"):
+            mine, theirs = getattr(one, name), getattr(other, name)
+            off = np.linalg.norm(mine - theirs) / np.linalg.norm(mine)
+            assert off < 0.05
