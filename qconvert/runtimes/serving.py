@@ -14,7 +14,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
 from qconvert.runtimes.consumers import Consumer
-from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.offering import Simulated, Tensors
 from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.sglang import VERSION as SGLANG
@@ -247,7 +247,7 @@ def loads(
             return {}
     order = groups if type(groups) is int else None
     # Sorted, so that what is said first does not depend on where the headers come from.
-    named = dict(sorted(tensors.items()))
+    named = Tensors.of(tensors).by_name
     digest = _digest(config, named, order, place, alone=alone)
     if digest not in _SAID:
         if len(_SAID) >= _MOST_SAID:

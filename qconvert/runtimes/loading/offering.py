@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from qconvert.core.dtypes import TensorType
@@ -30,6 +31,8 @@ class Target:
 Found = Iterable[Target]
 # Why a tensor reaches nothing: the class passes over it, or looks for a parameter and finds none.
 PASSED: Found = ()
+# The number of an expert, -1 for none, and what stands around it in a name.
+_Place = tuple[int, tuple[str, str]]
 
 
 class Finder(Protocol):
@@ -70,6 +73,27 @@ class Simulated:
         return self.refused is None and not (self.missing or self.misread or self.empty)
 
 
+class Tensors(dict[str, TensorType]):
+    """A folder's tensors in some order, and what each rank asks of their names, found once for all."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorType]) -> Tensors:
+        return tensors if isinstance(tensors, cls) else cls(tensors)
+
+    @cached_property
+    def by_name(self) -> Tensors:
+        """Sorted."""
+        names = sorted(self)
+        return self if names == list(self) else Tensors((name, self[name]) for name in names)
+
+    @cached_property
+    def experts(self) -> list[_Place]:
+        """Where each belongs."""
+        alike: dict[tuple[str, str], tuple[str, str]] = {}
+        found = map(_expert_of, self)
+        return [(number, alike.setdefault(around, around)) for number, around in found]
+
+
 def offered(
     build: Build,
     finder: Finder,
@@ -86,9 +110,10 @@ def offered(
     misread: dict[str, str] = {}
     refused = None
     alike = _Alike(finder.experts)
+    whole = Tensors.of(tensors)
     try:
-        for name, stored in tensors.items():
-            if not finder.stacked and alike.takes(name, stored, read):
+        for (name, stored), place in zip(whole.items(), whole.experts, strict=True):
+            if not finder.stacked and alike.takes(name, place, stored, read):
                 continue
             before = len(finder.missing)
             targets = list(finder.find(name, stored))
@@ -100,7 +125,7 @@ def offered(
                     misread[name] = said
             if len(targets) == 1 and name in read and name not in misread:
                 under = build.aliases.get(targets[0].name, targets[0].name)
-                alike.learn(name, stored, build.parameters[under], targets[0].shard)
+                alike.learn(place, stored, build.parameters[under], targets[0].shard)
         if after is not None:
             after(build, tensors)
     except LoadRefused as error:
@@ -129,7 +154,7 @@ def offered(
     )  # fmt: skip
 
 
-def _expert_of(name: str) -> tuple[int, tuple[str, str]]:
+def _expert_of(name: str) -> _Place:
     """The number of the expert that a tensor is of, -1 for none, and its name without it."""
     before, found, after = name.partition(".experts.")
     number, _, rest = after.partition(".")
@@ -158,9 +183,9 @@ class _Alike:
         self._experts = experts
         self._known: dict[tuple[str, str], _Known] = {}
 
-    def learn(self, name: str, stored: TensorType, parameter: Parameter, shard: Shard) -> None:
+    def learn(self, place: _Place, stored: TensorType, parameter: Parameter, shard: Shard) -> None:
         """Remember a tensor that was written to a parameter and read right."""
-        (expert, key), slot = _expert_of(name), parameter.slot
+        (expert, key), slot = place, parameter.slot
         if not isinstance(slot, Experts) or not isinstance(shard, tuple):
             return
         if shard[0] == expert < self._experts:
@@ -168,9 +193,9 @@ class _Alike:
             which = str(shard[1]) if isinstance(part, tuple) else None
             self._known[key] = _Known(stored, parameter, slot, which, size)
 
-    def takes(self, name: str, stored: TensorType, read: set[str]) -> bool:
+    def takes(self, name: str, place: _Place, stored: TensorType, read: set[str]) -> bool:
         """Write a tensor as one of another expert was written, if one was."""
-        expert, key = _expert_of(name)
+        expert, key = place
         known = self._known.get(key)
         if known is None or not 0 <= expert < self._experts:
             return False

@@ -10,7 +10,7 @@ from typing import Any
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
 from qconvert.runtimes.loading.building import Build, text_config
-from qconvert.runtimes.loading.offering import Simulated, offered
+from qconvert.runtimes.loading.offering import Simulated, Tensors, offered
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.schemes import Unquantized
 from qconvert.runtimes.loading.setting import HOPPER, Setting
@@ -79,7 +79,7 @@ def simulate(
             _all_written(build, tensors)
 
     # The loader reads the names of a file sorted.
-    done = offered(rank, finder, dict(sorted(tensors.items())), asked, after=after)
+    done = offered(rank, finder, Tensors.of(tensors).by_name, asked, after=after)
     wanted = kind.groups(numbers) if kind.groups is not None and groups else None
     if not wanted or groups == wanted:
         return done
