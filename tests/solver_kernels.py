@@ -20,9 +20,10 @@ from unittest.mock import patch
 import torch
 
 from qconvert.calibrate import slots
+from qconvert.calibrate.kernels import choice
 from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.slots import slots_of
-from qconvert.calibrate.solver import choice, descent, gptq, parity, product, refit, scales
+from qconvert.calibrate.solver import descent, gptq, parity, product, refit, scales
 from qconvert.calibrate.solver.order import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, rounding
 from qconvert.cli.demo_checkpoint import heavy_tailed
@@ -197,9 +198,9 @@ def compile_all() -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from qconvert.calibrate.solver import fused
+    from qconvert.calibrate.kernels import columns
 
-    kernel: Any = fused._parity_block
+    kernel: Any = columns._parity_block
     names, found = kernel.arg_names, set()
     for zero in (True, False):
         for dtype in range(3):
@@ -210,7 +211,7 @@ def compile_all() -> int:
                 {name: types.get(name, "constexpr") for name in names},
                 {(names.index(name),): value for name, value in constants.items()},
             )
-            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=fused._APART)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=columns._APART)
             rounding = re.findall(r"^\s*((?:\w+\.)*f(?:32|64))\b", made.asm["ptx"], re.MULTILINE)
             found |= {name for name in rounding if name.split(".")[0] not in _EXACT}
     print(*sorted(found), sep="\n")

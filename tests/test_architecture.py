@@ -25,7 +25,7 @@ _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
 # Kernels of torch and numba: they are imported where they run, and need those whole.
 _KERNELS = (
     "validators/kernels/triton", "ops/compiled/loops/", "validators/loops/",
-    "ops/gpu/searches.py", "ops/gpu/staging.py", "calibrate/solver/fused.py",
+    "ops/gpu/searches.py", "ops/gpu/staging.py", "calibrate/kernels/",
 )  # fmt: skip
 
 

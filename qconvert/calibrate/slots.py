@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.solver.choice import by_triton
+from qconvert.calibrate.kernels.choice import by_triton
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def add_answers(rows: torch.Tensor, answers: torch.Tensor, slots: Slots, start: 
     router. Products are rounded to the rows' dtype, and so is each sum, in the order of slots: as
     transformers' own experts do it, one after the other."""
     if by_triton(rows):
-        from qconvert.calibrate import answers_kernel as kernel
+        from qconvert.calibrate.kernels import answers as kernel
 
         kernel.add_answers(rows, answers, slots.of_token, slots.weights, start)
         return

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.kernels.choice import fused
 from qconvert.calibrate.settings import Settings
-from qconvert.calibrate.solver.choice import fused
 from qconvert.calibrate.solver.factor import lower_inverse, upper_factor
 from qconvert.core.int_scheme import IntScheme
 

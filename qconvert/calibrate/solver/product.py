@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.solver.choice import by_triton
+from qconvert.calibrate.kernels.choice import by_triton
 
 if TYPE_CHECKING:
     import torch
@@ -42,9 +42,9 @@ def _multiplied(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def add_product(to: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *, sign: int = 1) -> None:
     """Add a product, or take it away, in place."""
     if by_triton(to) and to.numel():
-        from qconvert.calibrate.solver import product_kernel
+        from qconvert.calibrate.kernels import product as kernel
 
-        product_kernel.add_product(to, one, other, sign)
+        kernel.add_product(to, one, other, sign)
     elif not to.is_cuda:
         to.baddbmm_(one, other, alpha=sign)
     elif to.numel():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.solver.choice import fused
+from qconvert.calibrate.kernels.choice import fused
 from qconvert.calibrate.solver.problem import Grid, Rounding, in_groups, rounding
 from qconvert.calibrate.solver.product import product_with_codes
 

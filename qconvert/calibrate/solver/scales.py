@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.solver.choice import fused
+from qconvert.calibrate.kernels.choice import fused
 from qconvert.calibrate.solver.problem import Grid, in_groups, spread
 
 if TYPE_CHECKING:

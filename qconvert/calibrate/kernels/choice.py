@@ -17,7 +17,7 @@ def fused(weight: torch.Tensor, width: int) -> ModuleType | None:
     torch do it, a column at a time."""
     if not by_triton(weight):
         return None
-    from qconvert.calibrate.solver import fused as kernels
+    from qconvert.calibrate.kernels import columns as kernels
 
     return kernels if width <= kernels.WIDEST else None
 

@@ -1,0 +1,1 @@
+"""Triton kernels of calibrations, imported only where `choice` says that they compute."""
