@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from accelerators import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, pretend
 from calibrate_models import qwen3_moe, saved
 
-from qconvert.calibrate import memory, work_dir
+from qconvert.calibrate import engine, memory, work_dir
+from qconvert.calibrate.behind import Behind
 from qconvert.calibrate.engine import Event, calibrate
+from qconvert.calibrate.layers import Layers
 from qconvert.calibrate.settings import LayerDone, Matrix
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.plan.plan import Plan
@@ -68,27 +68,25 @@ def test_a_killed_run_does_the_layers_since_again(
     assert_same(codes_of(events(plan, tmp_path / "room")), whole)
 
 
-@pytest.mark.parametrize("room", ["the host's memory", "files"])
+@pytest.mark.parametrize(("share", "place"), [(0.75, "cpu"), (0.0, None)], ids=["host", "files"])
 def test_codes_are_the_same_wherever_hidden_states_lie(
-    room: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, place: str | None, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the accelerator's memory; where that has no room in the host's, or in files."""
-    opened: list[bool] = []
-    pretended = torch.empty
+    found: list[str | None] = []
+    holding = engine._holding
 
-    def made(*shape: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        opened.append(pin_memory)
-        return pretended(*shape, **more)
+    def told(layers: Layers) -> tuple[Layers, Behind | None, str]:
+        made = holding(layers)
+        found.append(made[2] if made[1] is not None else None)
+        return made
 
-    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(engine, "_holding", told)
     there = codes_of(events(plan, tmp_path / "there"))
-    held = sum(opened)
-    opened.clear()
     monkeypatch.setattr(memory, "_DEVICE_STATES", 0.0)
-    if room == "files":
-        monkeypatch.setattr(memory, "_STATES_BESIDE", 0.0)
+    monkeypatch.setattr(memory, "_STATES_BESIDE", share)
     assert_same(codes_of(events(plan, tmp_path / "here")), there)
-    assert (sum(opened) > held) == (room != "files")
+    assert found == ["cpu:0", place]
 
 
 def test_layers_are_nearly_given_what_they_are_on_a_cpu(plan: Plan, tmp_path: Path) -> None:

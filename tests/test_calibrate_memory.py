@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 from deep_models import EXPERTS, write_model
 
-from qconvert.calibrate.memory import Budget, _solver_bytes, experts_together, least_bytes
+from qconvert.calibrate.memory import (
+    Budget,
+    _solver_bytes,
+    experts_together,
+    least_bytes,
+    solved_together,
+    together_on,
+)
+from qconvert.calibrate.rows import pinned_bytes
 from qconvert.calibrate.settings import Solver
 from qconvert.core.errors import RunError
 
@@ -126,8 +134,64 @@ def test_either_solver_is_counted() -> None:
     for solver, least, most in cases:
         assert least < _solver_bytes(7168, 2048, 1, solver) >> 20 < most
         assert least_bytes(7168, 2048, 1, solver) > _solver_bytes(7168, 2048, 1, solver)
-        pair = _solver_bytes(7168, 2048, 1, solver, 2, "cuda:0")
+        pair = _solver_bytes(7168, 2048, 1, solver, (2, 2), "cuda:0")
         assert pair > _solver_bytes(7168, 2048, 1, solver)
+
+
+# Hidden sizes and experts' widths.
+_SHAPES = {
+    "Qwen3-30B": (2048, 768), "Qwen3-235B": (4096, 1536), "DeepSeek-V3": (7168, 2048),
+    "Mixtral": (4096, 14336), "Jamba": (8192, 24576),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("solver", ["best", "llmcompressor"])
+def test_experts_solved_together_leave_room_for_others(solver: Solver) -> None:
+    """On GPUs of 24 to 192 GB, of which experts have half: the more memory, the more of them; never more
+    than take three tenths of it, whichever matrix is solved, unless it is one."""
+    corrects = solver == "best"
+    for hidden, middle in _SHAPES.values():
+        before = 0
+        for size in (24, 48, 80, 141, 192):
+            device = size * 10**9 // 2
+            found = together_on(
+                device,
+                32,
+                hidden=hidden,
+                middle=middle,
+                schemes=1,
+                solver=solver,
+                corrects=corrects,
+            )
+            assert before <= found <= 32
+            before = found
+            batches = solved_together(found, hidden), solved_together(found, middle)
+            need = _solver_bytes(hidden, middle, 1, solver, batches, "cuda", corrects=corrects)
+            assert max(batches) == 1 or need <= 0.3 * device
+
+
+def test_experts_solved_together_are_known_of_published_models() -> None:
+    """With the correction of propagated errors, of an H100 and an H200; of shards, which know nothing of
+    one another's GPUs, the same everywhere."""
+
+    def of(name: str, device: int | None) -> int:
+        hidden, middle = _SHAPES[name]
+        return together_on(
+            device, 32, hidden=hidden, middle=middle, schemes=1, solver="best", corrects=True
+        )
+
+    h100, h200 = 42_500_000_000, 75_300_000_000
+    assert [of("Qwen3-30B", one) for one in (h100, h200, None)] == [32, 32, 32]
+    assert [of("DeepSeek-V3", one) for one in (h100, h200, None)] == [2, 4, 2]
+
+
+def test_pinned_bytes_are_powers_of_two() -> None:
+    assert [pinned_bytes(size) for size in (1, 4096, 4097, 15_032_385_536)] == [
+        1,
+        4096,
+        8192,
+        1 << 34,
+    ]
 
 
 def test_what_corrects_is_counted() -> None:

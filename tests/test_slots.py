@@ -41,7 +41,7 @@ def test_experts_run_together_with_their_neighbours_alone() -> None:
     """Expert 3 has no tokens and is left out; one that is not asked for parts those before and after."""
     starts = [0, 10, 30, 35, 35, 45, 145, 150]
     empty = torch.empty(0)
-    slots = Slots(empty, empty, starts, empty)
+    slots = Slots(empty, empty, starts, empty, 0)
     assert list(slots.runs(range(7), 50)) == [
         [(0, 0, 10), (1, 10, 30), (2, 30, 35), (4, 35, 45)],
         [(5, 45, 145)],

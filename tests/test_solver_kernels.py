@@ -48,6 +48,23 @@ def test_a_kernel_compiles_for_a_gpu() -> None:
     assert found <= {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32"}
 
 
+@pytest.mark.peer
+def test_kernels_have_the_shared_memory_that_they_take() -> None:
+    """On GPUs whose programs can have 99 KB, too."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "shared"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert len(lines) == 4
+    assert all(line.startswith("fits: ") for line in lines)
+
+
 def _hessians(batch: int, columns: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(1)
     inputs = torch.randn(batch, 3 * columns, columns, generator=random)

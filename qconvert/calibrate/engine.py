@@ -167,13 +167,15 @@ def calibrate(
 
 
 def _solving_together(layers: Layers) -> Layers:
-    """As many experts at a time as every accelerator of the team has space for."""
+    """As many experts at a time as every accelerator of the team has space for; of shards, which know
+    nothing of one another's, the same number on all."""
     down = next((found[0, "down_proj"] for found in layers.matrices.values()), None)
     if layers.device == "cpu" or down is None or not layers.targets:
         return layers
     together = together_on(
-        layers.budget, layers.settings.together, hidden=down.weight.rows, middle=down.weight.columns,
-        schemes=len(layers.targets), solver=layers.settings.solver, corrects=layers.corrects,
+        None if layers.exchange is not None else layers.budget.device, layers.settings.together,
+        hidden=down.weight.rows, middle=down.weight.columns, schemes=len(layers.targets),
+        solver=layers.settings.solver, corrects=layers.corrects,
     )  # fmt: skip
     least = min(layers.team.gathered(together))
     return replace(layers, settings=replace(layers.settings, together=least))

@@ -350,8 +350,9 @@ class Bench:
                     (experts[place], slice(begin - first, begin - first + self._tall(end - begin)))
                     for place, begin, end in run
                 ]
-                # A product's rows beyond an expert's own are the next one's, made after it.
-                made = inputs.new_empty(max(part.stop for _, part in parts), hidden)
+                # A product's rows beyond an expert's own are the next one's, made after it; beyond the
+                # last one's they hold anything, and nobody reads them.
+                made = inputs.new_empty(parts[-1][1].stop, hidden)
                 torch.index_select(inputs, 0, slots.tokens[first:last], out=made[: last - first])
                 both = made.new_empty(made.shape[0], width)
                 for expert, part in parts:

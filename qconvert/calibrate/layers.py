@@ -253,7 +253,7 @@ class Layers:
             given.append(self.attend(layer, states.plain, scratch, "plain."))
             self._share(given[1])
             plain = given[1].inputs
-        # After what goes into experts: that is read three times for each group of them, answers once.
+        # After what goes into experts, where room is short: each group of them reads that more often.
         answers = [
             scratch.rows(name, self.total, self.hidden, torch.bfloat16, zero=True)
             for name in ("answers", "plain.answers")[: len(given)]

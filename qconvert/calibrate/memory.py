@@ -25,9 +25,12 @@ _SLACK = 160 << 20  # what libraries take once they compute: threads, kernels, f
 # Of what is free at the start, for what a layer keeps of each token; and where an accelerator has the
 # experts.
 _STATES, _STATES_BESIDE = 0.25, 0.75
+_CODES = 2 << 30  # for codes on their way to who writes them, beside an accelerator
 # Of what an accelerator has for experts, for solving: the more are solved at a time, the fewer are in
-# its memory, and all tokens pass by each group. Of DeepSeek-V3 42 GB held one, were 8 solved at a time.
+# its memory, and all tokens pass by each group. With 8 of DeepSeek-V3 solved at a time 42 GB held five.
 _SOLVING = 0.3
+# Shards must solve the same experts together, whatever their accelerators have: this is taken for it.
+_OF_ANY = 40 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,9 @@ class Budget:
         base = resident() + _SLACK
         if memory is None:
             memory = int(_MACHINE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        share = _STATES if device == "cpu" else _STATES_BESIDE
-        states = {"cpu": int(share * max(0, memory - base))}
+        states = {"cpu": int(_STATES * max(0, memory - base))}
         if device != "cpu":
+            states["cpu"] = int(_STATES_BESIDE * max(0, memory - base - _CODES))
             states = {device: _device_bytes(device, _DEVICE_STATES), **states}
         return cls(memory, base, states, _device_bytes(device, _DEVICE))
 
@@ -105,7 +108,7 @@ def solved_together(asked: int, columns: int) -> int:
 
 
 def together_on(
-    budget: Budget,
+    device: int | None,
     asked: int,
     *,
     hidden: int,
@@ -115,14 +118,21 @@ def together_on(
     corrects: bool,
 ) -> int:
     """Of how many experts an accelerator solves a matrix at a time: `asked`, or fewer where solving
-    would take more than its share. Known from shapes and the kind of device alone."""
-    found, widest = asked, max(hidden, middle)
-    while (batch := solved_together(found, widest)) > 1:
-        need = _solver_bytes(hidden, middle, schemes, solver, batch, "cuda", corrects=corrects)
-        if need <= _SOLVING * budget.device:
+    would take more than its share of `device`, the bytes that it has for experts. None: of shards,
+    which must find the same number."""
+    share = int(_SOLVING * (_OF_ANY if device is None else device))
+    found = asked
+    while (most := max(batches := _batches(found, hidden, middle))) > 1:
+        need = _solver_bytes(hidden, middle, schemes, solver, batches, "cuda", corrects=corrects)
+        if need <= share:
             break
-        found = batch // 2
+        found = most // 2
     return found
+
+
+def _batches(together: int, hidden: int, middle: int) -> tuple[int, int]:
+    """How many matrices an accelerator solves at a time, of gate and up, and of down."""
+    return solved_together(together, hidden), solved_together(together, middle)
 
 
 def _expert_bytes(hidden: int, middle: int, own_hessians: bool, corrects: bool = False) -> int:
@@ -136,17 +146,23 @@ def _expert_bytes(hidden: int, middle: int, own_hessians: bool, corrects: bool =
 
 
 def _solver_bytes(
-    hidden: int, middle: int, schemes: int, solver: Solver, batch: int = 1, device: str = "cpu",
-    *, corrects: bool = False,
+    hidden: int, middle: int, schemes: int, solver: Solver, batches: tuple[int, int] = (1, 1),
+    device: str = "cpu", *, corrects: bool = False,
 ) -> int:  # fmt: skip
-    """Some matrices being solved: Hessians and their copies, and the matrices in float32 with their
-    errors. Where propagated errors are corrected, what they are solved against is float32."""
-    widest, tallest = max(hidden, middle), 2 * middle * hidden
-    kept = (schemes * 2 + (6 if corrects else 0)) * tallest * batch
-    if solver == "best":
-        shapes = ((2 * middle, hidden), (hidden, middle))
-        return kept + max(best_bytes(batch, *shape, device) for shape in shapes)
-    return kept + batch * 4 * (3 * widest * widest + 4 * tallest)
+    """Some matrices being solved, `batches` of gate and up or of down at a time: Hessians and their
+    copies, and the matrices in float32 with their errors. Where propagated errors are corrected, what
+    they are solved against is float32."""
+    tallest = 2 * middle * hidden
+    kept = (schemes * 2 + (6 if corrects else 0)) * tallest
+    shapes = ((2 * middle, hidden), (hidden, middle))
+
+    def solving(batch: int, rows: int, columns: int) -> int:
+        if solver == "best":
+            return best_bytes(batch, rows, columns, device)
+        return batch * 4 * (3 * columns * columns + 4 * tallest)
+
+    each = zip(batches, shapes, strict=True)
+    return max(kept * batch + solving(batch, *shape) for batch, shape in each)
 
 
 def least_bytes(
@@ -177,7 +193,6 @@ def experts_together(
     of an accelerator gets `most` (None: all). Raises RunError where not one fits, with the smallest
     budget that is enough."""
     one = _expert_bytes(hidden, middle, own_hessians, corrects)
-    widest = max(hidden, middle)
     # A chunk's inputs, what goes into down_proj, and each of them in float32.
     streams, mine = 2 if corrects else 1, chunk if most is None else most
     passing = streams * (mine * (hidden + middle) * 12 + mine * 4 * middle)
@@ -186,8 +201,10 @@ def experts_together(
     shared = 0 if own_hessians else (8 if corrects else 4) * hidden * hidden
     rest = passing + layer_bytes + shared
     on_cpu = device == "cpu"
-    batch = 1 if on_cpu else solved_together(together, widest)
-    fixed = rest + _solver_bytes(hidden, middle, schemes, solver, batch, device, corrects=corrects)
+    batches = (1, 1) if on_cpu else _batches(together, hidden, middle)
+    fixed = rest + _solver_bytes(
+        hidden, middle, schemes, solver, batches, device, corrects=corrects
+    )
     fixed += solver_libraries(solver, device)
     free = budget.device
     if on_cpu:

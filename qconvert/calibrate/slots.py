@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,23 @@ class Slots:
     """Each token and each expert that the router gives it is a slot: of T tokens with k experts each
     T k slots, in the order of experts, of one expert by place among the k and then by token, as
     llm-compressor orders them. `tokens` int64 [T k] and `weights` [T k] are the slots'; expert e has
-    those from starts[e] to starts[e + 1]; `of_token` int64 [T, k] are a token's, ascending."""
+    those from starts[e] to starts[e + 1]. `order` int64 [T k]: place times T plus token of each; `total`
+    is T."""
 
     tokens: torch.Tensor
     weights: torch.Tensor
     starts: Sequence[int]
-    of_token: torch.Tensor
+    order: torch.Tensor
+    total: int
+
+    @cached_property
+    def of_token(self) -> torch.Tensor:
+        """The slots of each token, int64 [T, k], ascending."""
+        import torch
+
+        found = torch.empty_like(self.order)
+        found[self.order] = torch.arange(self.order.shape[0], device=found.device)
+        return found.view(-1, self.total).t().sort(dim=1).values.contiguous()
 
     def of(self, expert: int) -> torch.Tensor:
         """The tokens of an expert."""
@@ -49,17 +61,14 @@ def slots_of(routes: torch.Tensor, weights: torch.Tensor, experts: int) -> Slots
     """Of routes int32 [T, k], the experts of each token, and the router's weights [T, k]."""
     import torch
 
-    tokens, places = routes.shape
+    tokens = routes.shape[0]
     flat = routes.t().reshape(-1)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=experts).tolist()
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count)
-    of_token = torch.empty_like(order)
-    of_token[order] = torch.arange(order.shape[0], device=order.device)
-    of_token = of_token.view(places, tokens).t().sort(dim=1).values
-    return Slots(order % tokens, weights.t().reshape(-1)[order], starts, of_token)
+    return Slots(order % tokens, weights.t().reshape(-1)[order], starts, order, tokens)
 
 
 def add_answers(rows: torch.Tensor, answers: torch.Tensor, slots: Slots, start: int) -> None:

@@ -55,6 +55,6 @@ def add_answers(
     block = min(_WIDEST, 1 << (width - 1).bit_length())
     kernel: Any = _add_answers
     kernel[tokens, -(-width // block)](
-        rows, answers, of_token.contiguous(), weights, start, start + answers.shape[0], width,
+        rows, answers, of_token, weights, start, start + answers.shape[0], width,
         COUNT=of_token.shape[1], BLOCK=block,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The loops over columns as Triton kernels: a block of columns in one launch, for some rows of a matrix.
+"""The loops over columns as Triton kernels: a block of columns in one launch, for some rows of a matrix;
+and normal equations of scales.
 
 What gptq.py, descent.py and scales.py do with an operator a step, which a GPU spends on launches: 2,048
 columns are some 60,000 of them a batch of matrices. Here a program holds a block's columns of some rows
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Rows that a program works on. In the interpreter a program is expensive, an element cheap.
 _ROWS = 256 if _INTERPRETED else 32
+_WITH_SPACE = ((9, 0), (10, 0), (10, 3))  # compute capabilities
 _TALL = 128  # rows of Hessians that a program multiplies at a time
 WIDEST = 256  # columns of a block, or of a group, that a program can hold
 # Products and sums rounded one after the other, as llm-compressor's operators round them.
@@ -328,13 +330,14 @@ def can_multiply(width: int) -> bool:
 
 def normal(steps: torch.Tensor, hessian: torch.Tensor, width: int) -> torch.Tensor:
     """Of whole numbers up to 256 [B, K, N] and Hessians float32 [B, K, K]: float32 [B, N, G, G], for
-    each row c_a H_ab c_b of its groups a and b where a is b or after it; 0 elsewhere. Of H two numbers
-    of BF16 each are multiplied, and added up in float32 (Triton's interpreter has no BF16 to multiply).
-    Nothing of the size of `steps` is written in between."""
+    each row c_a H_ab c_b of its groups a and b where a is b or after it; the upper half may hold
+    anything. Of H two numbers of BF16 each are multiplied, and added up in float32 (Triton's interpreter
+    has no BF16 to multiply). Nothing of the size of `steps` is written in between."""
     batch, columns, rows = steps.shape
     count = columns // width
     found = steps.new_zeros(batch, count, count, rows)
     some = _ROWS if _INTERPRETED else 2 * _ROWS
+    options = {} if _INTERPRETED else normal_options(torch.cuda.get_device_capability(steps.device))
     _normal[triton.cdiv(rows, some), count, batch](
         steps.contiguous(),
         hessian,
@@ -346,8 +349,16 @@ def normal(steps: torch.Tensor, hessian: torch.Tensor, width: int) -> torch.Tens
         TALL=_TALL,
         ROWS=some,
         HALVES=not _INTERPRETED,
+        **options,
     )
     return found.permute(0, 3, 1, 2)
+
+
+def normal_options(capability: tuple[int, int]) -> dict[str, int]:
+    """How `_normal` is launched. Loads run ahead on an H100 or a B200: that takes 176 KB of shared
+    memory for groups of 128, and a program of other GPUs can have 99 or 163 (CUDA C++ Programming Guide
+    13, table of technical specifications)."""
+    return {} if capability in _WITH_SPACE else {"num_warps": 8, "num_stages": 1}
 
 
 def _bounds(grid: Grid, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:

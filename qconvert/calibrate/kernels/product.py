@@ -12,6 +12,7 @@ import triton.language as tl
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _SIDE, _DEEP = 128, 64  # of what a program adds to, and what it multiplies at a time
+OPTIONS = {"num_warps": 8, "num_stages": 2}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -22,7 +23,7 @@ def _add_product(
     SIDE: tl.constexpr, DEEP: tl.constexpr, HALVES: tl.constexpr,
 ) -> None:  # fmt: skip
     column = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
-    row = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    row = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     batch = tl.program_id(2).to(tl.int64)
     within = row < rows
     inside = column < columns
@@ -61,5 +62,5 @@ def add_product(to: torch.Tensor, one: torch.Tensor, other: torch.Tensor, sign: 
     kernel[triton.cdiv(columns, _SIDE), triton.cdiv(rows, _SIDE), batch](
         to, one, other, rows, columns, one.shape[2], float(sign), to.stride(0), to.stride(1),
         *one.stride(), other.stride(0), other.stride(1), SIDE=_SIDE, DEEP=_DEEP,
-        HALVES=not _INTERPRETED, num_warps=8, num_stages=2,
+        HALVES=not _INTERPRETED, **OPTIONS,
     )  # fmt: skip
