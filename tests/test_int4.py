@@ -268,7 +268,8 @@ def test_the_quotient_is_rounded_to_bf16(make: Any) -> None:
 )
 def test_error_bound(group: int, rows: int, scale: float, seed: int) -> None:
     """|w - code * s| <= s / 2, the rounding of the quotient (2^-8 of w), and at the upper end, where 8
-    is held to 7, what lies beyond 7.5: together never more than 0.55 s."""
+    is held to 7, what lies beyond 7.5: together never more than 0.55 s. A scale below 2^-126 is a
+    multiple of 2^-133, so 7.5 of it are up to 3.75 of these off."""
     values = scale * np.random.default_rng(seed).standard_t(3, (rows, 3 * group))
     weight = bits_of(torch.from_numpy(values.astype(np.float32)).bfloat16())
     packed, stored = quantize(weight, group)
@@ -276,7 +277,7 @@ def test_error_bound(group: int, rows: int, scale: float, seed: int) -> None:
     back = nibbles(packed) * np.repeat(scales.astype(np.float64), group, axis=1)
     exact = from_bits(weight).double().numpy()
     error = np.abs(back - exact).reshape(rows, 3, group)
-    assert np.all(error <= 0.55 * scales.astype(np.float64)[..., None])
+    assert np.all(error <= 0.55 * scales.astype(np.float64)[..., None] + 4 * 2.0**-133)
 
 
 @settings(max_examples=60)
