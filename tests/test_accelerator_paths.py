@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from accelerators import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, pretend
 from calibrate_models import qwen3_moe, saved
 
-from qconvert.calibrate import engine, memory, work_dir
+from qconvert.calibrate import engine, experts, layers, memory, work_dir
 from qconvert.calibrate.behind import Behind
 from qconvert.calibrate.engine import Event, calibrate
 from qconvert.calibrate.layers import Layers
@@ -87,6 +88,58 @@ def test_codes_are_the_same_wherever_hidden_states_lie(
     monkeypatch.setattr(memory, "_STATES_BESIDE", share)
     assert_same(codes_of(events(plan, tmp_path / "here")), there)
     assert found == ["cpu:0", place]
+
+
+def test_codes_are_the_same_however_many_experts_are_in_memory(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All together, or two at a time, which pass their answers on to the next."""
+    whole = codes_of(events(plan, tmp_path / "whole"))
+    monkeypatch.setattr(layers, "experts_together", lambda *_, **__: 2)
+    assert_same(codes_of(events(plan, tmp_path / "groups")), whole)
+
+
+def test_an_expert_sees_its_tokens_some_at_a_time(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of squares are the same but for their order, in the layer whose inputs do not depend on
+    codes. Of what goes into down some are, which a product of other rows rounds otherwise."""
+    found = []
+    for most in (1 << 20, 9):
+        monkeypatch.setattr(experts, "looked_together", lambda _, most=most: most)
+        done = [one for one in events(plan, tmp_path / str(most)) if isinstance(one, LayerDone)]
+        stats = done[0].stats
+        assert stats is not None
+        found.append(stats)
+    assert max(found[0].counts) > 2 * 9
+    for name in ("gate_up_mean_square", "gate_up_absmax"):
+        np.testing.assert_allclose(getattr(found[1], name), getattr(found[0], name), rtol=1e-5)
+    off = np.abs(found[1].down_mean_square - found[0].down_mean_square)
+    assert off.mean() < 0.01 * found[0].down_mean_square.mean()
+
+
+def test_room_is_kept_for_what_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as many of an expert's tokens as its hidden size says, and those of both streams that come
+    from the host; experts get what tokens leave of the accelerator."""
+    asked: list[dict[str, Any]] = []
+    fits = memory.experts_together
+
+    def spy(budget: memory.Budget, *args: Any, **more: Any) -> int:
+        asked.append({"device": budget.device, **more})
+        return fits(budget, *args, **more)
+
+    monkeypatch.setattr(layers, "experts_together", spy)
+    monkeypatch.setattr(layers, "looked_together", lambda hidden: hidden)
+    folder = saved(qwen3_moe(num_hidden_layers=1, moe_intermediate_size=64), tmp_path / "model")
+    model = Plan.identity(Checkpoint.open(folder))
+    stream = 240 * 128 * 2  # bytes of what goes into experts
+    for share in (20.0, 1.5, 0.5):
+        monkeypatch.setattr(memory, "_DEVICE_STATES", share * stream / (8 << 30))
+        list(events(model, tmp_path / str(share)))
+    assert [one["most"] for one in asked] == [128] * 3
+    assert [one["hosted"] for one in asked] == [0, 1, 2]
+    left = [(one["device"] - (4 << 30)) / stream for one in asked]
+    assert left == pytest.approx([20 - 6, 1.5 - 1, 0.5], abs=0.2)  # routes take a little
 
 
 def test_layers_are_nearly_given_what_they_are_on_a_cpu(plan: Plan, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
@@ -170,8 +171,9 @@ def test_states_are_kept_after_some_seconds_and_where_a_run_ends(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(work_dir, "Held", _Remembered)
-    empty = torch.empty  # no accelerator is there to pin memory for
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    # No accelerator is there to lock memory for.
+    locks = types.SimpleNamespace(cudaHostRegister=lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: locks)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     behind = Behind()
 

@@ -29,7 +29,6 @@ from qconvert.calibrate.memory import Budget, keep_nothing_freed, together_on
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.propagated import States
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.rows import pinned_bytes
 from qconvert.calibrate.settings import (
     ExpertSchemes,
     LayerDone,
@@ -186,9 +185,8 @@ def _holding(layers: Layers) -> tuple[Layers, Behind | None, str]:
     is then not given to others. Where they are held."""
     streams, size = 2 if layers.corrects else 1, layers.total * layers.hidden * 2
     for device, share in layers.budget.states.items() if layers.device != "cpu" else ():
-        need = streams * (pinned_bytes(size) if device == "cpu" else size)
-        if all(layers.team.gathered(need <= _HELD * share)):
-            left = {**layers.budget.states, device: share - need}
+        if all(layers.team.gathered(streams * size <= _HELD * share)):
+            left = {**layers.budget.states, device: share - streams * size}
             return replace(layers, budget=replace(layers.budget, states=left)), Behind(), device
     return layers, None, layers.device
 

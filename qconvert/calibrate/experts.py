@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.coming import coming
 from qconvert.calibrate.memory import solved_together
 from qconvert.calibrate.model import Layer
 from qconvert.calibrate.propagated import Plain, corrected, corrected_together
@@ -36,6 +37,9 @@ _ANSWERED = 1 << 30
 # Rows of a product on an accelerator are a multiple of this: where their number is another one each
 # time, cuBLAS takes .13 ms, and up to 4, to choose a kernel; an H100 multiplies in .05.
 _TALL = 256
+# Numbers of inputs of one expert that an accelerator looks at together: what is made of them there takes
+# ten times their bytes, and an expert may get most of a chunk.
+_LOOKED = 1 << 28
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,11 @@ class Seen:
     @property
     def tokens(self) -> int:
         return self.chunks[-1][1]
+
+
+def looked_together(hidden: int) -> int:
+    """Tokens that an expert on an accelerator sees at a time."""
+    return max(1, _LOOKED // hidden // _TALL) * _TALL
 
 
 @dataclass(eq=False)
@@ -274,27 +283,25 @@ class Bench:
                     expert.middle = inputs_of(middle, self.device, paired=paired)
             if experts and into:
                 self.check(experts[0], seen)
-            for start, stop in seen.chunks:
-                rows, slots = self._chunk(seen, start, stop)
-                beside, tokens_seen = None, 0
-                if plain is not None:
-                    beside = plain.inputs.read(start, stop).to(self.device)
+            given = [seen.experts, seen.weights, seen.inputs]
+            if plain is not None:
+                given.append(plain.inputs)
+            for routes, shares, *both in coming(given, seen.chunks, self.device):
+                slots = slots_of(routes, shares, len(seen.counts))
                 for number, expert in enumerate(experts):
                     tokens = None if expert.every else slots.of(expert.number)
-                    count = rows.shape[0] if tokens is None else tokens.shape[0]
-                    mine = self._rows(rows, tokens)
-                    theirs = None if beside is None else self._rows(beside, tokens)
-                    if expert.inputs is not None and into and not expert.every:
-                        expert.inputs.add(mine, theirs, count)
-                    if expert.middle is not None:
-                        if plain is not None and theirs is not None:
-                            theirs = self._middle(plain.experts[number], theirs)
-                            theirs[count:] = 0
-                        within = self._middle(expert, mine)
-                        within[count:] = 0
-                        expert.middle.add(within, theirs, count)
-                    tokens_seen += count
-                tick(each * tokens_seen)
+                    for count, (mine, *theirs) in self._looked(tokens, both):
+                        other = theirs[0] if theirs else None
+                        if expert.inputs is not None and into and not expert.every:
+                            expert.inputs.add(mine, other, count)
+                        if expert.middle is not None:
+                            if plain is not None and other is not None:
+                                other = self._middle(plain.experts[number], other)
+                                other[count:] = 0
+                            within = self._middle(expert, mine)
+                            within[count:] = 0
+                            expert.middle.add(within, other, count)
+                        tick(each * count)
 
     def check(self, expert: Expert, seen: Seen) -> None:
         """That the class's own experts answer what `answer` computes."""
@@ -308,9 +315,10 @@ class Bench:
         """What an expert sees that sees every token; `plain` is what goes into the unquantized one."""
         with self.clock("hessian", self.device):
             found = inputs_of(columns, self.device, paired=plain is not None)
-            for start, stop in seen.chunks:
-                theirs = None if plain is None else plain.read(start, stop).to(self.device)
-                found.add(seen.inputs.read(start, stop).to(self.device), theirs)
+            given = [seen.inputs] if plain is None else [seen.inputs, plain]
+            for both in coming(given, seen.chunks, self.device):
+                for count, (mine, *theirs) in self._looked(None, both):
+                    found.add(mine, theirs[0] if theirs else None, count)
             return found
 
     def quantize(self, experts: Sequence[Expert], calls: int, found: Found,
@@ -330,20 +338,20 @@ class Bench:
                 if expert.number in found.rounded:
                     yield from self._matrices(expert, name, self._round(expert, name))
 
-    def answer(self, experts: Sequence[Expert], rows: torch.Tensor, seen: Seen,
-               start: int, stop: int) -> torch.Tensor:  # fmt: skip
-        """Add experts' answers to the tokens [start, stop) to `rows` [T, H], in the order of their
-        numbers, each weighted by the router."""
+    def answer(
+        self, experts: Sequence[Expert], rows: torch.Tensor, inputs: torch.Tensor, slots: Slots,
+        tick: Callable[[float], None],
+    ) -> None:  # fmt: skip
+        """Add to `rows` [T, H] what experts answer to tokens with these inputs [T, H], in the order of
+        their numbers, each weighted by the router. `tick` is of a clock for "forward"."""
         import torch
 
-        with self.clock("forward", self.device) as tick, torch.no_grad():
-            inputs, slots = self._chunk(seen, start, stop)
-            rows = rows.to(self.device, copy=True)
-            if not experts:
-                return rows
-            (width, hidden), middle = experts[0].gate_up.shape, experts[0].down.shape[1]
-            a_slot = 2 * (2 * hidden + 2 * width + middle)
-            most = 1 if self.device == "cpu" else _ANSWERED // a_slot
+        if not experts:
+            return
+        (width, hidden), middle = experts[0].gate_up.shape, experts[0].down.shape[1]
+        a_slot = 2 * (2 * hidden + 2 * width + middle)
+        most = 1 if self.device == "cpu" else _ANSWERED // a_slot
+        with torch.no_grad():
             for run in slots.runs([expert.number for expert in experts], most):
                 first, last = run[0][1], run[-1][2]
                 parts = [
@@ -362,35 +370,36 @@ class Bench:
                     torch.mm(both[part], expert.down.t(), out=made[part])
                 add_answers(rows, made[: last - first], slots, first)
                 tick(float(last - first) * 3 * hidden * middle)
-            return rows
 
     def _tall(self, count: int) -> int:
         """Rows that a product of so many has on this device."""
         return count if self.device == "cpu" else -(-count // _TALL) * _TALL
 
-    def _rows(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-        """The rows of some tokens, None for all, and then zeros up to what a product has."""
+    def _looked(
+        self, tokens: torch.Tensor | None, streams: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+        """Rows of some tokens, None for all, that are looked at together: how many, and those of each
+        stream, then zeros up to what a product has."""
         import torch
 
-        if tokens is None:
-            return rows
-        count = tokens.shape[0]
-        found = rows.new_empty(self._tall(count), rows.shape[1])
-        torch.index_select(rows, 0, tokens, out=found[:count])
-        found[count:] = 0
-        return found
+        whole = streams[0].shape[0] if tokens is None else tokens.shape[0]
+        step = max(1, whole) if self.device == "cpu" else looked_together(streams[0].shape[1])
+        for start in range(0, whole, step):
+            count = min(step, whole - start)
+            if tokens is None:
+                yield count, [rows[start : start + count] for rows in streams]
+                continue
+            found = [rows.new_empty(self._tall(count), rows.shape[1]) for rows in streams]
+            for rows, into in zip(streams, found, strict=True):
+                torch.index_select(rows, 0, tokens[start : start + count], out=into[:count])
+                into[count:] = 0
+            yield count, found
 
     def _middle(self, expert: Expert, rows: torch.Tensor) -> torch.Tensor:
         """What goes into down_proj, as the class makes it of gate and up."""
         import torch
 
         return self.middle(torch.nn.functional.linear(rows, expert.gate_up))
-
-    def _chunk(self, seen: Seen, start: int, stop: int) -> tuple[torch.Tensor, Slots]:
-        """Inputs of some tokens, and which of them each expert gets."""
-        routes, weights = seen.experts.read(start, stop), seen.weights.read(start, stop)
-        slots = slots_of(routes.to(self.device), weights.to(self.device), len(seen.counts))
-        return seen.inputs.read(start, stop).to(self.device), slots
 
     def _note(self, expert: Expert, found: Found, names: Sequence[str]) -> None:
         silent = False

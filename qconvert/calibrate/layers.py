@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.coming import coming
 from qconvert.calibrate.division import Batch, batches, chunks_of, divided, shares
 from qconvert.calibrate.experts import (
     NAMES,
@@ -21,6 +22,7 @@ from qconvert.calibrate.experts import (
     joined_found,
     lend,
     lent,
+    looked_together,
 )
 from qconvert.calibrate.foreseen import Foreseen
 from qconvert.calibrate.linears import Linear, LinearBench, Linears
@@ -31,6 +33,7 @@ from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import Rows, Scratch
 from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings, Shared
 from qconvert.calibrate.sharing import Sharing
+from qconvert.calibrate.slots import slots_of
 from qconvert.calibrate.taken import Stream, Taken
 from qconvert.calibrate.team import ALONE, Team, share
 from qconvert.core.errors import PlanError
@@ -255,7 +258,7 @@ class Layers:
             plain = given[1].inputs
         # After what goes into experts, where room is short: each group of them reads that more often.
         answers = [
-            scratch.rows(name, self.total, self.hidden, torch.bfloat16, zero=True)
+            scratch.rows(name, self.total, self.hidden, torch.bfloat16)
             for name in ("answers", "plain.answers")[: len(given)]
         ]
         streams = [Stream(*both) for both in zip(given, answers, strict=True)]
@@ -280,11 +283,13 @@ class Layers:
         def solving(numbers: Sequence[int], taken: Taken) -> Iterator[Matrix]:
             return _work(bench, numbers, matrices, every, seen, plain, common, found, taken)
 
+        left = scratch.left(self.device)
+        roomy = replace(self, budget=self.budget.with_rest(self.device, left))
         groups: list[list[list[int]]] = []
         if self.exchange is None:
-            groups += self.groups(layer, matrices, every, seen)
+            groups += roomy.groups(layer, matrices, every, streams)
         else:
-            sharing = Sharing(self, self.exchange, bench, matrices, every, found, solving)
+            sharing = Sharing(roomy, self.exchange, bench, matrices, every, found, solving)
             bench = replace(bench, settings=replace(self.settings, together=sharing.together))
             yield from sharing.run(streams)
         if self.foreseen is not None:
@@ -297,7 +302,7 @@ class Layers:
             elif mine:
                 taken.experts.extend(bench.take(mine, matrices, every))
                 bench.check(taken.experts[0], seen)
-            self.answer(bench, group, taken, streams, matrices)
+            self.answer(bench, group, taken, streams, matrices, first=group is groups[0])
             del taken
             trim()
 
@@ -318,11 +323,14 @@ class Layers:
 
     def answer(
         self, bench: Bench, group: Sequence[Sequence[int]], taken: Taken, streams: Sequence[Stream],
-        matrices: Mapping[tuple[int, str], Projection],
+        matrices: Mapping[tuple[int, str], Projection], *, first: bool,
     ) -> None:  # fmt: skip
         """Let a group's experts answer this process's tokens, in the order of their numbers: add that to
-        the quantized stream, and what they answer as they were read to the plain one. `taken` are this
-        process's of them, which the others are lent."""
+        the quantized stream, and what they answer as they were read to the plain one. Before the `first`
+        group there is nothing to add to. `taken` are this process's of them, which the others are
+        lent."""
+        import torch
+
         down = matrices[0, "down_proj"].weight
         for source, numbers in enumerate(group):
             held = [taken.experts, taken.plain][: len(streams)]
@@ -335,11 +343,19 @@ class Layers:
                             held[place] = lent(
                                 self.team, source, numbers, down.rows, down.columns, bench.device
                             )
-            for stream, experts in zip(streams, held, strict=True):
-                for start, stop in self.mine(shares(self.parts, self.team.count)):
-                    rows = stream.answers.read(start, stop)
-                    rows = bench.answer(experts, rows, stream.seen, start, stop)
-                    stream.answers.write(start, rows)
+            parts = self.mine(shares(self.parts, self.team.count))
+            with self.clock("forward", bench.device) as tick:
+                for stream, experts in zip(streams, held, strict=True):
+                    seen = stream.seen
+                    given = [seen.experts, seen.weights, seen.inputs]
+                    given += [] if first and source == 0 else [stream.answers]
+                    for (start, _), (routes, weights, inputs, *answers) in zip(
+                        parts, coming(given, parts, bench.device), strict=True
+                    ):
+                        rows = answers[0] if answers else torch.zeros_like(inputs)
+                        slots = slots_of(routes, weights, len(seen.counts))
+                        bench.answer(experts, rows, inputs, slots, tick)
+                        stream.answers.write(start, rows)
 
     def attend(self, layer: Layer, states: Kept, scratch: Scratch, prefix: str = "") -> Seen:
         """Run attention and router over all samples of this process. `prefix` is of the names of what is
@@ -381,17 +397,17 @@ class Layers:
         layer: Layer,
         matrices: Mapping[tuple[int, str], Projection],
         every: frozenset[int],
-        seen: Seen,
+        streams: Sequence[Stream],
         numbers: Sequence[int] | None = None,
     ) -> Iterator[list[list[int]]]:
         """Numbers of experts that are in memory together, by process, in their order: all of the
         layer's, or these."""
         numbers = range(self.experts) if numbers is None else numbers
         down = matrices[0, "down_proj"].weight
-        chunk = max(stop - start for start, stop in seen.chunks)
-        most = None
-        if self.device != "cpu":
-            most = chunk if every else min(chunk, max(seen.counts))
+        chunk = max(stop - start for start, stop in streams[0].seen.chunks)
+        most, device = None, self.device
+        if device != "cpu":
+            most = min(chunk, looked_together(down.rows))
         size = experts_together(
             self.budget, self.device, hidden=down.rows, middle=down.columns,
             own_hessians=len(every) < self.experts, schemes=len(self.targets),
@@ -401,6 +417,7 @@ class Layers:
             chunk=chunk,
             corrects=self.corrects,
             most=most,
+            hosted=sum(one.seen.inputs.device != device for one in streams),
         )  # fmt: skip
         # How many experts fit is known to each process of its own device.
         yield from divided(numbers, self.team.gathered(size), self.batch(down))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from qconvert.calibrate import theirs
@@ -42,6 +42,10 @@ class Budget:
     base: int
     states: Mapping[str, int]
     device: int
+
+    def with_rest(self, device: str, left: int) -> Budget:
+        """Experts have what is left of a device's memory for what a layer keeps of each token."""
+        return self if device == "cpu" else replace(self, device=self.device + left)
 
     @classmethod
     def of(cls, memory: int | None, device: str) -> Budget:
@@ -188,16 +192,21 @@ def experts_together(
     chunk: int,
     corrects: bool = False,
     most: int | None = None,
+    hosted: int = 0,
 ) -> int:
     """Experts that a device works on together. `chunk` tokens pass at a time, of which an expert
-    of an accelerator gets `most` (None: all). Raises RunError where not one fits, with the smallest
-    budget that is enough."""
+    of an accelerator sees `most` together (None: a CPU's sees all); of `hosted` streams they come from
+    the host's memory. Raises RunError where not one fits, with the smallest budget that is enough."""
     one = _expert_bytes(hidden, middle, own_hessians, corrects)
-    # A chunk's inputs, what goes into down_proj, and each of them in float32.
-    streams, mine = 2 if corrects else 1, chunk if most is None else most
-    passing = streams * (mine * (hidden + middle) * 12 + mine * 4 * middle)
-    if most is not None:  # inputs and answers of the chunk, and who gets which of them
-        passing += chunk * (4 * hidden + _ROUTES)
+    streams = 2 if corrects else 1
+    if most is None:
+        # A chunk's inputs, what goes into down_proj, and each of them in float32.
+        passing = streams * (chunk * (hidden + middle) * 12 + chunk * 4 * middle)
+    else:
+        # Inputs of what an expert sees together, how they differ, and what is made of gate and up; the
+        # chunk's and the next one's on their way, and who gets which of them.
+        passing = most * (2 * (streams + 1) * hidden + 16 * middle)
+        passing += chunk * (2 * hosted * 2 * hidden + _ROUTES)
     shared = 0 if own_hessians else (8 if corrects else 4) * hidden * hidden
     rest = passing + layer_bytes + shared
     on_cpu = device == "cpu"

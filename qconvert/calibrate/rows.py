@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from qconvert.calibrate.page_locked import PAGE_LOCKED
 from qconvert.core.errors import RunError
 from qconvert.run.files import Files
 
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
 
 
 class Rows(Protocol):
-    """Rows [count, width] of one dtype."""
+    """Rows [count, width] of one dtype, in the memory of `device` or, `cpu`, in a file."""
+
+    @property
+    def device(self) -> str: ...
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop), not to be changed."""
+        """Rows [start, stop): whoever changes them writes them again."""
 
     def write(self, start: int, rows: torch.Tensor) -> None:
         """Replace rows from `start` on."""
@@ -34,25 +38,32 @@ class Rows(Protocol):
 
 
 class InMemory:
-    """Rows in a device's memory; `zero`: all zero at first."""
+    """Rows in a device's memory, holding anything at first. `locked`: in the host's so that an
+    accelerator copies them as fast as the bus is."""
 
     def __init__(
-        self, count: int, width: int, dtype: torch.dtype, device: str, *, zero: bool, pinned: bool
+        self, count: int, width: int, dtype: torch.dtype, device: str, *, locked: bool
     ) -> None:
         import torch
 
-        pin = pinned and device == "cpu"  # as fast as the bus from and to an accelerator
-        self._rows = torch.empty(count, width, dtype=dtype, device=device, pin_memory=pin)
-        if zero:
-            self._rows.zero_()
+        self.device = device
+        self._locked = locked
+        if locked:
+            self._rows = PAGE_LOCKED.take(count, width, dtype)
+        else:
+            self._rows = torch.empty(count, width, dtype=dtype, device=device)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self._rows[start:stop]
 
     def write(self, start: int, rows: torch.Tensor) -> None:
-        self._rows[start : start + rows.shape[0]] = rows
+        to = self._rows[start : start + rows.shape[0]]
+        if to.data_ptr() != rows.data_ptr():
+            to.copy_(rows)
 
     def close(self) -> None:
+        if self._locked:
+            PAGE_LOCKED.give(self._rows)
         del self._rows
 
 
@@ -66,6 +77,8 @@ def _bytes(rows: torch.Tensor) -> memoryview:
 
 class InFile:
     """Rows in a file, which `close` leaves where it is. A new file is all zero."""
+
+    device = "cpu"
 
     def __init__(
         self, path: Path, count: int, width: int, dtype: torch.dtype, files: Files, *, new: bool
@@ -110,11 +123,6 @@ class InFile:
         self._files.close(self._fd)
 
 
-def pinned_bytes(size: int) -> int:
-    """What torch pins for so many bytes (2.13, core/CachingHostAllocator.h): a power of two."""
-    return 1 << (size - 1).bit_length()
-
-
 class Scratch:
     """Makes rows that live for a layer, on the first of some devices with space: `shares` are bytes by
     device. What fits none goes to files in `folder`."""
@@ -122,26 +130,28 @@ class Scratch:
     def __init__(self, folder: Path, shares: Mapping[str, int], files: Files) -> None:
         self._folder, self._files = folder, files
         self._left = dict(shares)
-        self._pinned = any(device != "cpu" for device in shares)
+        self._locked = any(device != "cpu" for device in shares)
         self._made: list[InMemory | InFile] = []
 
-    def rows(
-        self, name: str, count: int, width: int, dtype: torch.dtype, *, zero: bool = False
-    ) -> Rows:
-        """Rows, all zero where so asked."""
+    def rows(self, name: str, count: int, width: int, dtype: torch.dtype) -> Rows:
+        """Rows, holding anything."""
         size = count * width * dtype.itemsize
         found: InMemory | InFile
         for device, left in self._left.items():
-            taken = pinned_bytes(size) if self._pinned and device == "cpu" else size
-            if taken <= left:
-                self._left[device] -= taken
-                found = InMemory(count, width, dtype, device, zero=zero, pinned=self._pinned)
+            if size <= left:
+                self._left[device] -= size
+                locked = self._locked and device == "cpu"
+                found = InMemory(count, width, dtype, device, locked=locked)
                 break
         else:
             path = self._folder / f"{name}.rows"
             found = InFile(path, count, width, dtype, self._files, new=True)
         self._made.append(found)
         return found
+
+    def left(self, device: str) -> int:
+        """Bytes of a device that no rows have."""
+        return self._left.get(device, 0)
 
     def close(self) -> None:
         """Give back all that was made."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.calibrate.exchanged import expert_of, get, known_of, note, put
-from qconvert.calibrate.experts import Bench, Found, Seen
+from qconvert.calibrate.experts import Bench, Found
 from qconvert.calibrate.memory import trim
 from qconvert.calibrate.settings import Matrix, Shared
 from qconvert.calibrate.taken import Stream, Taken
@@ -46,13 +46,12 @@ class Sharing:
         layers, number = self.layers, self.bench.layer.number
         here: set[int] = set()
         where = f"calibrating layer {number} of {layers.model.layers}"
-        seen = streams[0].seen
         mine = decided(layers.team, self.exchange.mine(number, layers.experts, self._whole))
-        yield from self._solve(mine, seen, where, here)
+        yield from self._solve(mine, streams, where, here)
         for text, lost in self._others():
             if not lost:
                 yield Phase(f"{where}: {text}")
-            yield from self._solve(lost, seen, f"{where} {text}".rstrip(), here)
+            yield from self._solve(lost, streams, f"{where} {text}".rstrip(), here)
         yield from self._answer(streams, where, here)
 
     def _others(self) -> Iterator[tuple[str, list[int]]]:
@@ -78,13 +77,13 @@ class Sharing:
             yield found
 
     def _solve(
-        self, numbers: Sequence[int], seen: Seen, where: str, here: set[int]
+        self, numbers: Sequence[int], streams: Sequence[Stream], where: str, here: set[int]
     ) -> Iterator[Phase | Shared]:
         """Solve experts, and put them where the others find them; all that this shard's processes solve
         are added to `here`."""
         layers, layer = self.layers, self.bench.layer
         batches = self._batches(numbers)
-        for whole in layers.groups(layer, self.matrices, self.every, seen, batches):
+        for whole in layers.groups(layer, self.matrices, self.every, streams, batches):
             # Others may have solved some of them since.
             group = decided(layers.team, [self._left(mine) for mine in whole])
             if not (todo := sum(map(len, group))):
@@ -133,7 +132,8 @@ class Sharing:
             kind: (self.matrices[0, kind].weight.rows, self.matrices[0, kind].weight.columns)
             for kind in PROJECTIONS
         }
-        for group in layers.groups(layer, self.matrices, self.every, streams[0].seen):
+        groups = layers.groups(layer, self.matrices, self.every, streams)
+        for place, group in enumerate(groups):
             yield Phase(f"{where}: answers of experts {group[0][0]} to {group[-1][-1]}")
             mine, taken = layers.mine(group), Taken()
             if mine and len(streams) > 1:
@@ -149,6 +149,6 @@ class Sharing:
                     note(known, self.found)
                 if self.exchange.shard is None:
                     yield from known.matrices
-            layers.answer(self.bench, group, taken, streams, self.matrices)
+            layers.answer(self.bench, group, taken, streams, self.matrices, first=place == 0)
             del taken
             trim()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.calibrate.behind import Behind, Held
+from qconvert.calibrate.page_locked import PAGE_LOCKED
 from qconvert.calibrate.propagated import Kept, States
 from qconvert.calibrate.rows import InFile
 from qconvert.calibrate.team import ALONE, Team, decided
@@ -97,9 +98,10 @@ class CalibrationDir:
         if isinstance(old, Held):
             return Held(old.rows, file, self.behind, old, there=there)
         assert file is not None
-        rows = torch.empty(
-            self.count, self.width, dtype=torch.bfloat16, device=self.device, pin_memory=not there
-        )
+        if there:
+            rows = torch.empty(self.count, self.width, dtype=torch.bfloat16, device=self.device)
+        else:
+            rows = PAGE_LOCKED.take(self.count, self.width, torch.bfloat16)
         first, last = self._own
         for start in range(first, first if new else last, _ROWS):
             stop = min(start + _ROWS, last)

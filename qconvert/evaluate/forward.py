@@ -10,6 +10,7 @@ from qconvert.calibrate.experts import Bench, Expert, Seen
 from qconvert.calibrate.memory import trim
 from qconvert.calibrate.model import Layer
 from qconvert.calibrate.rows import InFile, Rows, Scratch
+from qconvert.calibrate.slots import slots_of
 from qconvert.core.errors import PlanError
 from qconvert.evaluate.side import Experts, Opened
 from qconvert.matrices.experts import PROJECTIONS
@@ -90,7 +91,19 @@ def _answer(
         for start, stop in seen.chunks:
             rows = answers.read(start, stop)
             for bench, group in zip(benches, groups, strict=True):
-                rows = bench.answer(group, rows, seen, start, stop)
+                with bench.clock("forward", bench.device) as tick:
+                    routes, weights, inputs, rows = (
+                        one.to(bench.device)
+                        for one in (
+                            seen.experts.read(start, stop),
+                            seen.weights.read(start, stop),
+                            seen.inputs.read(start, stop),
+                            rows,
+                        )
+                    )
+                    bench.answer(
+                        group, rows, inputs, slots_of(routes, weights, len(seen.counts)), tick
+                    )
             answers.write(start, rows)
         done = len(layers.lengths) * at // len(used)
         tell(done - told)

@@ -1,0 +1,168 @@
+"""Rows on their way to an accelerator, and the memory that they are copied from."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from typing import Any
+
+import pytest
+import torch
+from accelerators import pretend
+
+from qconvert.calibrate import coming as module
+from qconvert.calibrate.coming import coming
+from qconvert.calibrate.page_locked import PageLocked
+from qconvert.calibrate.rows import InMemory, Scratch
+from qconvert.core.errors import RunError
+from qconvert.run.files import Files
+
+PARTS = [(0, 5), (5, 9), (9, 14), (14, 20), (20, 21)]
+
+
+class Kept:
+    """Rows in the host's memory; notes what is read."""
+
+    device = "cpu"
+
+    def __init__(self, log: list[str], width: int = 3) -> None:
+        self.rows = torch.arange(21 * width).view(21, width)
+        self._log = log
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        self._log.append(f"read {start}")
+        return self.rows[start:stop]
+
+    def write(self, start: int, rows: torch.Tensor) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        raise AssertionError
+
+
+def _noted(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    """CUDA's streams, which note what is asked of which: the main one's, or another's."""
+    on = ["main"]
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: Any) -> None:
+            log.append(f"{self.name} waits for {event.of}")
+
+    class Event:
+        of = ""
+
+        def record(self, stream: Stream) -> None:
+            self.of = f"{stream.name} {len(log)}"
+            log.append(f"event {self.of}")
+
+    @contextlib.contextmanager
+    def within(stream: Stream) -> Any:
+        on.append(stream.name)
+        yield
+        on.pop()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", within)
+
+
+def test_the_next_part_is_sent_before_this_one_is_worked_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each copy waits for what the main stream was asked while its buffer was read; each part is given
+    once the main stream waits for its copy; and no more than two are there."""
+    pretend(monkeypatch)
+    log: list[str] = []
+    _noted(monkeypatch, log)
+    kept = Kept(log)
+    buffers = []
+    for (start, stop), (rows,) in zip(PARTS, coming([kept], PARTS, "cpu:0"), strict=True):
+        assert torch.equal(rows, kept.rows[start:stop])
+        buffers.append(rows.data_ptr())
+        log.append(f"use {start}")
+    assert buffers[0] == buffers[2] == buffers[4] != buffers[1] == buffers[3]
+    for n, (start, _) in enumerate(PARTS):
+        read, use = log.index(f"read {start}"), log.index(f"use {start}")
+        free, waits, arrived = log[read + 1 : read + 4]
+        assert free.startswith("event main")
+        assert waits == f"side waits for {free.removeprefix('event ')}"
+        assert arrived.startswith("event side")
+        assert f"main waits for {arrived.removeprefix('event ')}" in log[read:use]
+        if n:
+            assert read < log.index(f"use {PARTS[n - 1][0]}")
+        if n > 1:  # its buffer's last part
+            assert read > log.index(f"use {PARTS[n - 2][0]}")
+
+
+def test_rows_that_are_there_are_given_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    monkeypatch.setattr(module, "_there", lambda rows, _: rows.shape[1] == 3)
+    log: list[str] = []
+    there, far = Kept(log), Kept(log, 2)
+    for (start, stop), (mine, sent) in zip(
+        PARTS, coming([there, far], PARTS, "cpu:0"), strict=True
+    ):
+        assert mine.data_ptr() == there.rows[start:].data_ptr()
+        assert torch.equal(sent, far.rows[start:stop])
+        assert sent.data_ptr() != far.rows[start:].data_ptr()
+    assert [*coming([there], [], "cpu:0")] == []
+
+
+def test_a_tensor_is_there_on_its_own_device_alone() -> None:
+    rows = torch.empty(1)
+    assert module._there(rows, "cpu")
+    assert not module._there(rows, "cuda:0")
+    assert not module._there(torch.empty(1, device="meta"), "cpu")
+
+
+def test_locked_memory_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same size, whatever its shape was; of another it is new, and what is not given back stays
+    another's."""
+    locked: list[int] = []
+
+    def register(_: int, size: int, __: int) -> int:
+        locked.append(size)
+        return 0
+
+    cudart = types.SimpleNamespace(cudaHostRegister=register)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = PageLocked()
+    first = memory.take(300, 7, torch.bfloat16)
+    first.fill_(2)
+    second = memory.take(300, 7, torch.bfloat16)
+    assert first.data_ptr() != second.data_ptr()
+    assert bool((first == 2).all())
+    memory.give(first)
+    assert memory.take(150, 7, torch.float32).data_ptr() == first.data_ptr()
+    memory.take(300, 8, torch.bfloat16)
+    assert locked == [4200, 4200, 4800]
+
+
+def test_memory_that_cannot_be_locked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = types.SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    with pytest.raises(
+        RunError, match=r"cannot lock 2 MiB .* \(CUDA error 2\); give --memory less"
+    ):
+        PageLocked().take(1 << 10, 1 << 10, torch.bfloat16)
+
+
+def test_a_layers_rows_are_given_back(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's lie where the last one's did, page-locked where an accelerator is; what is left of a
+    device is known."""
+    pretend(monkeypatch)
+    found = []
+    for _ in range(2):
+        scratch = Scratch(tmp_path, {"cpu:0": 100, "cpu": 5000}, Files())
+        rows = scratch.rows("inputs", 10, 100, torch.bfloat16)
+        assert isinstance(rows, InMemory)
+        assert (rows.device, scratch.left("cpu"), scratch.left("cpu:0")) == ("cpu", 3000, 100)
+        assert scratch.rows("few", 10, 5, torch.bfloat16).device == "cpu:0"
+        assert (scratch.left("cpu:0"), scratch.left("cuda:9")) == (0, 0)
+        found.append(rows.read(0, 1).data_ptr())
+        scratch.close()
+    assert found[0] == found[1]
