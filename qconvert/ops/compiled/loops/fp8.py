@@ -12,6 +12,7 @@ from qconvert.ops.compiled.loops.jit import inner, loop
 _SIGN_AND_CODE = np.int32(0x87F00000 - (1 << 32))
 _BIAS = np.float32(2.0**120)
 _LEAST_SCALE = np.float32(2.0**-126)
+_LARGE = np.int32(np.float32(2.0**7).view(np.int32))
 _GROUP = 32  # MXFP8's columns of one scale
 
 
@@ -24,6 +25,16 @@ def _seen(source: Any) -> np.uint8:
         code = np.uint8(np.uint8(source[column]) & np.uint8(0x7F))
         seen = np.uint8(seen | np.uint8(code + np.uint8(1)))
     return seen
+
+
+@inner
+def _size_of_largest(factor: Any) -> np.int32:
+    """Bits of the largest magnitude."""
+    found = np.int32(0)
+    for column in range(factor.size):
+        size = np.int32(np.float32(factor[column]).view(np.int32) & np.int32(0x7FFFFFFF))
+        found = size if size > found else found
+    return found
 
 
 @inner
@@ -69,9 +80,12 @@ def _decode_groups(source: Any, factor: Any, target: Any) -> None:
 
 @loop("ri1[2]", "rf4[2]", "int", "int", "u2[2]")
 def fp8_decode(source: Any, factor: Any, height: int, width: int, target: Any) -> bool:
-    """E4M3 [N, K] and float32 scales, all below 2^7, one for each `height` x `width`, -> BF16.
-    Declines NaN codes; no product may be beyond bf16."""
+    """E4M3 [N, K] and float32 scales, one for each `height` x `width`, -> BF16. Declines NaN codes, and
+    scales of 2^7 and more, NaN among them: then a product may be beyond bf16."""
     rows, columns = source.shape
+    for line in range(factor.shape[0]):
+        if _size_of_largest(factor[line]) >= _LARGE:
+            return False
     spread = np.empty(columns, np.float32)
     shown = -1
     if height == 1 and width == _GROUP and columns % _GROUP == 0:
