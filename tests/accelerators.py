@@ -49,7 +49,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         "Event": _Stream, "Stream": _Stream, "current_stream": _Stream, "synchronize": lambda *_: None,
         "device": lambda *_: place, "stream": lambda *_: place, "set_device": lambda *_: None,
         "get_device_properties": lambda *_: types.SimpleNamespace(total_memory=8 << 30),
-        "cudart": lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0),
+        "cudart": lambda: types.SimpleNamespace(
+            cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0
+        ),
     }  # fmt: skip
     for name, made in found.items():
         monkeypatch.setattr(torch.cuda, name, made)

@@ -172,7 +172,7 @@ def test_states_are_kept_after_some_seconds_and_where_a_run_ends(
     now = [0.0]
     monkeypatch.setattr(work_dir, "Held", _Remembered)
     # No accelerator is there to lock memory for.
-    locks = types.SimpleNamespace(cudaHostRegister=lambda *_: 0)
+    locks = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: locks)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     behind = Behind()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
 from accelerators import pretend
 
-from qconvert.calibrate import coming as module
 from qconvert.calibrate.coming import coming
 from qconvert.calibrate.page_locked import PageLocked
 from qconvert.calibrate.rows import InMemory, Scratch
@@ -21,13 +21,11 @@ PARTS = [(0, 5), (5, 9), (9, 14), (14, 20), (20, 21)]
 
 
 class Kept:
-    """Rows in the host's memory; notes what is read."""
+    """Rows in the host's memory, or where it is said; notes what is read."""
 
-    device = "cpu"
-
-    def __init__(self, log: list[str], width: int = 3) -> None:
+    def __init__(self, log: list[str], width: int = 3, device: str = "cpu") -> None:
         self.rows = torch.arange(21 * width).view(21, width)
-        self._log = log
+        self.device, self._log = device, log
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         self._log.append(f"read {start}")
@@ -41,8 +39,13 @@ class Kept:
 
 
 def _noted(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    """CUDA's streams, which note what is asked of which: the main one's, or another's."""
+    """CUDA's streams, which note what is asked of which, copies too: the main one, or another."""
     on = ["main"]
+    copy = torch.Tensor.copy_
+
+    def copied(into: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        log.append(f"copy on {on[-1]}")
+        return copy(into, *args, **more)
 
     class Stream:
         def __init__(self, name: str) -> None:
@@ -64,6 +67,7 @@ def _noted(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
         yield
         on.pop()
 
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("side"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("main"))
@@ -87,7 +91,8 @@ def test_the_next_part_is_sent_before_this_one_is_worked_on(
     assert buffers[0] == buffers[2] == buffers[4] != buffers[1] == buffers[3]
     for n, (start, _) in enumerate(PARTS):
         read, use = log.index(f"read {start}"), log.index(f"use {start}")
-        free, waits, arrived = log[read + 1 : read + 4]
+        free, waits, copy, arrived = log[read + 1 : read + 5]
+        assert copy == "copy on side"
         assert free.startswith("event main")
         assert waits == f"side waits for {free.removeprefix('event ')}"
         assert arrived.startswith("event side")
@@ -98,11 +103,28 @@ def test_the_next_part_is_sent_before_this_one_is_worked_on(
             assert read > log.index(f"use {PARTS[n - 2][0]}")
 
 
+def test_what_is_on_its_way_arrives_before_buffers_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nobody asks for the next part any more."""
+    pretend(monkeypatch)
+    log: list[str] = []
+    _noted(monkeypatch, log)
+    sent = coming([Kept(log)], PARTS, "cpu:0")
+    next(sent)
+    last = [line for line in log if line.startswith("event side")][-1]
+    wait = f"main waits for {last.removeprefix('event ')}"
+    assert "read 5" in log
+    assert wait not in log
+    assert isinstance(sent, Generator)
+    sent.close()
+    assert log[-1] == wait
+
+
 def test_rows_that_are_there_are_given_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    monkeypatch.setattr(module, "_there", lambda rows, _: rows.shape[1] == 3)
     log: list[str] = []
-    there, far = Kept(log), Kept(log, 2)
+    there, far = Kept(log, device="cpu:0"), Kept(log, 2)
     for (start, stop), (mine, sent) in zip(
         PARTS, coming([there, far], PARTS, "cpu:0"), strict=True
     ):
@@ -112,43 +134,62 @@ def test_rows_that_are_there_are_given_as_they_lie(monkeypatch: pytest.MonkeyPat
     assert [*coming([there], [], "cpu:0")] == []
 
 
-def test_a_tensor_is_there_on_its_own_device_alone() -> None:
-    rows = torch.empty(1)
-    assert module._there(rows, "cpu")
-    assert not module._there(rows, "cuda:0")
-    assert not module._there(torch.empty(1, device="meta"), "cpu")
+def _cudart(monkeypatch: pytest.MonkeyPatch, log: list[tuple[str, int]], answer: int = 0) -> None:
+    def register(at: int, size: int, _: int) -> int:
+        log.append(("lock", size))
+        return answer
+
+    def unregister(at: int) -> int:
+        with open("/proc/self/maps", encoding="ascii") as maps:
+            there = any(int(line.split("-")[0], 16) <= at < _end(line) for line in maps)
+        log.append(("unlock", there))
+        return 0
+
+    cudart = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+
+
+def _end(line: str) -> int:
+    return int(line.split()[0].split("-")[1], 16)
 
 
 def test_locked_memory_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same size, whatever its shape was; of another it is new, and what is not given back stays
-    another's."""
-    locked: list[int] = []
-
-    def register(_: int, size: int, __: int) -> int:
-        locked.append(size)
-        return 0
-
-    cudart = types.SimpleNamespace(cudaHostRegister=register)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    another's. It is unlocked before it is unmapped, once its last tensor is gone."""
+    log: list[tuple[str, int]] = []
+    _cudart(monkeypatch, log)
     memory = PageLocked()
     first = memory.take(300, 7, torch.bfloat16)
     first.fill_(2)
     second = memory.take(300, 7, torch.bfloat16)
     assert first.data_ptr() != second.data_ptr()
     assert bool((first == 2).all())
+    at = first.data_ptr()
     memory.give(first)
-    assert memory.take(150, 7, torch.float32).data_ptr() == first.data_ptr()
+    del first
+    third = memory.take(150, 7, torch.float32)
+    assert third.data_ptr() == at
     memory.take(300, 8, torch.bfloat16)
-    assert locked == [4200, 4200, 4800]
+    assert log == [("lock", 4200), ("lock", 4200), ("lock", 4800), ("unlock", True)]
+    memory.give(second)
+    del second
+    assert len(log) == 4
+    memory.clear()
+    assert log[4:] == [("unlock", True)]
+    del third
+    assert log[5:] == [("unlock", True)]
 
 
 def test_memory_that_cannot_be_locked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudart = types.SimpleNamespace(cudaHostRegister=lambda *_: 2)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    log: list[tuple[str, int]] = []
+    _cudart(monkeypatch, log, 2)
     with pytest.raises(
-        RunError, match=r"cannot lock 2 MiB .* \(CUDA error 2\); give --memory less"
+        RunError, match=r"cannot lock 2 MiB .* \(CUDA error 2\); give less --memory"
     ):
         PageLocked().take(1 << 10, 1 << 10, torch.bfloat16)
+    assert log == [("lock", 2 << 20)]
+    with pytest.raises(RunError, match=r"cannot lock 1048576 MiB .* \(Cannot allocate memory\)"):
+        PageLocked().take(1 << 20, 1 << 19, torch.bfloat16)
 
 
 def test_a_layers_rows_are_given_back(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ class _Lane:
         import torch
 
         rows = self._rows.read(start, stop)
-        if _there(rows, self._device):
+        if self._rows.device == self._device:
             self._sent = rows, None
             return
         if len(self._buffers) < 2:
@@ -94,10 +94,3 @@ class _Lane:
             self.arrived()
         self._sent = None
         self._buffers.clear()
-
-
-def _there(rows: torch.Tensor, device: str) -> bool:
-    import torch
-
-    asked = torch.device(device)
-    return rows.device.type == asked.type and rows.device.index == asked.index

@@ -27,6 +27,7 @@ from qconvert.calibrate.layers import Layers, Matrices
 from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed, together_on
 from qconvert.calibrate.model import Model
+from qconvert.calibrate.page_locked import PAGE_LOCKED
 from qconvert.calibrate.propagated import States
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import (
@@ -105,6 +106,7 @@ def calibrate(
         raise PlanError("calibration takes one or more samples of one or more token ids each")
     targets = [s if isinstance(s, ExpertSchemes) else ExpertSchemes(s, s) for s in schemes]
     keep_nothing_freed()
+    PAGE_LOCKED.clear()  # of a calibration before, in this process
     source = Plan.identity(plan.checkpoint)
     sparse = bool(source.role_index.dims.num_experts)
     found = routed_experts(source).projections if sparse else ()

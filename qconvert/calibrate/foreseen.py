@@ -13,8 +13,8 @@ from qconvert.matrices.stored import Stored
 @dataclass(eq=False)
 class Foreseen:
     """Has `reader` read ahead, up to `room` bytes. Which experts a process has is taken from the layer
-    before: it changes only where groups do, which depend on how many tokens experts get. `stop` is the
-    end of the layers."""
+    before: it changes only where groups do, which depend on which experts see every token. `stop` is
+    the end of the layers."""
 
     matrices: Mapping[int, Mapping[tuple[int, str], Projection]]
     reader: Weights

@@ -16,6 +16,7 @@ from qconvert.calibrate.division import Batch, batches, chunks_of, divided, shar
 from qconvert.calibrate.experts import (
     NAMES,
     Bench,
+    Expert,
     Found,
     Inputs,
     Seen,
@@ -329,33 +330,48 @@ class Layers:
         the quantized stream, and what they answer as they were read to the plain one. Before the `first`
         group there is nothing to add to. `taken` are this process's of them, which the others are
         lent."""
-        import torch
-
-        down = matrices[0, "down_proj"].weight
-        for source, numbers in enumerate(group):
-            held = [taken.experts, taken.plain][: len(streams)]
-            if self.team.count > 1:
-                with self.clock("forward", bench.device):
-                    for place, experts in enumerate(held):
-                        if source == self.team.rank:
-                            lend(self.team, source, experts)
-                        else:
-                            held[place] = lent(
-                                self.team, source, numbers, down.rows, down.columns, bench.device
-                            )
-            parts = self.mine(shares(self.parts, self.team.count))
+        parts = self.mine(shares(self.parts, self.team.count))
+        for source in range(len(group)):
+            held = self._lent(bench, group, source, taken, matrices, len(streams))
             with self.clock("forward", bench.device) as tick:
                 for stream, experts in zip(streams, held, strict=True):
-                    seen = stream.seen
-                    given = [seen.experts, seen.weights, seen.inputs]
-                    given += [] if first and source == 0 else [stream.answers]
-                    for (start, _), (routes, weights, inputs, *answers) in zip(
-                        parts, coming(given, parts, bench.device), strict=True
-                    ):
-                        rows = answers[0] if answers else torch.zeros_like(inputs)
-                        slots = slots_of(routes, weights, len(seen.counts))
-                        bench.answer(experts, rows, inputs, slots, tick)
-                        stream.answers.write(start, rows)
+                    self._add(bench, experts, stream, parts, tick, new=first and source == 0)
+            del held, experts  # before the next ones are lent
+
+    def _lent(
+        self, bench: Bench, group: Sequence[Sequence[int]], source: int, taken: Taken,
+        matrices: Mapping[tuple[int, str], Projection], streams: int,
+    ) -> Sequence[Sequence[Expert]]:  # fmt: skip
+        """For one or two streams the experts of a process of the team, and as they were read: this
+        one's, which it lends the others, or what is lent."""
+        own = [taken.experts, taken.plain][:streams]
+        if self.team.count == 1:
+            return own
+        down = matrices[0, "down_proj"].weight
+        sides = down.rows, down.columns, bench.device
+        with self.clock("forward", bench.device):
+            if source == self.team.rank:
+                for experts in own:
+                    lend(self.team, source, experts)
+                return own
+            return [lent(self.team, source, group[source], *sides) for _ in own]
+
+    def _add(
+        self, bench: Bench, experts: Sequence[Expert], stream: Stream,
+        parts: Sequence[tuple[int, int]], tick: Callable[[float], None], *, new: bool,
+    ) -> None:  # fmt: skip
+        """Add what some experts answer to a stream's tokens; `new`: nothing answers before them."""
+        import torch
+
+        seen = stream.seen
+        given = [seen.experts, seen.weights, seen.inputs] + ([] if new else [stream.answers])
+        for (start, _), (routes, weights, inputs, *answers) in zip(
+            parts, coming(given, parts, bench.device), strict=True
+        ):
+            rows = answers[0] if answers else torch.zeros_like(inputs)
+            slots = slots_of(routes, weights, len(seen.counts))
+            bench.answer(experts, rows, inputs, slots, tick)
+            stream.answers.write(start, rows)
 
     def attend(self, layer: Layer, states: Kept, scratch: Scratch, prefix: str = "") -> Seen:
         """Run attention and router over all samples of this process. `prefix` is of the names of what is
@@ -418,6 +434,7 @@ class Layers:
             corrects=self.corrects,
             most=most,
             hosted=sum(one.seen.inputs.device != device for one in streams),
+            lent=self.team.count > 1,
         )  # fmt: skip
         # How many experts fit is known to each process of its own device.
         yield from divided(numbers, self.team.gathered(size), self.batch(down))

@@ -193,11 +193,15 @@ def experts_together(
     corrects: bool = False,
     most: int | None = None,
     hosted: int = 0,
+    lent: bool = False,
 ) -> int:
     """Experts that a device works on together. `chunk` tokens pass at a time, of which an expert
     of an accelerator sees `most` together (None: a CPU's sees all); of `hosted` streams they come from
-    the host's memory. Raises RunError where not one fits, with the smallest budget that is enough."""
+    the host's memory. Others' experts are `lent` while they answer, in the place of Hessians of their
+    own. Raises RunError where not one fits, with the smallest budget that is enough."""
     one = _expert_bytes(hidden, middle, own_hessians, corrects)
+    if lent and not own_hessians:
+        one += 6 * hidden * middle * (2 if corrects else 1)
     streams = 2 if corrects else 1
     if most is None:
         # A chunk's inputs, what goes into down_proj, and each of them in float32.

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qconvert.calibrate.kernels.choice import there
+
 _WIDEST = 1024  # columns that a program works on
 
 
@@ -40,6 +42,7 @@ def _add_answers(
     tl.store(rows + token * width + column, total.to(tl.bfloat16), mask=inside)
 
 
+@there
 def add_answers(
     rows: torch.Tensor,
     answers: torch.Tensor,

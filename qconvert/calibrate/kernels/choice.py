@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def fused(weight: torch.Tensor, width: int) -> ModuleType | None:
@@ -26,6 +30,21 @@ def by_triton(tensor: torch.Tensor) -> bool:
     """Whether kernels are to compute with a tensor."""
     there = tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
     return there and _is_installed()
+
+
+def there(function: Callable[P, R]) -> Callable[P, R]:
+    """Run what launches kernels on the device of its first tensor: Triton launches them on the current
+    one, whatever their tensors are on, and in a stream that nothing orders with those of theirs."""
+
+    @wraps(function)
+    def run(*args: P.args, **more: P.kwargs) -> R:
+        import torch
+
+        cuda: Any = torch.cuda  # its devices are typed for nobody
+        with cuda.device_of(args[0]):
+            return function(*args, **more)
+
+    return run
 
 
 @cache

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qconvert.calibrate.kernels.choice import there
+
 if TYPE_CHECKING:
     from qconvert.calibrate.solver.parity import Lattice
     from qconvert.calibrate.solver.problem import Grid
@@ -253,6 +255,7 @@ def _normal(
         )  # fmt: skip
 
 
+@there
 def gptq_block(
     left: torch.Tensor, factor: torch.Tensor, groups: torch.Tensor, scale: torch.Tensor, grid: Grid,
     made: torch.Tensor, start: int, stop: int,
@@ -270,6 +273,7 @@ def gptq_block(
     return lost
 
 
+@there
 def parity_block(
     left: torch.Tensor, factor: torch.Tensor, groups: torch.Tensor, lattice: Lattice,
     made: torch.Tensor, start: int, stop: int,
@@ -289,6 +293,7 @@ def parity_block(
     return lost
 
 
+@there
 def descent_block(
     slope: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, grid: Grid, steps: torch.Tensor,
     start: int, stop: int,
@@ -305,6 +310,7 @@ def descent_block(
     return moved
 
 
+@there
 def search(
     weight: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor, grid: Grid,
     ladder: torch.Tensor, half: float,
@@ -328,6 +334,7 @@ def can_multiply(width: int) -> bool:
     return width in (16, 32, 64, 128)
 
 
+@there
 def normal(steps: torch.Tensor, hessian: torch.Tensor, width: int) -> torch.Tensor:
     """Of whole numbers up to 256 [B, K, N] and Hessians float32 [B, K, K]: float32 [B, N, G, G], for
     each row c_a H_ab c_b of its groups a and b where a is b or after it; the upper half may hold

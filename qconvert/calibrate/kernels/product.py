@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qconvert.calibrate.kernels.choice import there
+
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _SIDE, _DEEP = 128, 64  # of what a program adds to, and what it multiplies at a time
 OPTIONS = {"num_warps": 8, "num_stages": 2}
@@ -52,6 +54,7 @@ def _add_product(
     tl.store(at, tl.load(at, mask=mask, other=0.0) + sign * found, mask=mask)
 
 
+@there
 def add_product(to: torch.Tensor, one: torch.Tensor, other: torch.Tensor, sign: int) -> None:
     """As product.add_product, of float32 `to` [B, N, M], `one` [B, N, K] and `other` [B, K, M], whose
     rows, but those of `one`, are contiguous. Triton's interpreter has no BF16 to multiply."""

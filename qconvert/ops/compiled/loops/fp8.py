@@ -81,7 +81,7 @@ def _decode_groups(source: Any, factor: Any, target: Any) -> None:
 @loop("ri1[2]", "rf4[2]", "int", "int", "u2[2]")
 def fp8_decode(source: Any, factor: Any, height: int, width: int, target: Any) -> bool:
     """E4M3 [N, K] and float32 scales, one for each `height` x `width`, -> BF16. Declines NaN codes, and
-    scales of 2^7 and more, NaN among them: then a product may be beyond bf16."""
+    scales of 2^7 and more, NaN among them: times 2^120 they must be finite."""
     rows, columns = source.shape
     for line in range(factor.shape[0]):
         if _size_of_largest(factor[line]) >= _LARGE:
