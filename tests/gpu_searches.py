@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_compiled import _ORDINARY, ENCODERS, WEIGHTS, gaussian, outcome
+from test_compiled import _ORDINARY, ENCODERS, WEIGHTS, Encoder, any_bits, gaussian, outcome
 
 from qconvert.core.graph import Buffer, Op
+from qconvert.formats.amx.encode import Amx
 from qconvert.ops import compiled
 from qconvert.ops.gpu import choice
 
@@ -35,7 +36,7 @@ def main() -> int:
     bad = 0
     for name, found in _SEARCHES.items():
         for weights in WEIGHTS:
-            for tall, wide in ((1, 1), (3, 2)) if interpreted else ((1, 1), (3, 2), (40, 7)):
+            for tall, wide in _shapes(found, weights, interpreted):
                 random = np.random.default_rng(len(name) + tall)
                 shape = tall * found.rows, wide * found.columns
                 ins = found.ins(random, weights(random, *shape))
@@ -52,6 +53,18 @@ def main() -> int:
     return 1 if bad else 0
 
 
+def _shapes(found: Encoder, weights: Any, interpreted: bool) -> Sequence[tuple[int, int]]:
+    """Rows and columns, in the least that an op takes. The interpreter takes a second for some hundred
+    columns; of AMX's, large ones once: words of more than 3584 columns lie in blocks."""
+    if not interpreted:
+        return (1, 1), (3, 2), (40, 7), (2, 60)
+    if not isinstance(found.op, Amx):
+        return ((3, 2),) if found.columns < 128 else ((3, 1),)
+    if found.op.shards == 1:
+        return ((2, 3584 // found.rows + 1),) if weights is gaussian else ((1, 1),)
+    return ((1, 1),) if weights in (gaussian, any_bits) else ()
+
+
 # What a kernel is given, by Triton's types.
 _INTS = {
     "weight": "*i16", "ladder": "*fp32", "codes": "*i8", "scale": "*fp32", "zero": "*i8", "flag": "*i32",
@@ -60,6 +73,10 @@ _INTS = {
 _NVFP4 = {
     "weight": "*i16", "packed": "*u8", "scales": "*u8", "flag": "*i32", "count": "i32", "own": "fp32",
 }  # fmt: skip
+_AMX = {
+    "weight": "*i16", "steps": "*fp64", "errors": "*fp64", "target": "*i32", "scale": "*fp32",
+    "flag": "*i32", "rows": "i32", "width": "i32", "rungs": "i32", "one_127th": "fp32",
+}  # fmt: skip
 _SIZES = {"GROUPS": 16, "LANES": 64, "COLUMNS": 64}
 # PTX that does not round.
 _EXACT = {"mov", "neg", "abs", "min", "max", "setp", "selp", "ld", "st", "cvt", "shfl"}
@@ -67,7 +84,7 @@ _EXACT = {"mov", "neg", "abs", "min", "max", "setp", "selp", "ld", "st", "cvt", 
 
 def compile_all() -> int:
     """Compile each kernel for compute capability 9.0, and print what of its instructions rounds."""
-    from qconvert.ops.gpu import searches
+    from qconvert.ops.gpu import amx_search, searches
 
     found: set[str] = set()
     for symmetric, signed in ((True, True), (True, False), (False, False)):
@@ -79,6 +96,12 @@ def compile_all() -> int:
     for modelopt in (True, False):
         constants = {"MODELOPT": modelopt, "BLOCKS": 64}
         found |= _instructions(searches._nvfp4, _NVFP4, constants)
+    for most, height in ((7, 128), (127, 64)):
+        constants = {
+            "MOST": most, "ROWS": 2, "AT_ONCE": 8, "STEPS": 4, "HEIGHT": height,
+            "PER_BLOCK": 3584 // height,
+        }  # fmt: skip
+        found |= _instructions(amx_search._amx, _AMX, constants)
     print(*sorted(found), sep="\n")
     return 0
 
@@ -88,7 +111,7 @@ def _instructions(kernel: Any, types: dict[str, str], constants: dict[str, Any])
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from qconvert.ops.gpu import searches
+    from qconvert.ops.gpu.rounding import OPTIONS
 
     names = kernel.arg_names
     source = ASTSource(
@@ -96,7 +119,7 @@ def _instructions(kernel: Any, types: dict[str, str], constants: dict[str, Any])
         {name: types.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=searches._OPTIONS)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
     found = set(re.findall(r"^\s*((?:\w+\.)*f(?:32|64))\b", made.asm["ptx"], re.MULTILINE))
     return {name for name in found if name.split(".")[0] not in _EXACT}
 

@@ -25,7 +25,8 @@ _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
 # Kernels of torch and numba: they are imported where they run, and need those whole.
 _KERNELS = (
     "validators/kernels/triton", "ops/compiled/loops/", "validators/loops/",
-    "ops/gpu/searches.py", "ops/gpu/staging.py", "calibrate/kernels/",
+    "ops/gpu/searches.py", "ops/gpu/amx_search.py", "ops/gpu/rounding.py", "ops/gpu/staging.py",
+    "calibrate/kernels/",
 )  # fmt: skip
 
 

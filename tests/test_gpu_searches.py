@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import run_cli
 from models import numbers_only, qwen3_moe
+from test_amx_validate import moe
 from test_gdn_fused import interpreted
 
 from qconvert.core.errors import PlanError
@@ -45,7 +46,8 @@ def test_kernels_compile_for_a_gpu() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = set(done.stdout.split())
     assert {"add.rn.f32", "mul.rn.f32", "div.rn.f32"} <= found
-    assert found <= {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "mul.rn.f64", "div.rn.f32"}
+    rounded = {f"{name}.rn.{kind}" for name in ("add", "mul", "div") for kind in ("f32", "f64")}
+    assert found <= {"sub.rn.f32", *rounded}
 
 
 @pytest.fixture
@@ -121,6 +123,14 @@ def test_the_plan_says_where(tmp_path: Path) -> None:
     assert code == 0
     assert "\ndevice  cpu: searching scales of " in text
     code, text, _ = run_cli(*words)
+    assert code == 0
+    assert "\ndevice " not in text
+    amx_source = moe().write(tmp_path / "amx")
+    amx: list[str | Path] = ["amx", amx_source, tmp_path / "out", "--method", "int8", "--numa", "1"]
+    code, text, _ = run_cli(*amx, "--dry-run", "--rounding", "search")
+    assert code == 0
+    assert "\ndevice  cpu: searching scales of " in text
+    code, text, _ = run_cli(*amx, "--dry-run")
     assert code == 0
     assert "\ndevice " not in text
     code, _, error = run_cli(*words, "--device", "cpu", "--device", "cuda:0")

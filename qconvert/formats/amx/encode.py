@@ -106,6 +106,11 @@ class Amx:
         searching = clip_scratch(some, columns) if self.rounding == "search" else 0
         return 8 * some * columns + 2 * tall * columns + searching
 
+    @property
+    def search_loop(self) -> str | None:
+        """The loop that its steps are searched for with."""
+        return "amx_search" if self.rounding == "search" else None
+
     def loss(self, *args: TensorType) -> str | None:
         return f"rounds experts to {RUNTIME_NAME[self.method]} ({self.rounding} rounding)"
 

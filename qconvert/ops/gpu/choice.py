@@ -23,9 +23,12 @@ CORE_RATES: Mapping[str, tuple[float, float]] = {
     "ints_search": (0.4e9, 0.01e9),
     "ints_search signed": (0.28e9, 0.005e9),
     "nvfp4_encode": (0.3e9, 0.02e9),
+    "amx_search": (0.4e9, 0.15e9),
 }
-# The loops that have a form on a GPU.
-_LOOPS = ("ints_search", "nvfp4_encode")
+# The loops that have a form on a GPU, and the module of `qconvert.ops.gpu` that has it.
+_LOOPS: Mapping[str, str] = {
+    "ints_search": "searches", "nvfp4_encode": "searches", "amx_search": "amx_search",
+}  # fmt: skip
 # torch's import, a context on the GPU and Triton's compilation take 10 s of a run's start.
 ENOUGH_SECONDS = 30.0
 # What torch, triton and a context take of a worker's memory beyond what it has on a CPU.
@@ -60,8 +63,7 @@ def decide(
             return None
         return Decision(
             None,
-            "a GPU searches for scales of INT4 and INT8 and of NVFP4, and none are searched for here; "
-            "cores do all else, the search for AMX's steps too",
+            "a GPU searches for scales, and none are searched for here; cores do all else",
         )
     seconds = sum(
         size / CORE_RATES[loop][0 if compiled_loops else 1] for loop, size in searched.items()
@@ -124,9 +126,10 @@ def kernel(name: str) -> Callable[..., bool] | None:
 @cache
 def _kernels(device: str) -> Mapping[str, Callable[..., bool]]:
     from functools import partial
+    from importlib import import_module
 
-    from qconvert.ops.gpu import searches
     from qconvert.ops.gpu.staging import Staging
 
     staging = Staging(device)
-    return {name: partial(getattr(searches, name), staging) for name in _LOOPS}
+    modules = {name: import_module(f"qconvert.ops.gpu.{where}") for name, where in _LOOPS.items()}
+    return {name: partial(getattr(found, name), staging) for name, found in modules.items()}

@@ -7,13 +7,14 @@ fp16 are rounded on integers, so that bytes are numpy's. Errors are added column
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
+
+from qconvert.ops.gpu.rounding import INTERPRETED, OPTIONS, bf16, from_bf16, held, whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,46 +26,9 @@ if TYPE_CHECKING:
 _LANES = 64
 _RUNGS = tl.constexpr(48)
 # Groups that a program works on. In the interpreter a program is expensive, an element cheap.
-_GROUPS = 256 if os.environ.get("TRITON_INTERPRET") == "1" else 16
+_GROUPS = 256 if INTERPRETED else 16
 _COLUMNS = 64
-_BLOCKS = 4096 if os.environ.get("TRITON_INTERPRET") == "1" else 64
-_OPTIONS = {} if os.environ.get("TRITON_INTERPRET") == "1" else {"enable_fp_fusion": False}
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _bf16(value: tl.tensor) -> tl.tensor:
-    """To a number of bf16, ties to even."""
-    bits = value.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _f16(value: tl.tensor) -> tl.tensor:
-    """A number above 0 to the nearest of fp16, ties to even: multiples of 2^-24 below 2^-14."""
-    bits = value.to(tl.int32, bitcast=True)
-    bits = (bits + 0xFFF + ((bits >> 13) & 1)) & -8192
-    small = (value + 0.75) - 0.75
-    return tl.where(value < 0.00006103515625, small, bits.to(tl.float32, bitcast=True))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _held(value: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    if DTYPE == 0:
-        return _bf16(value)
-    if DTYPE == 1:
-        return _f16(value)
-    return value
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _whole(value: tl.tensor) -> tl.tensor:
-    return (value + 12582912.0) - 12582912.0
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _float(bits: tl.tensor) -> tl.tensor:
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+_BLOCKS = 4096 if INTERPRETED else 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -101,7 +65,7 @@ def _ints(
         mask = here[:, None] & (column < width)[None, :]
         bits = tl.load(weight + group[:, None] * width + column[None, :], mask=mask, other=0)
         broken = tl.maximum(broken, tl.max(((bits & 0x7FFF) >= 0x7F80).to(tl.int32), axis=1))
-        value = _float(bits)
+        value = from_bf16(bits)
         # NaN and infinity are declined: what they compare to is of no matter.
         most = tl.maximum(most, tl.max(value, axis=1))
         least = tl.minimum(least, tl.min(value, axis=1))
@@ -111,22 +75,22 @@ def _ints(
     middle = tl.zeros([GROUPS, LANES], tl.float32)
     steps = tl.full([GROUPS, LANES], HIGH - LOW, tl.float32)
     if SYMMETRIC:
-        step = _held(tl.div_rn(tl.maximum(high_end, -low_end), steps * 0.5), DTYPE)
+        step = held(tl.div_rn(tl.maximum(high_end, -low_end), steps * 0.5), DTYPE)
     else:
         spread = high_end - low_end
         if DTYPE == 0:
-            spread = _bf16(spread)
-        step = _held(tl.div_rn(spread, steps), DTYPE)
+            spread = bf16(spread)
+        step = held(tl.div_rn(spread, steps), DTYPE)
     usable = (step > 0) & (step <= most_step)
     step = tl.where(usable, step, 1.0)
     if not SYMMETRIC:
         middle = tl.div_rn(low_end, step)
         if DTYPE == 0:
-            middle = _bf16(middle)
+            middle = bf16(middle)
         middle = LOW - middle
         if DTYPE == 0:
-            middle = _bf16(middle)
-        middle = _whole(tl.maximum(tl.minimum(middle, HIGH), LOW))
+            middle = bf16(middle)
+        middle = whole(tl.maximum(tl.minimum(middle, HIGH), LOW))
     first_usable = tl.max((usable & (lane == 0)[None, :]).to(tl.int32), axis=1)
     wrong = (broken > 0) | ((size > 0) & ((size < least_size) | (first_usable == 0)))
     tl.store(flag + tl.zeros([GROUPS], tl.int32), 1, mask=here & wrong)
@@ -136,12 +100,12 @@ def _ints(
     turned = tl.zeros([GROUPS, LANES], tl.float32)
     for one in range(width):
         bits = tl.load(weight + group * width + one, mask=here, other=0)
-        quotient = _float(bits)[:, None] * inverse
-        code = _whole(tl.minimum(tl.maximum(quotient, low), high))
+        quotient = from_bf16(bits)[:, None] * inverse
+        code = whole(tl.minimum(tl.maximum(quotient, low), high))
         off = quotient - code
         total = total + off * off
         if SIGNED:
-            code = _whole(tl.minimum(tl.maximum(-quotient, low), high))
+            code = whole(tl.minimum(tl.maximum(-quotient, low), high))
             off = -quotient - code
             turned = turned + off * off
     wide = step.to(tl.float64)
@@ -171,12 +135,12 @@ def _ints(
         column = first + inside
         mask = here[:, None] & (column < width)[None, :]
         at = group[:, None] * width + column[None, :]
-        value = _float(tl.load(weight + at, mask=mask, other=0))
+        value = from_bf16(tl.load(weight + at, mask=mask, other=0))
         quotient = value * own_inverse[:, None]
         code = tl.minimum(
             tl.maximum(quotient, LOW - own_middle[:, None]), HIGH - own_middle[:, None]
         )
-        code = _whole(code) + own_middle[:, None]
+        code = whole(code) + own_middle[:, None]
         code = tl.where(nothing[:, None], 0.0, code)
         tl.store(codes + at, code.to(tl.int32).to(tl.int8), mask=mask)
 
@@ -200,7 +164,7 @@ def ints_search(
         count, width = ins[0].shape
         _ints[(triton.cdiv(count, _GROUPS),)](
             ins[0], rungs, *outs, flag, count, width, _EPS[dtype], 2.0**-100, _MOST_STEP[dtype],
-            low, high, symmetric, signed, dtype, _GROUPS, _LANES, _COLUMNS, **_OPTIONS,
+            low, high, symmetric, signed, dtype, _GROUPS, _LANES, _COLUMNS, **OPTIONS,
         )  # fmt: skip
 
     return staging.run([weight], [codes, scale, zero], launch)
@@ -230,17 +194,17 @@ def _nvfp4(
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     here = block < count
     lane = tl.arange(0, 16)
-    whole = tl.load(weight + block[:, None] * 16 + lane[None, :], mask=here[:, None], other=0)
-    size = tl.max((whole & 0x7FFF).to(tl.int32), axis=1)
+    bits = tl.load(weight + block[:, None] * 16 + lane[None, :], mask=here[:, None], other=0)
+    size = tl.max((bits & 0x7FFF).to(tl.int32), axis=1)
     tl.store(flag + tl.zeros([BLOCKS], tl.int32), 1, mask=here & (size >= 0x7F80))
-    each = _float(size)
+    each = from_bf16(size)
     ones = tl.full([BLOCKS], 1.0, tl.float32)
     if MODELOPT:
         each = tl.div_rn(each, ones * 6.0 * own)
         each = tl.where(each != 0, each, 1.0)
         each = tl.where(each > 0.001953125, each, 0.001953125)
     else:
-        each = _bf16(tl.div_rn(each, ones * 6.0)) * own
+        each = bf16(tl.div_rn(each, ones * 6.0)) * own
     each = tl.where(each < 448.0, each, 448.0)
     # `e4m3` of ops/fp4.py.
     power = tl.maximum(each.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
@@ -265,7 +229,7 @@ def _nvfp4(
     total = tl.zeros([BLOCKS, 16], tl.float32)
     for column in tl.static_range(16):
         one = tl.load(weight + block * 16 + column, mask=here, other=0)
-        quotient = _float(one & 0x7FFF)[:, None] * inverse
+        quotient = from_bf16(one & 0x7FFF)[:, None] * inverse
         bits = quotient.to(tl.int32, bitcast=True) & 0x7F800000
         bits = tl.minimum(tl.maximum(bits, 127 << 23), 129 << 23)
         step = (bits + ((22 << 23) + (1 << 22))).to(tl.float32, bitcast=True)
@@ -283,8 +247,8 @@ def _nvfp4(
     tl.store(scales + block, code.to(tl.uint8), mask=here)
     pair = tl.arange(0, 8)
     at = block[:, None] * 16 + 2 * pair[None, :]
-    first = _float(tl.load(weight + at, mask=here[:, None], other=0))
-    second = _float(tl.load(weight + at + 1, mask=here[:, None], other=0))
+    first = from_bf16(tl.load(weight + at, mask=here[:, None], other=0))
+    second = from_bf16(tl.load(weight + at + 1, mask=here[:, None], other=0))
     divisor = tl.zeros([BLOCKS, 8], tl.float32) + factor[:, None]
     low, high = _e2m1(tl.div_rn(first, divisor)), _e2m1(tl.div_rn(second, divisor))
     bytes_ = (low | (high << 4)).to(tl.uint8)
@@ -305,7 +269,7 @@ def nvfp4_encode(
     ) -> None:
         count = ins[0].shape[0]
         _nvfp4[(triton.cdiv(count, _BLOCKS),)](
-            ins[0], *outs, flag, count, own, modelopt, _BLOCKS, **_OPTIONS
+            ins[0], *outs, flag, count, own, modelopt, _BLOCKS, **OPTIONS
         )
 
     return staging.run([weight], [packed, scales], launch)
