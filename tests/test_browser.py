@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import io
 import itertools
 import json
 import os
 import re
 import select
 import shutil
-import struct
 import subprocess
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from sample_reports import RULES, awkward, large, measure, sound
 
 from qconvert.validation.reports import as_html
@@ -422,35 +423,11 @@ def sized(browser: Browser, width: int) -> None:
     browser.call("Emulation.setEmulatedMedia", features=[feature])
 
 
-def screenshot(browser: Browser) -> list[list[Colour]]:
-    """The whole page as rows of colours. A PNG of 8 bits a channel (ISO/IEC 15948), its rows unfiltered
-    here."""
+def screenshot(browser: Browser) -> np.ndarray[Any, Any]:
+    """The whole page, [height, width, 3]."""
     shown = browser.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-    data = base64.b64decode(shown["data"])
-    at, packed = 8, b""
-    while at < len(data):
-        size, kind = struct.unpack(">I4s", data[at : at + 8])
-        body = data[at + 8 : at + 8 + size]
-        if kind == b"IHDR":
-            width, height, depth, colours = struct.unpack(">IIBB", body[:10])
-        packed += body if kind == b"IDAT" else b""
-        at += size + 12
-    channels = {2: 3, 6: 4}[colours]
-    assert depth == 8
-    raw, step = zlib.decompress(packed), width * channels
-    before = bytearray(step)
-    rows = []
-    for y in range(height):
-        kind, line = raw[y * (step + 1)], bytearray(raw[y * (step + 1) + 1 : (y + 1) * (step + 1)])
-        for x in range(step if kind else 0):
-            left = line[x - channels] if x >= channels else 0
-            up, corner = before[x], before[x - channels] if x >= channels else 0
-            guess = left + up - corner
-            nearest = min((left, up, corner), key=lambda one: abs(guess - one))
-            line[x] = (line[x] + (0, left, up, (left + up) // 2, nearest)[kind]) & 255
-        before = line
-        rows.append([(line[i], line[i + 1], line[i + 2]) for i in range(0, step, channels)])
-    return rows
+    with Image.open(io.BytesIO(base64.b64decode(shown["data"]))) as image:
+        return np.asarray(image.convert("RGB"))
 
 
 _BOXES = """[...document.querySelectorAll("header, .rule, .box, .plot")].map((one) => {
@@ -487,9 +464,14 @@ def test_boxes_are_painted_where_they_lie(width: int, browser: Browser, two: Pat
     browser.open(two)
     boxes = browser.value(_BOXES)
     page = colour(browser.value("getComputedStyle(document.body).backgroundColor"))
-    rows = screenshot(browser)
+    shown = screenshot(browser)
     assert page is not None
-    assert len(rows[0]) == width
+    assert shown.shape[1] == width
+
+    def at(y: int, x: int) -> Colour:
+        red, green, blue = shown[y, x].tolist()
+        return red, green, blue
+
     assert {box["name"] for box in boxes} >= {
         "HEADER.failed", "DETAILS.rule error", "DETAILS.rule warning", "DIV.box failed",
         "DIV.box passed", "DIV.plot",
@@ -502,12 +484,10 @@ def test_boxes_are_painted_where_they_lie(width: int, browser: Browser, two: Pat
         ground = colour(box["ground"]) or page
         where = box["name"], x, y
         assert 0 <= x < right <= width, where
-        assert rows[middle][max(0, x - 3)] == page, where  # beside it
-        assert rows[middle][x + int(edge) // 2] == (colour(box["edge"]) if edge else ground), where
-        assert rows[y + int(crest) // 2][across] == (colour(box["crest"]) if crest else ground), (
-            where
-        )
-        assert rows[bottom - 4][right - 14] == ground, where
+        assert at(middle, max(0, x - 3)) == page, where  # beside it
+        assert at(middle, x + int(edge) // 2) == (colour(box["edge"]) if edge else ground), where
+        assert at(y + int(crest) // 2, across) == (colour(box["crest"]) if crest else ground), where
+        assert at(bottom - 4, right - 14) == ground, where
 
 
 def test_a_telephone_shows_all_of_the_page(browser: Browser, two: Path) -> None:
