@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RowError
@@ -185,19 +186,17 @@ class Recode:
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
+        if self.decoder is None and not self.several:
+            return self.encoders[0].run(ins, outs, scratch)
+        needs = _needs_of(self, tuple([one.type for one in ins]))
         counts: Counter[str] = Counter()
         matrix = ins[0]
         if self.decoder is not None:
-            args = [b.type for b in ins]
-            (kind,) = self.decoder.infer(*args)
-            matrix = Buffer(kind, scratch[: kind.nbytes])
-            scratch = scratch[aligned(kind.nbytes) :]
-            need = self.decoder.scratch(*args)
-            counts.update(self.decoder.run(ins, [matrix], scratch[:need]))
+            matrix = Buffer(needs.decoded, scratch[: needs.decoded.nbytes])
+            scratch = scratch[aligned(needs.decoded.nbytes) :]
+            counts.update(self.decoder.run(ins, [matrix], scratch[: needs.decoding]))
         at = 0
-        for encoder in self.encoders:
-            results = len(encoder.infer(matrix.type))
-            need = encoder.scratch(matrix.type)
+        for encoder, (results, need) in zip(self.encoders, needs.encoding, strict=True):
             try:
                 counts.update(encoder.run([matrix], outs[at : at + results], scratch[:need]))
             except RowError as error:
@@ -207,3 +206,23 @@ class Recode:
                 raise
             at += results
         return counts
+
+
+class _Needs(NamedTuple):
+    """What a chain decodes to, the working memory of decoding, and of each encoder how many results it
+    has and its working memory."""
+
+    decoded: TensorType
+    decoding: int
+    encoding: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=64)
+def _needs_of(op: Recode, args: tuple[TensorType, ...]) -> _Needs:
+    """Remembered: it is asked for with each part of a matrix, and a model has few shapes."""
+    decoded = op.decoded(*args)
+    return _Needs(
+        decoded,
+        0 if op.decoder is None else op.decoder.scratch(*args),
+        tuple([(len(one.infer(decoded)), one.scratch(decoded)) for one in op.encoders]),
+    )

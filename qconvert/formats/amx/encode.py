@@ -120,8 +120,10 @@ class Amx:
         import numpy as np
 
         rows, columns = ins[0].type.shape
-        tall, some = tile(rows, columns)
         bits = array(ins[0].data, np.uint16, (rows, columns))
+        if self._compiled(bits, outs):
+            return {}
+        tall, some = tile(rows, columns)
         size, width = 4 * some * columns, columns // self.shards
         values = array(scratch[:size], np.float32, (some, columns))
         spare = scratch[size : 2 * size]
@@ -131,11 +133,6 @@ class Amx:
         searching = scratch[at + tall * columns :]
         weights = [array(out.data, np.uint8, (out.type.nbytes,)) for out in outs[::2]]
         scales = [array(out.data, np.float32, (rows,)) for out in outs[1::2]]
-        if all(
-            self._compiled(bits, shard * width, (shard + 1) * width, *made)
-            for shard, made in enumerate(zip(weights, scales, strict=True))
-        ):
-            return {}
         with np.errstate(all="ignore"):
             for top in range(0, rows, tall):
                 bottom = min(top + tall, rows)
@@ -155,15 +152,23 @@ class Amx:
                     place(self.method, lines[:, shard], target, top, rows, width)
         return {}
 
-    def _compiled(self, bits: Bits, first: int, last: int, weight: Bytes, scale: Floats) -> bool:
-        """Columns [first, last) as one shard, in a compiled loop; False if there is none for them."""
+    def _compiled(self, bits: Bits, outs: Sequence[Buffer]) -> bool:
+        """Shard by shard in a compiled loop; False if there is none for them."""
         import numpy as np
 
-        words = weight.view(np.uint32)
-        if self.rounding == "peer":
-            return done(f"amx_{self.method}", bits, first, last, words, scale)
-        largest = _LARGEST[self.method]
-        return done("amx_search", bits, first, last, largest, *ladder(largest), words, scale)
+        width, largest = bits.shape[1] // self.shards, _LARGEST[self.method]
+        for shard in range(self.shards):
+            words = np.frombuffer(outs[2 * shard].data, np.uint32)
+            scale = np.frombuffer(outs[2 * shard + 1].data, np.float32)
+            first, last = shard * width, (shard + 1) * width
+            if self.rounding == "peer":
+                made = done(f"amx_{self.method}", bits, first, last, words, scale)
+            else:
+                steps, errors = ladder(largest)
+                made = done("amx_search", bits, first, last, largest, steps, errors, words, scale)
+            if not made:
+                return False
+        return True
 
     def _quantize(
         self,
