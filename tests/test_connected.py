@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import Model, Tensor, read_tensors
 
+from qconvert import api
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
@@ -18,6 +19,7 @@ from qconvert.ops.rowwise import row_parts
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute
 from qconvert.run.prepare import Options, prepare
+from qconvert.run.sink import Sink
 
 ROWS, COLUMNS = 4096, 1024
 SIZE = ROWS * COLUMNS
@@ -25,7 +27,7 @@ SIZE = ROWS * COLUMNS
 
 @dataclass(frozen=True)
 class Turned:
-    """Bytes [N, K] -> the same xor `mask`, row by row, `copies` times."""
+    """Bytes [N, K] -> the same xor `mask`, row by row; `copies` of them, each of twice the mask."""
 
     mask: int
     copies: int = 1
@@ -52,8 +54,8 @@ class Turned:
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
-        for out in outs:
-            out.data[:] = turned(bytes(ins[0].data), self.mask)
+        for port, out in enumerate(outs):
+            out.data[:] = turned(bytes(ins[0].data), self.mask << port)
         return {}
 
 
@@ -103,9 +105,44 @@ def test_several_results_are_gathered_or_written_in_turn(source: Plan, tmp_path:
     (value,) = apply(Turned(1), source.tensors["a"])
     first, second = apply(Turned(2, 2), value)
     tensors = {"b": first, "c": second, "d": apply(Turned(4), value)[0]}
-    wanted = {"b": turned(DATA, 3), "c": turned(DATA, 3), "d": turned(DATA, 5)}
+    wanted = {"b": turned(DATA, 3), "c": turned(DATA, 5), "d": turned(DATA, 5)}
     assert made(source, tensors, tmp_path / "much", None) == wanted
     assert made(source, tensors, tmp_path / "little", smallest(source, tensors)) == wanted
+
+
+@pytest.mark.parametrize("names", [("b", "d"), ("d", "b")], ids=["in order", "the other first"])
+@pytest.mark.parametrize("where", ["side by side", "apart", "too large", "one alone"])
+def test_results_side_by_side_are_computed_where_they_are_written_from(
+    names: tuple[str, str], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sink is asked once for both, whichever comes first in the file; and for each, where something
+    lies between them, or both are more than it has room for, or one is not wanted."""
+    few = DATA[: SIZE // 4]
+    kind = Tensor("U8", (ROWS // 4, COLUMNS), few)
+    config = {"model_type": "nobody", "num_hidden_layers": 1}
+    model = Model(config, {"a": kind, "c": kind}).write(tmp_path / "source", shards=1)
+    plan = Plan.identity(Checkpoint.open(model))
+    results = apply(Turned(2, 2), plan.tensors["a"])
+    tensors = dict(zip(names, results, strict=True))
+    wanted = {names[0]: turned(few, 2), names[1]: turned(few, 4)}
+    other = "c" if where == "apart" else "z"
+    tensors[other], wanted[other] = plan.tensors["c"], few
+    if where == "too large":
+        monkeypatch.setattr("qconvert.run.memory.WINDOW_BYTES", len(few) + len(few) // 2)
+    if where == "one alone":
+        del tensors[names[1]], wanted[names[1]]
+    asked: list[int] = []
+    real = Sink.room
+
+    def room(self: Sink, file: int, at: int, size: int) -> memoryview:
+        asked.append(size)
+        return real(self, file, at, size)
+
+    monkeypatch.setattr(Sink, "room", room)
+    assert made(plan, tensors, tmp_path / "out", None) == wanted
+    assert (2 * len(few) in asked) == (where == "side by side")
+    findings = api.validate(tmp_path / "out", tmp_path / "source", level="full").findings
+    assert [found for found in findings if found.rule in ("QC022", "QC033")] == []
 
 
 def test_what_nobody_takes_does_not_live_whole(source: Plan) -> None:

@@ -324,8 +324,11 @@ class Job:
         """Results that are better written whole. The largest, where one output wants all of it, goes
         straight out beside them: of a matrix's codes and scales .04 CPU s a GB of codes."""
         node = step.nodes[number]
+        first = max(range(len(node.types)), key=lambda port: node.types[port].nbytes)
+        if writes := self._side_by_side(step, number):
+            self._compute_there(node, writes, first, results)
+            return
         made = [Buffer(kind, self._arena.take(kind.nbytes)) for kind in node.types]
-        first = max(range(len(made)), key=lambda port: made[port].type.nbytes)
         wanted = [w for w in step.writes if w.node == number and w.port == first]
         alone = len(wanted) == 1 and wanted[0].stop - wanted[0].start == made[first].type.nbytes
         data = [buffer.data for buffer in made]
@@ -341,6 +344,49 @@ class Job:
             elif alone:
                 self._emit(step, number, first, at, outs[first].data)
         self.write_whole(step, data, number, but=first if alone else None)
+
+    def _side_by_side(self, step: Compute, number: int) -> list[Write]:
+        """Writes that want a node's results whole, in file order, where these lie side by side in one
+        file and the sink has room for all of them at once; else none."""
+        kinds = step.nodes[number].types
+        writes = sorted([w for w in step.writes if w.node == number], key=self._file_order)
+        if sorted([w.port for w in writes]) != list(range(len(kinds))):
+            return []
+        begin = stop = self._file_order(writes[0])
+        for write in writes:
+            nbytes = kinds[write.port].nbytes
+            whole = (write.start, write.stop) == (0, nbytes)
+            if not whole or self._places[write.output].linked or self._file_order(write) != stop:
+                return []
+            stop = stop[0], stop[1] + nbytes
+        return writes if stop[1] - begin[1] <= self._sink.limit else []
+
+    def _compute_there(
+        self,
+        node: Apply,
+        writes: Sequence[Write],
+        largest: int,
+        results: Mapping[int, list[Buffer]],
+    ) -> None:
+        """Compute results right where they are written from: a matrix's codes and its scales, which
+        come before them, are one run of bytes then, and not two that end in parts of blocks. The
+        `largest` is hashed part by part, while the processor's cache has it."""
+        file, at = self._file_order(writes[0])
+        room = self._sink.room(file, at, sum([kind.nbytes for kind in node.types]))
+        data = [room] * len(node.types)
+        ports = {write.port: write for write in writes}
+        begin = 0
+        for port in ports:
+            data[port] = room[begin : begin + node.types[port].nbytes]
+            begin += node.types[port].nbytes
+        for part, ins in self._parts(node, results):
+            outs = _slices(data, part)
+            self._run(node, part, ins, outs)
+            write = ports[largest]
+            self._made(write.output, write.at + part.outs[largest][0], outs[largest].data)
+        for port, write in ports.items():
+            if port != largest:
+                self._made(write.output, write.at, data[port])
 
     def write_whole(
         self,
