@@ -18,7 +18,16 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_compiled import _ORDINARY, ENCODERS, WEIGHTS, Encoder, any_bits, gaussian, outcome
+from test_compiled import (
+    _ORDINARY,
+    ENCODERS,
+    WEIGHTS,
+    Encoder,
+    any_bits,
+    gaussian,
+    outcome,
+    with_zeros,
+)
 
 from qconvert.core.graph import Buffer, Op
 from qconvert.formats.amx.encode import Amx
@@ -62,7 +71,7 @@ def _shapes(found: Encoder, weights: Any, interpreted: bool) -> Sequence[tuple[i
         return ((3, 2),) if found.columns < 128 else ((3, 1),)
     if found.op.shards == 1:
         return ((2, 3584 // found.rows + 1),) if weights is gaussian else ((1, 1),)
-    return ((1, 1),) if weights in (gaussian, any_bits) else ()
+    return ((1, 1),) if weights in (with_zeros, any_bits) else ()
 
 
 # What a kernel is given, by Triton's types.

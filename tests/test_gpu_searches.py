@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import run_cli
@@ -45,7 +47,7 @@ def test_kernels_compile_for_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = set(done.stdout.split())
-    assert {"add.rn.f32", "mul.rn.f32", "div.rn.f32"} <= found
+    assert {"add.rn.f32", "mul.rn.f32", "div.rn.f32", "add.rn.f64", "div.rn.f64"} <= found
     rounded = {f"{name}.rn.{kind}" for name in ("add", "mul", "div") for kind in ("f32", "f64")}
     assert found <= {"sub.rn.f32", *rounded}
 
@@ -53,7 +55,8 @@ def test_kernels_compile_for_a_gpu() -> None:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where this machine's GPUs are looked for."""
-    monkeypatch.setattr(choice, "_NODES", tmp_path)
+    monkeypatch.setattr("qconvert.core.gpus._NODES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
 
@@ -67,19 +70,89 @@ def test_a_long_search_takes_a_gpu_where_there_is_one(gpus: Path) -> None:
     found = decide(_LONG, None, 4)
     assert found is not None
     assert found.device == "cuda:0"
-    assert found.why == "searching scales of 1.00 TB takes 4 cores about 625 s"
+    assert found.why == (
+        "searching scales of 1.00 TB takes 4 cores about 1786 s, a GPU 343 s with its start"
+    )
 
 
 def test_a_short_search_does_not(gpus: Path) -> None:
     (gpus / "nvidia0").touch()
     found = decide({"ints_search": 10**9}, None, 4)
     assert found == Decision(
-        None, "searching scales of 1.0 GB takes 4 cores about 1 s, a GPU's start 10 s"
+        None, "searching scales of 1.0 GB takes 4 cores about 2 s, a GPU 10 s with its start"
     )
     assert decide({}, None, 4) is None
     in_numpy = choice.decide({"ints_search": 10**9}, None, 1, compiled_loops=False)
     assert in_numpy is not None
     assert in_numpy.device == "cuda:0"
+
+
+def test_cores_do_what_they_do_sooner(gpus: Path) -> None:
+    """AMX of 2 TB: 16 cores take longer than a GPU and its eight workers, and 96 do not."""
+    (gpus / "nvidia0").touch()
+    devices = [decide({"amx_search": 2 * 10**12}, None, jobs) for jobs in (16, 96)]
+    assert [found and found.device for found in devices] == ["cuda:0", None]
+
+
+class _Driver:
+    """The functions of NVML that are asked, of a GPU with so much memory free."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.asked: list[object] = []
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: ctypes.c_uint, _: object) -> int:
+        self.asked.append(number.value)
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, _: object) -> int:
+        self.asked.append(name)
+        return 0 if name == b"GPU-8a" else 6
+
+    def nvmlDeviceGetMemoryInfo(self, _: object, memory: Any) -> int:
+        memory._obj.free = self.free
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"),
+    [(None, [0]), ("3", [3]), ("GPU-8a,1", [b"GPU-8a"]), ("MIG-1", [b"MIG-1"])],
+)
+def test_a_gpu_without_memory_is_left_alone(
+    visible: str | None, asked: list[object], gpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gpus / "nvidia0").touch()
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for free, device in ((8 << 30, "cuda:0"), ((8 << 30) - 1, None)):
+        driver = _Driver(free)
+        monkeypatch.setattr("ctypes.CDLL", lambda _, driver=driver: driver)
+        found = decide(_LONG, None, 16)
+        assert found is not None
+        known = visible != "MIG-1"
+        assert found.device == (device if known else "cuda:0")
+        assert (
+            known is False or device is not None or "cuda:0 has 8.6 GB of memory free" in found.why
+        )
+        assert driver.asked == asked
+        kept = decide(_LONG, "cuda:0", 16)
+        assert kept is not None
+        assert kept.device == "cuda:0"
+
+
+def test_gpus_that_are_hidden_are_not_there(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gpus / "nvidia0").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = decide(_LONG, None, 4)
+    assert found is not None
+    assert found.device is None
+    assert "CUDA_VISIBLE_DEVICES names no GPU" in found.why
 
 
 def test_what_is_asked_for_is_done_or_refused(gpus: Path) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Thread
 
 from qconvert.core.errors import RunError
-
-_NODE = re.compile(r"nvidia[0-9]+")
+from qconvert.core.gpus import count_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +60,7 @@ def use_device(name: str) -> None:
 
 def guessed_devices() -> tuple[str, ...]:
     """The GPUs that torch will probably find, without its import: none where that is not known."""
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if asked is not None:
-        return _gpus(sum(1 for part in asked.split(",") if part.strip()))
-    try:
-        nodes = [path.name for path in Path("/dev").iterdir()]
-    except OSError:
-        return ()
-    return _gpus(sum(1 for name in nodes if _NODE.fullmatch(name)))
+    return _gpus(count_gpus())
 
 
 def each_once(names: Sequence[str]) -> tuple[str, ...]:

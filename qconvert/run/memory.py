@@ -18,7 +18,7 @@ from qconvert.core.graph import Apply, aligned
 from qconvert.core.sizes import exact_size, format_size
 from qconvert.ops.compiled.choice import LOOP_BYTES
 from qconvert.ops.compiled.choice import wanted as loops_wanted
-from qconvert.ops.gpu.choice import Decision
+from qconvert.ops.gpu.choice import CORE_RATES, Decision
 from qconvert.ops.rowwise import encoded, search_loops
 from qconvert.plan.units import (
     FAR_REREAD_BYTES,
@@ -49,8 +49,9 @@ RAY_PROCESS_BYTES = 88 << 20
 SEND_BYTES = 128 << 20
 # What linked files are read through, to be hashed.
 _LEAST_ARENA = 1 << 20
-# A search for scales runs at .01 to .02 GB/s of a core in numpy, other ops at about 1.
-_SEARCH_WEIGHT = 50
+# numpy searches for scales at .005 to .06 GB/s of a core, and runs other ops at about 1. (A larger
+# weight would have loops compiled, for seconds, where numpy takes one.)
+_MOST_SEARCH_WEIGHT = 50
 # Below this much output a process's start costs more than it saves.
 BYTES_PER_JOB = 64 << 20
 
@@ -178,7 +179,8 @@ def _computed(units: Sequence[Unit]) -> int:
             if unit.node is not None or any(map(_computes, unit.cut))
         ]
     )
-    return moved + _SEARCH_WEIGHT * sum(searched(units).values())
+    weights = {name: min(_MOST_SEARCH_WEIGHT, 1e9 / rate) for name, (_, rate) in CORE_RATES.items()}
+    return moved + sum(int(weights[loop] * size) for loop, size in searched(units).items())
 
 
 def searched(units: Sequence[Unit]) -> dict[str, int]:

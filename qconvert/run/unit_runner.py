@@ -459,9 +459,9 @@ class Job:
         """Assemble bytes of an argument from the sources and earlier results it is made of."""
         if (whole := arg.source) is not None:  # nearly all are
             source, first, _ = whole
-            # Of a store each read is a request.
-            size = into.nbytes if self._reader.far else _HASHED_BYTES
-            for at in range(0, into.nbytes, max(1, size)):
+            # Of a store each read is a request. Of no bytes is a record, too: once.
+            size = max(1, into.nbytes) if self._reader.far else _HASHED_BYTES
+            for at in range(0, max(1, into.nbytes), size):
                 piece = into[at : at + size]
                 self._reader.read(source, first + start + at, piece)
                 self._in.feed(source.name, first + start + at, piece)

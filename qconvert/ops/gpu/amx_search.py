@@ -128,7 +128,8 @@ def _from_histogram(
     for first in range(0, width, _LANES):
         at = row[:, None] * width + first + lane[None, :]
         size = tl.load(weight + at, mask=here[:, None], other=0).to(tl.int32) & 0x7FFF
-        place = own + tl.maximum((size - low[:, None]) >> 2, 0)
+        # Those of rows that are declined may lie beyond the last bin.
+        place = own + tl.minimum(tl.maximum((size - low[:, None]) >> 2, 0), _BINS - 1)
         counts += tl.histogram(tl.reshape(place, [ROWS * _LANES]), ROWS * _BINS)
     # The first bin holds all that hardly has a say.
     bins = tl.arange(0, _BINS)
@@ -255,7 +256,6 @@ def amx_search(
     errors: Array, target: Array, scale: Array,
 ) -> bool:  # fmt: skip
     """`amx_search` of `qconvert.ops.compiled.loops.amx`, with its arguments."""
-    rungs, losses = _ladder(staging.device, largest_code, steps, errors)
     height = 128 if largest_code == 7 else 64
     blocks, width = bits.shape[0] // height, last - first
 
@@ -263,6 +263,7 @@ def amx_search(
         ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], flag: torch.Tensor
     ) -> None:
         rows = ins[0].shape[0] * height
+        rungs, losses = _ladder(staging.device, largest_code, steps, errors)
         _amx[(triton.cdiv(rows, _ROWS),)](
             ins[0], rungs, losses, *outs, flag, rows, width, rungs.numel(), _ONE_127TH,
             largest_code, _ROWS, _AT_ONCE, _STEPS, height, _K_BLOCK // height, **OPTIONS,

@@ -1,43 +1,54 @@
 """Whether a run searches for scales on a GPU: the one place that decides, without torch.
 
-`--device` says it outright; without it a GPU is taken where the search would hold up the run: where the
-cores would take more than `ENOUGH_SECONDS` for it.
+`--device` says it outright; without it a GPU is taken where the cores would take longer for the search
+than the GPU with its start.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from qconvert.core.errors import PlanError
 from qconvert.core.extras import lacking
+from qconvert.core.gpus import count_gpus, free_bytes
 from qconvert.core.patterns import compiled
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 
-# What one core searches in a second, in bytes of BF16 weights, in compiled loops and in numpy's form:
-# `benchmarks/run.py kernels`.
+# What one core searches in a second while all 16 of a Xeon beside an H100 do, in bytes of BF16 weights:
+# in compiled loops, of whole conversions (benchmarks/README.md; alone a core does .2 to .3 GB/s), and in
+# numpy's form (`benchmarks/run.py kernels`, one thread).
 CORE_RATES: Mapping[str, tuple[float, float]] = {
-    "ints_search": (0.4e9, 0.01e9),
-    "ints_search signed": (0.28e9, 0.005e9),
-    "nvfp4_encode": (0.3e9, 0.02e9),
-    "amx_search": (0.4e9, 0.15e9),
+    "ints_search": (0.14e9, 0.01e9),
+    "ints_search signed": (0.1e9, 0.005e9),
+    "nvfp4_encode": (0.1e9, 0.015e9),
+    "amx_search": (0.12e9, 0.06e9),
+}
+# The same of a GPU and eight workers, with all that a conversion does beside the search: wall time from
+# one size to another (AMX), or beyond the start of one (benchmarks/README.md).
+GPU_RATES: Mapping[str, float] = {
+    "ints_search": 3e9,
+    "ints_search signed": 3e9,
+    "nvfp4_encode": 4e9,
+    "amx_search": 8e9,
 }
 # The loops that have a form on a GPU, and the module of `qconvert.ops.gpu` that has it.
 _LOOPS: Mapping[str, str] = {
     "ints_search": "searches", "nvfp4_encode": "searches", "amx_search": "amx_search",
 }  # fmt: skip
-# torch's import, a context on the GPU and Triton's compilation take 10 s of a run's start.
-ENOUGH_SECONDS = 30.0
-# What torch, triton and a context take of a worker's memory beyond what it has on a CPU.
+# torch's import, a context on the GPU and Triton's compilation: 10 s of a run's start, 4 once they are
+# known to this machine.
+START_SECONDS = 10.0
+# What torch, triton and a context take of a worker's memory beyond what it has on a CPU; no more of the
+# GPU's.
 DEVICE_BYTES = 1 << 30
 # More processes than this gain nothing on one GPU: each has a context, and the bus is full.
 MOST_JOBS = 8
 
 _NAME = r"cuda(:\d+)?"
-_NODES = Path("/dev")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +81,26 @@ def decide(
     )
     seconds /= max(1, jobs)
     work = f"searching scales of {format_size(total)} takes {count(jobs, 'core')} about {seconds:.0f} s"
+    there = START_SECONDS + sum(size / GPU_RATES[loop] for loop, size in searched.items())
     if asked == "cpu":
         return Decision(None, f"{work}; --device cpu")
     if asked is not None:
         _check(asked)
         return Decision(asked, f"{work}; --device {asked}")
-    if seconds < ENOUGH_SECONDS:
-        return Decision(None, f"{work}, a GPU's start 10 s")
+    work = f"{work}, a GPU {there:.0f} s with its start"
+    if seconds < there:
+        return Decision(None, work)
     missing = _missing()
     if missing:
         return Decision(None, f"{work}; {missing}")
+    free, wanted = free_bytes(0), min(jobs, MOST_JOBS) * DEVICE_BYTES
+    if free is not None and free < wanted:
+        return Decision(
+            None,
+            f"{work}; cuda:0 has {format_size(free)} of memory free, and "
+            f"{count(min(jobs, MOST_JOBS), 'worker')} take {format_size(wanted)}: free some, or give "
+            "--device cuda:0 and fewer --jobs",
+        )
     return Decision("cuda:0", work)
 
 
@@ -88,7 +109,7 @@ def _check(name: str) -> None:
     if missing:
         raise PlanError(f"device {name}: {missing}; give --device cpu, or leave it out")
     number = int(name.partition(":")[2] or 0)
-    found = len(_gpus())
+    found = count_gpus()
     if number >= found:
         raise PlanError(
             f"device {name}: this machine has {count(found, 'GPU')}, cuda:0 to cuda:{found - 1}; give "
@@ -98,13 +119,11 @@ def _check(name: str) -> None:
 
 def _missing() -> str:
     """Why no GPU can be used, or nothing."""
-    if not _gpus():
+    if not count_gpus():
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            return "CUDA_VISIBLE_DEVICES names no GPU"
         return "this machine has no NVIDIA GPU (no /dev/nvidia0)"
     return lacking("kernels")
-
-
-def _gpus() -> list[Path]:
-    return [node for node in _NODES.glob("nvidia[0-9]*") if node.name[6:].isdigit()]
 
 
 _device: str | None = None

@@ -28,9 +28,9 @@ class Staging:
         self._slots = [_Slot(self.device), _Slot(self.device)]
 
     def run(self, ins: Sequence[Array], outs: Sequence[Array], launch: Launch) -> bool:
-        """Rows [n, ...] of `ins` to rows of `outs`, all in C order: `launch` is given both on the
-        device, some rows at a time, and a flag int32 [1] to set where it declines. False if it did; the
-        results are undefined then. Raises RunError where the GPU has no memory left."""
+        """Rows [n, ...] of `ins` to rows of `outs`, which are in C order: `launch` is given both on the
+        device, in C order, some rows at a time, and a flag int32 [1] to set where it declines. False if
+        it did; the results are undefined then. Raises RunError where the GPU has no memory left."""
         rows = ins[0].shape[0]
         each = sum(array.nbytes for array in (*ins, *outs)) // max(1, rows)
         step = max(1, CHUNK_BYTES // max(1, each))
