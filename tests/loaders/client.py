@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,15 +54,26 @@ class Loaded:
         return self.error is None and not self.unwritten and not self.empty
 
 
-class Server:
-    """A runtime's loader in a process of its own; folders are loaded one after another."""
+# Not waited for: they end once no process of the tests is connected.
+_STARTED: list[subprocess.Popen[str]] = []
 
-    def __init__(self, runtime: str, capability: str = "9.0") -> None:
-        self._process = subprocess.Popen(
-            [PYTHON, "-m", f"loaders.serve_{runtime}", "--capability", capability], cwd=_TESTS,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True,
-        )  # fmt: skip
-        self._read("ready")
+
+class Server:
+    """A runtime's loader in a process of its own, which all that name the same `room` share; folders are
+    loaded one after another."""
+
+    def __init__(self, room: Path, runtime: str, capability: str = "9.0") -> None:
+        at = room / f"{runtime}-{capability}.socket"
+        self._socket = socket.socket(socket.AF_UNIX)
+        with at.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # while one starts it, others wait
+            try:
+                self._socket.connect(str(at))
+            except OSError:
+                at.unlink(missing_ok=True)
+                _start(runtime, capability, at)
+                self._socket.connect(str(at))
+        self._lines = self._socket.makefile("rw")
 
     def load(
         self,
@@ -78,24 +91,41 @@ class Server:
             "folder": str(folder), "tp": at.tp, "rank": at.rank, "pp": at.pp, "stage": at.stage,
             "draft": draft, "flags": dict(flags or {}), "environment": dict(environment or {}),
         }  # fmt: skip
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        said = json.loads(self._read())
+        said = self._asked(job)
         tuples = ("unwritten", "unused", "empty", "warnings", "at")
         said |= {key: tuple(said[key]) for key in tuples if key in said}
         held = said.get("parameters", {})
         said["parameters"] = {name: tuple(map(str, value)) for name, value in held.items()}
         return Loaded(**said)
 
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    def parsed(self, lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+        """What the runtime's own parser makes of serving lines, or says of each (parse_lines.py)."""
+        found: list[dict[str, Any]] = self._asked({"lines": [*map(list, lines)]})["parsed"]
+        return found
 
-    def _read(self, expected: str = "") -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line or (expected and line.strip() != expected):
-            raise RuntimeError(f"the loader's process ended: {self._process.wait()}, said {line!r}")
-        return line
+    def close(self) -> None:
+        self._lines.close()
+        self._socket.close()
+
+    def _asked(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        self._lines.write(json.dumps(job) + "\n")
+        self._lines.flush()
+        line = self._lines.readline()
+        if not line:
+            raise RuntimeError("the loader's process ended")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+
+def _start(runtime: str, capability: str, at: Path) -> None:
+    """A server, once it listens."""
+    words = ("--capability", capability, "--at", str(at))
+    started = subprocess.Popen(
+        [PYTHON, "-m", f"loaders.serve_{runtime}", *words], cwd=_TESTS,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=sys.stderr, text=True,
+    )  # fmt: skip
+    _STARTED.append(started)
+    assert started.stdout is not None
+    line = started.stdout.readline()
+    if line.strip() != "ready":
+        raise RuntimeError(f"the loader's process ended: {started.wait()}, said {line!r}")

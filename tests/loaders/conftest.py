@@ -1,5 +1,5 @@
-"""Loaders are imported once for all files: an import of sglang takes 20 to 60 s, a load in a fork of it
-seconds."""
+"""Loaders are imported once for all files and processes: an import of sglang takes 15 to 60 s, a load
+in a fork of it a second."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _SAMPLED = {
 
 
 @pytest.fixture(scope="session")
-def hopper() -> Iterator[Server]:
+def hopper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """sglang on what it takes for an H200."""
-    yield from _serving("sglang", "9.0")
+    yield from _serving(tmp_path_factory, "sglang", "9.0")
 
 
 @pytest.fixture(scope="session")
-def blackwell() -> Iterator[Server]:
+def blackwell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """sglang on what it takes for a B200."""
-    yield from _serving("sglang", "10.0")
+    yield from _serving(tmp_path_factory, "sglang", "10.0")
 
 
 @pytest.fixture(scope="session")
-def vllm() -> Iterator[Server]:
-    yield from _serving("vllm", "9.0")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    yield from _serving(tmp_path_factory, "vllm", "9.0")
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("folders")
 
 
-def _serving(runtime: str, capability: str) -> Iterator[Server]:
-    server = Server(runtime, capability)
+def _serving(folders: pytest.TempPathFactory, runtime: str, capability: str) -> Iterator[Server]:
+    """Of one room for all processes of pytest-xdist."""
+    room = folders.getbasetemp()
+    server = Server(
+        room.parent if "PYTEST_XDIST_WORKER" in os.environ else room, runtime, capability
+    )
     yield server
     server.close()
 

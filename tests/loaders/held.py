@@ -4,6 +4,7 @@ what keeps its mark was never written."""
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,13 +46,15 @@ def mark(model: torch.nn.Module) -> None:
 def unwritten(model: torch.nn.Module, before: Iterable[str]) -> list[str]:
     """Parameters of which more elements are as they were marked than chance explains."""
     found, now = [], parameters(model)
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for name in before:
         if name in now and not name.endswith(_WITH_DEFAULTS):
             if name.endswith(_ONES) and (now[name] == 1).all():
                 found.append(name)
                 continue
             size = now[name].element_size()
-            same = (_bytes_of(now[name]).view(-1, size) == _MARK).all(1).float().mean().item()
+            marked = int.from_bytes(bytes([_MARK] * size), sys.byteorder, signed=size > 1)
+            same = (_bytes_of(now[name]).view(widths[size]) == marked).float().mean().item()
             if same > _BY_CHANCE.get(size, _NEVER):
                 found.append(name)
     return found

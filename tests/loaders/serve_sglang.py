@@ -1,6 +1,6 @@
 """sglang's own loader as a server (serving.py).
 
-Run in the loaders' environment, in tests/: python -m loaders.serve_sglang --capability 9.0
+Run in the loaders' environment, in tests/: python -m loaders.serve_sglang --capability 9.0 --at SOCKET
 
 Checked with sglang 0.5.23. What is patched: torch's answers about devices (pretend_cuda.py), packages
 of kernels (stubs.py), versions of two of them, and the process group, which is torch's fake one.
@@ -8,9 +8,11 @@ of kernels (stubs.py), versions of two of them, and the process group, which is 
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import os
+import pkgutil
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
@@ -18,7 +20,7 @@ import torch
 
 from loaders import held, stubs
 from loaders.flow import Flow
-from loaders.pretend_cuda import pretend
+from loaders.pretend_cuda import OnCpu, pretend
 from loaders.serving import Told, serve
 
 # Of sglang 0.5.23's imports, those that have no build without a GPU, or are the server's.
@@ -28,6 +30,10 @@ _STUBBED = frozenset((
     "nvshmem", "quack", "sentencepiece", "sgl_deep_gemm", "sgl_kernel", "tilelang",
     "torch_memory_saver", "torchvision", "traitlets", "tvm_ffi",
 ))  # fmt: skip
+_BY_LOADS = (
+    "pipeline", "resolution_hooks", "boundary_reduction", "custom_all_reduce", "hpu_communicator",
+    "pymscclpp", "shm_broadcast", "torch_symm_mem", "xpu_communicator",
+)  # fmt: skip
 _KERNELS = ("flashinfer-python", "flashinfer_python", "sgl-kernel", "sgl_kernel", "sglang-kernel")
 
 
@@ -45,6 +51,22 @@ def _import_all(capability: tuple[int, int]) -> None:
         "layers.quantization.compressed_tensors.compressed_tensors",
     ):  # fmt: skip
         importlib.import_module(f"sglang.srt.{module}")
+    # What else a load imports, so that no child does.
+    with OnCpu():
+        for package in ("arg_groups", "distributed.device_communicators"):
+            folder = importlib.import_module(f"sglang.srt.{package}").__path__
+            for found in pkgutil.iter_modules(folder):
+                if found.name.endswith("_hook") or found.name in _BY_LOADS:
+                    importlib.import_module(f"sglang.srt.{package}.{found.name}")
+        importlib.import_module("sglang.srt.model_loader.expert_pack_config")
+
+
+def _parser() -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    made = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(made)
+    return made
 
 
 def _become(job: dict[str, Any]) -> None:
@@ -122,4 +144,4 @@ def load(job: dict[str, Any], told: Told) -> None:
 
 
 if __name__ == "__main__":
-    serve(_import_all, load)
+    serve(_import_all, load, _parser)

@@ -1,6 +1,6 @@
 """vLLM's own loader as a server (serving.py).
 
-Run in the loaders' environment, in tests/: python -m loaders.serve_vllm --capability 9.0
+Run in the loaders' environment, in tests/: python -m loaders.serve_vllm --capability 9.0 --at SOCKET
 
 Checked with vLLM 0.33.0. What is patched: torch's answers about devices (pretend_cuda.py), packages of
 kernels and vLLM's own compiled modules (stubs.py), what those say about the GPU, and the process group,
@@ -9,6 +9,7 @@ which is torch's fake one. The platform is vLLM's class for CUDA, so schemes are
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -40,6 +41,18 @@ _NO_COMMUNICATOR = (
 _OPERATORS = ("_C", "_moe_C", "_C_cache_ops", "_C_custom_ar", "_qutlass_C")
 _CLASSES = ("deepseek_v2", "deepseek_mtp", "glm4_moe", "glm4_moe_mtp", "qwen3_5", "qwen3_5_mtp",
             "qwen3_moe", "qwen3_next", "qwen3_next_mtp")  # fmt: skip
+_BY_LOADS = (
+    "model_executor.kernels.linear.cute_dsl.ll_bf16", "model_executor.kernels.linear.cute_dsl.ll_fp32w",
+    "model_executor.models.adapters", "model_executor.models.expert_substitution",
+    "plugins.lora_resolvers.filesystem_resolver", "plugins.lora_resolvers.hf_hub_resolver",
+    "v1.attention.backends.flashinfer", "v1.attention.backends.flex_attention",
+    "v1.attention.backends.mla.flashattn_mla", "v1.attention.backends.mla.flashattn_mla_sparse",
+    "v1.attention.backends.mla.flashinfer_mla", "v1.attention.backends.mla.flashinfer_mla_sparse",
+    "v1.attention.backends.mla.flashinfer_mla_sparse_sm90", "v1.attention.backends.mla.flashmla",
+    "v1.attention.backends.mla.flashmla_sparse", "v1.attention.backends.mla.prefill.flash_attn",
+    "v1.attention.backends.mla.triton_mla", "v1.attention.backends.triton_attn",
+    "v1.attention.backends.turboquant_attn",
+)  # fmt: skip
 
 
 class _Operator:
@@ -131,6 +144,18 @@ def _import_all(capability: tuple[int, int]) -> None:
         # One method imports those of all.
         quantization = importlib.import_module("vllm.model_executor.layers.quantization")
         quantization.get_quantization_config("fp8")
+        # What else a load imports, so that no child does: it took most of its time.
+        importlib.import_module("ray")
+        for module in _BY_LOADS:
+            importlib.import_module(f"vllm.{module}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    made: argparse.ArgumentParser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return made
 
 
 def _arguments(job: dict[str, Any]) -> Any:
@@ -211,4 +236,4 @@ def load(job: dict[str, Any], told: Told) -> None:
 
 
 if __name__ == "__main__":
-    serve(_import_all, load)
+    serve(_import_all, load, _parser)

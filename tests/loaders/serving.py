@@ -1,23 +1,30 @@
-"""A runtime's loader as a server: imported once; then each line of stdin is a folder to load, in a child
-that is forked for it, and each line of stdout says what happened."""
+"""A runtime's loader as a server: imported once for all processes of the tests, each of which has a
+connection; a line of it is a folder to load, in a child that is forked for it, and the line that comes
+back says what happened."""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import json
 import logging
 import os
-import sys
+import select
+import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from loaders.parse_lines import parsed
 from loaders.pretend_cuda import OnCpu
 
 Told = Callable[[str, Any], None]
 Load = Callable[[dict[str, Any], Told], None]
+Parser = Callable[[], argparse.ArgumentParser]
+# How often a server looks whether anybody is still connected.
+_SECONDS = 0.5
 
 
 class _Warnings(logging.Handler):
@@ -29,10 +36,13 @@ class _Warnings(logging.Handler):
         self.lines[record.getMessage()[:300]] = None
 
 
-def _answer(line: str, load: Load) -> dict[str, Any]:
-    """What a child reports of one folder."""
+def _answer(line: str, load: Load, parser: Parser) -> dict[str, Any]:
+    """What a child reports of one folder, or of serving lines."""
     said: dict[str, Any] = {"error": None}
     job = json.loads(line)
+    if "lines" in job:
+        taker = parser()
+        return {"parsed": [parsed(taker, words) for words in job["lines"]]}
     os.environ |= job["environment"]
     watch = _Warnings()
     logging.getLogger().addHandler(watch)
@@ -49,14 +59,14 @@ def _answer(line: str, load: Load) -> dict[str, Any]:
     return said
 
 
-def _in_child(line: str, load: Load) -> str:
+def _in_child(line: str, load: Load, parser: Parser) -> str:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
         os.dup2(2, 1)  # what a loader prints is no answer
         with os.fdopen(writer, "w") as out:
-            out.write(json.dumps(_answer(line, load), default=str))
+            out.write(json.dumps(_answer(line, load, parser), default=str))
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answer:
@@ -65,19 +75,54 @@ def _in_child(line: str, load: Load) -> str:
     return text or json.dumps({"error": f"the process ended with {status}", "step": "died"})
 
 
-def serve(import_all: Callable[[tuple[int, int]], None], load: Load) -> None:
-    """Import for a GPU of `--capability`, say so, and answer until stdin ends. `load` loads a folder as
-    a rank would, and tells of each fact as soon as it is known."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--capability", default="9.0")
-    major, _, minor = parser.parse_args().capability.partition(".")
+def _serve_one(connection: socket.socket, load: Load, parser: Parser) -> None:
+    """Answer one process of the tests until it has closed its end."""
+    with connection.makefile("rw") as lines:
+        for line in iter(lines.readline, ""):
+            lines.write(_in_child(line, load, parser) + "\n")
+            lines.flush()
+
+
+def _serve_all(listening: socket.socket, lock: Path, load: Load, parser: Parser) -> None:
+    """A child for each connection, until there is none left. Who connects holds the lock, so none comes
+    while this ends."""
+    served, children = False, 0
+    while True:
+        if select.select([listening], [], [], _SECONDS)[0]:
+            connection, _ = listening.accept()
+            if os.fork() == 0:
+                listening.close()
+                _serve_one(connection, load, parser)
+                os._exit(0)
+            connection.close()
+            served, children = True, children + 1
+        while children and os.waitpid(-1, os.WNOHANG)[0]:
+            children -= 1
+        if served and not children:
+            with lock.open("w") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                if not select.select([listening], [], [], 0)[0]:
+                    Path(listening.getsockname()).unlink()
+                    return
+
+
+def serve(import_all: Callable[[tuple[int, int]], None], load: Load, parser: Parser) -> None:
+    """Import for a GPU of `--capability`, say so, and answer at `--at` until nobody is connected. `load`
+    loads a folder as a rank would, and tells of each fact as soon as it is known; `parser` makes the
+    runtime's own of its serving lines."""
+    takes = argparse.ArgumentParser()
+    takes.add_argument("--capability", default="9.0")
+    takes.add_argument("--at", type=Path, required=True)
+    asked = takes.parse_args()
+    major, _, minor = asked.capability.partition(".")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import_all((int(major), int(minor)))
     gc.freeze()  # a collection in a child would copy every page of what was imported
-    answers.write("ready\n")
-    answers.flush()
-    for line in sys.stdin:
-        answers.write(_in_child(line, load) + "\n")
-        answers.flush()
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(asked.at))
+    listening.listen()
+    with answers:
+        answers.write("ready\n")
+    _serve_all(listening, asked.at.with_suffix(".lock"), load, parser)
     os._exit(0)  # extensions of packages complain of what is still frozen

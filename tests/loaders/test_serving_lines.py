@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from loaders.client import PYTHON
+from loaders.client import PYTHON, Server
 
 pytestmark = [
     pytest.mark.loader,
@@ -41,23 +38,16 @@ def arguments(runtime: str, line: str) -> list[str]:
     return ["--model", *words] if runtime == "vllm" else words
 
 
-def parsed(runtime: str, asked: list[list[str]]) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [PYTHON, "-m", "loaders.parse_lines", runtime], cwd=_ROOT / "tests",
-        input=json.dumps(asked), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
-
-
 @pytest.mark.parametrize(("runtime", "fewest"), [("sglang", 9), ("vllm", 6)])
-def test_the_parser_takes_every_line(runtime: str, fewest: int) -> None:
+def test_the_parser_takes_every_line(
+    runtime: str, fewest: int, request: pytest.FixtureRequest
+) -> None:
+    server: Server = request.getfixturevalue({"sglang": "hopper"}.get(runtime, runtime))
     found = lines(runtime)
     assert len(found) >= fewest
     asked = [arguments(runtime, line) for line in found]
     wrong = {"sglang": ["--model-path", "x", "--tensor-size", "4"], "vllm": ["--no-such-option"]}
-    *made, last = parsed(runtime, [*asked, wrong[runtime]])
+    *made, last = server.parsed([*asked, wrong[runtime]])
     assert "error" in last, "the parser refuses nothing"
     assert {
         line: said["error"] for line, said in zip(found, made, strict=True) if "error" in said
