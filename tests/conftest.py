@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import signal
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -25,9 +24,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _own_cache() -> Iterator[None]:
-    """Descriptions of classes are kept, and not among the user's own."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", folder)
-        yield
+def pytest_configure(config: pytest.Config) -> None:
+    """Descriptions of classes and compiled loops are kept, and not among the user's own: made once for
+    all of xdist's processes, which have the environment of the one that starts them."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        patch = pytest.MonkeyPatch()
+        patch.setenv("XDG_CACHE_HOME", folder.name)
+        config.add_cleanup(patch.undo)
