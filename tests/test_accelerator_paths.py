@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from accelerators import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, pretend
+from accelerators import SCHEME, SETTINGS, TOKENS, Place, assert_same, codes_of, pretend
 from calibrate_models import qwen3_moe, saved
 
 from qconvert.calibrate import engine, experts, layers, memory, work_dir
@@ -17,6 +17,7 @@ from qconvert.calibrate.engine import Event, calibrate
 from qconvert.calibrate.layers import Layers
 from qconvert.calibrate.settings import LayerDone, Matrix
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.int_scheme import Codes
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Paused
 from qconvert.run.until import Pace
@@ -29,7 +30,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    folder = saved(qwen3_moe(num_hidden_layers=3), tmp_path_factory.mktemp("model") / "model")
+    config = qwen3_moe(num_hidden_layers=3, num_experts=8, hidden_size=64, moe_intermediate_size=64)
+    folder = saved(config, tmp_path_factory.mktemp("model") / "model")
     return Plan.identity(Checkpoint.open(folder))
 
 
@@ -39,13 +41,38 @@ def events(plan: Plan, folder: Path) -> Generator[Event]:
     )
 
 
+def places(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Where runs from now on hold hidden states: None is in files."""
+    found: list[str | None] = []
+    holding = engine._holding
+
+    def told(layers: Layers) -> tuple[Layers, Behind | None, str]:
+        made = holding(layers)
+        found.append(made[2] if made[1] is not None else None)
+        return made
+
+    monkeypatch.setattr(engine, "_holding", told)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> dict[Place, Codes]:
+    """The codes of an undisturbed run, all in the accelerator's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        held = places(patch)
+        codes = codes_of(events(plan, tmp_path_factory.mktemp("whole")))
+    assert held == ["cpu:0"]
+    assert {layer for layer, _, _ in codes} == {0, 1, 2}
+    return codes
+
+
 @pytest.mark.parametrize("every", [0.0, 1e9], ids=["kept each time", "kept where it pauses"])
 def test_a_paused_run_goes_on_to_the_same_codes(
-    every: float, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    every: float, plan: Plan, whole: dict[Place, Codes], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(work_dir, "_EVERY", every)
-    whole = codes_of(events(plan, tmp_path / "whole"))
-    assert {layer for layer, _, _ in whole} == {0, 1, 2}
     another = Pace.another
     monkeypatch.setattr(Pace, "another", lambda self: False)
     first = [*events(plan, tmp_path / "room")]
@@ -57,10 +84,9 @@ def test_a_paused_run_goes_on_to_the_same_codes(
 
 
 def test_a_killed_run_does_the_layers_since_again(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Plan, whole: dict[Place, Codes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work_dir, "_EVERY", 1e9)
-    whole = codes_of(events(plan, tmp_path / "whole"))
     running = events(plan, tmp_path / "room")
     for event in running:
         if isinstance(event, Matrix) and event.layer == 2:
@@ -71,30 +97,21 @@ def test_a_killed_run_does_the_layers_since_again(
 
 @pytest.mark.parametrize(("share", "place"), [(0.75, "cpu"), (0.0, None)], ids=["host", "files"])
 def test_codes_are_the_same_wherever_hidden_states_lie(
-    share: float, place: str | None, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    share: float, place: str | None, plan: Plan, whole: dict[Place, Codes], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """In the accelerator's memory; where that has no room in the host's, or in files."""
-    found: list[str | None] = []
-    holding = engine._holding
-
-    def told(layers: Layers) -> tuple[Layers, Behind | None, str]:
-        made = holding(layers)
-        found.append(made[2] if made[1] is not None else None)
-        return made
-
-    monkeypatch.setattr(engine, "_holding", told)
-    there = codes_of(events(plan, tmp_path / "there"))
+    found = places(monkeypatch)
     monkeypatch.setattr(memory, "_DEVICE_STATES", 0.0)
     monkeypatch.setattr(memory, "_STATES_BESIDE", share)
-    assert_same(codes_of(events(plan, tmp_path / "here")), there)
-    assert found == ["cpu:0", place]
+    assert_same(codes_of(events(plan, tmp_path / "here")), whole)
+    assert found == [place]
 
 
 def test_codes_are_the_same_however_many_experts_are_in_memory(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Plan, whole: dict[Place, Codes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All together, or two at a time, which pass their answers on to the next."""
-    whole = codes_of(events(plan, tmp_path / "whole"))
     monkeypatch.setattr(layers, "experts_together", lambda *_, **__: 2)
     assert_same(codes_of(events(plan, tmp_path / "groups")), whole)
 

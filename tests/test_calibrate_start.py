@@ -4,6 +4,7 @@ transformers takes for other uses, in other processes than the command's alone."
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,14 @@ UNUSED = {"accelerate", "scipy", "sklearn", "torchvision"}
 _CHILD = """
 import json, sys
 from qconvert.MODULE import main
-try:
-    main(sys.argv[1:])
-except SystemExit as end:
-    assert not end.code, end.code
-json.dump(sorted({name.partition(".")[0] for name in sys.modules}), sys.stderr)
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    try:
+        main(words)
+    except SystemExit as end:
+        assert not end.code, end.code
+names = sorted({name.partition(".")[0] for name in sys.modules})
+print("\\nIMPORTED", json.dumps(names), file=sys.stderr)
 """
 
 
@@ -42,49 +46,52 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def imported(
-    source: Path, out: Path, command: str, *options: str, module: str = "cli.main"
-) -> set[str]:
-    """Packages that a calibration's process has imported at its end. As the module `__main__` it is a
-    process of the command alone."""
+def imported(source: Path, *commands: str, module: str = "cli.main") -> set[str]:
+    """Packages that a process has imported at the end of its calibrations, each of which writes to the
+    folder that it names first. As the module `__main__` it is a process of one command alone."""
     data = ("--data", str(source / "tokens.safetensors"), "--samples", "2", "--length", "24")
-    words = [command, str(source / "model"), str(out), *data, "--device", "cpu", "-q", *options]
+    lines = []
+    for line in commands:
+        out, command, *options = line.split()
+        folders = (str(source / "model"), str(source / out))
+        lines.append([command, *folders, *data, "--device", "cpu", "-q", *options])
     child = _CHILD.replace("MODULE", module)
     done = subprocess.run(
-        [sys.executable, "-c", child, *words], check=False, capture_output=True, text=True
+        [sys.executable, "-c", child, json.dumps(lines)],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return set(json.loads(done.stderr[done.stderr.rindex("[") :]))
+    (line,) = re.findall(r"^IMPORTED (.*)$", done.stderr, re.MULTILINE)
+    return set(json.loads(line))
 
 
 @pytest.fixture(scope="module")
 def plain(source: Path) -> tuple[Path, set[str]]:
-    """What a process writes that may be more than the command's, and what it has imported."""
-    out = source / "plain"
-    return out, imported(source, out, "w4a16", "--gptq")
+    """What a process writes that may be more than the command's, and what it has imported, also for
+    NVFP4."""
+    found = imported(source, "plain w4a16 --gptq", "nvfp4 nvfp4 --dialect modelopt --gptq")
+    return source / "plain", found
 
 
-def test_the_best_solver_takes_no_llm_compressor(
-    plain: tuple[Path, set[str]], source: Path, tmp_path: Path
-) -> None:
-    nvfp4 = imported(source, tmp_path / "out", "nvfp4", "--dialect", "modelopt", "--gptq")
-    for found in (plain[1], nvfp4):
-        assert {"torch", "transformers"} <= found
-        assert not found & SLOW
+def test_the_best_solver_takes_no_llm_compressor(plain: tuple[Path, set[str]]) -> None:
+    assert {"torch", "transformers"} <= plain[1]
+    assert not plain[1] & SLOW
 
 
-def test_its_own_codes_do(source: Path, tmp_path: Path) -> None:
-    found = imported(source, tmp_path / "out", "w4a16", "--gptq", "--solver", "llmcompressor")
+def test_its_own_codes_do(source: Path) -> None:
+    found = imported(source, "theirs w4a16 --gptq --solver llmcompressor")
     assert {"llmcompressor", "compressed_tensors"} <= found
 
 
 def test_a_command_takes_nothing_that_it_does_not_use(
-    plain: tuple[Path, set[str]], source: Path, tmp_path: Path
+    plain: tuple[Path, set[str]], source: Path
 ) -> None:
     """The result is that of a process in which transformers finds all that is installed."""
-    found = imported(source, tmp_path / "own", "w4a16", "--gptq", module="__main__")
+    found = imported(source, "own w4a16 --gptq", module="__main__")
     assert not found & UNUSED
-    assert differing(tree(tmp_path / "own"), tree(plain[0])) == []
+    assert differing(tree(source / "own"), tree(plain[0])) == []
 
 
 _HUSHED = """

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calibrate_models import qwen3_moe, samples, saved
+from calibrate_models import EXPERTS, qwen3_moe, samples, saved
 from safetensors.numpy import save_file
 
 from qconvert.calibrate.clock import Clock
@@ -208,7 +208,9 @@ def test_shards_of_two_processes_each_write_the_same_bytes(folder: Path, tmp_pat
     noted = [one.remembered.solved for one in journals_in(tmp_path / "shards" / WORK_DIR)]
     assert len(noted) == 2
     assert all(noted)
-    assert set.union(*map(set, noted)) == {f"{layer}-{e}" for layer in (0, 1) for e in range(8)}
+    assert set.union(*map(set, noted)) == {
+        f"{layer}-{e}" for layer in (0, 1) for e in range(EXPERTS)
+    }
     done = subprocess.run(
         [sys.executable, "-m", "qconvert", "finish", str(tmp_path / "shards")],
         check=False, capture_output=True, text=True,

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from accelerators import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, pretend
-from calibrate_models import EXPERTS, qwen3_moe, samples, saved
+from calibrate_models import qwen3_moe, samples, saved
 from teams import run_team
 
 from qconvert.calibrate import engine, work_dir
@@ -33,11 +34,16 @@ from qconvert.run.until import Pace, Until
 
 # Several CPUs are a team only in tests: its way through a layer, sample by sample, is tested alone.
 CPU = pytest.param("cpu", marks=pytest.mark.rest)
+# Several batches for each of three processes.
+EXPERTS = 8
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    folder = saved(qwen3_moe(num_hidden_layers=3), tmp_path_factory.mktemp("model") / "model")
+    config = qwen3_moe(
+        num_hidden_layers=3, num_experts=EXPERTS, hidden_size=64, moe_intermediate_size=64
+    )
+    folder = saved(config, tmp_path_factory.mktemp("model") / "model")
     return Plan.identity(Checkpoint.open(folder))
 
 
@@ -62,6 +68,21 @@ def events(
     return of
 
 
+Alone = Callable[..., list[Event]]
+
+
+@pytest.fixture(scope="module")
+def alone(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """What one process tells, which finds it once for each device and settings."""
+
+    @cache
+    def found(device: str, settings: Settings = SETTINGS) -> list[Event]:
+        folder = tmp_path_factory.mktemp("alone")
+        return run_team(1, events(plan, folder, device, settings))[0]
+
+    return found
+
+
 def all_of(found: list[list[Event]]) -> list[Event]:
     return [event for some in found for event in some]
 
@@ -76,42 +97,43 @@ def all_of(found: list[list[Event]]) -> list[Event]:
     ],
 )
 def test_a_team_finds_the_same_codes(
-    device: str, count: int, solver: Any, plan: Plan, tmp_path: Path
+    device: str, count: int, solver: Any, plan: Plan, alone: Alone, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, solver=solver)
-    alone = codes_of(run_team(1, events(plan, tmp_path / "one", device, settings))[0])
-    assert {layer for layer, _, _ in alone} == {0, 1, 2}
+    whole = codes_of(alone(device, settings))
+    assert {layer for layer, _, _ in whole} == {0, 1, 2}
     found = run_team(count, events(plan, tmp_path / "several", device, settings))
     for some in found:  # each has some, and none has another's
         assert any(isinstance(event, Matrix) for event in some)
-    assert sum(isinstance(e, Matrix) for e in all_of(found)) == len(alone)
-    assert_same(codes_of(all_of(found)), alone)
+    assert sum(isinstance(e, Matrix) for e in all_of(found)) == len(whole)
+    assert_same(codes_of(all_of(found)), whole)
 
 
 @pytest.mark.parametrize("device", ["cpu:0", CPU])
 def test_a_process_without_tokens_solves_experts(device: str, plan: Plan, tmp_path: Path) -> None:
     """Of one part of tokens, or of six, more processes than parts."""
     tokens = samples(2, 40) if device == "cpu:0" else samples(1, 40)
-    alone = codes_of(run_team(1, events(plan, tmp_path / "one", device, tokens=tokens))[0])
+    whole = codes_of(run_team(1, events(plan, tmp_path / "one", device, tokens=tokens))[0])
     found = run_team(3, events(plan, tmp_path / "several", device, tokens=tokens))
-    assert_same(codes_of(all_of(found)), alone)
+    assert_same(codes_of(all_of(found)), whole)
 
 
 def test_samples_of_any_length_are_cut_into_the_same_parts(plan: Plan, tmp_path: Path) -> None:
     lengths = (40, 40, 33, 7, 50, 50, 20)
     tokens = [samples(1, length, seed=n)[0] for n, length in enumerate(lengths)]
-    alone = codes_of(run_team(1, events(plan, tmp_path / "one", "cpu:0", tokens=tokens))[0])
+    whole = codes_of(run_team(1, events(plan, tmp_path / "one", "cpu:0", tokens=tokens))[0])
     found = run_team(2, events(plan, tmp_path / "several", "cpu:0", tokens=tokens))
-    assert_same(codes_of(all_of(found)), alone)
+    assert_same(codes_of(all_of(found)), whole)
 
 
 @pytest.mark.parametrize("device", ["cpu:0", CPU])
 @pytest.mark.parametrize("every", [0.0, 1e9], ids=["kept each time", "kept where it pauses"])
 def test_a_paused_team_goes_on_in_another_number(
-    every: float, device: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    every: float, device: str, plan: Plan, alone: Alone, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    whole = codes_of(alone(device))
     monkeypatch.setattr(work_dir, "_EVERY", every)
-    whole = codes_of(run_team(1, events(plan, tmp_path / "whole", device))[0])
     found: list[Event] = []
     another = Pace.another
     for at, count in enumerate((3, 2, 1)):
@@ -132,13 +154,15 @@ def test_a_paused_team_goes_on_in_another_number(
         {"min_tokens": 30},
     ],
 )
-def test_statistics_are_of_all_experts(more: dict[str, Any], plan: Plan, tmp_path: Path) -> None:
+def test_statistics_are_of_all_experts(
+    more: dict[str, Any], plan: Plan, alone: Alone, tmp_path: Path
+) -> None:
     device = "cpu:0"
     settings = replace(SETTINGS, **more)
-    (alone,) = run_team(1, events(plan, tmp_path / "one", device, settings))
+    one = alone(device, settings)
     found = run_team(2, events(plan, tmp_path / "several", device, settings))
-    assert_same(codes_of(all_of(found)), codes_of(alone))
-    assert_told(found, alone)
+    assert_same(codes_of(all_of(found)), codes_of(one))
+    assert_told(found, one)
 
 
 def assert_told(found: list[list[Event]], alone: list[Event]) -> None:
@@ -162,12 +186,12 @@ def test_linears_are_solved_once_and_put_into_all_layers(
 ) -> None:
     asked = {m: [SCHEME] for m, _ in quantizable(plan, ()) if ".self_attn." in m}
     assert asked
-    (alone,) = run_team(1, events(plan, tmp_path / "one", device, linears=asked))
+    (one,) = run_team(1, events(plan, tmp_path / "one", device, linears=asked))
     found = run_team(2, events(plan, tmp_path / "several", device, linears=asked))
     assert sum(isinstance(e, Matrix) for e in all_of(found)) == sum(
-        isinstance(e, Matrix) for e in alone
+        isinstance(e, Matrix) for e in one
     )
-    assert_same(codes_of(all_of(found)), codes_of(alone))
+    assert_same(codes_of(all_of(found)), codes_of(one))
     assert any(isinstance(e, Matrix) and e.expert is None for e in found[0])
 
 
@@ -188,11 +212,11 @@ ALL = {f"{layer}-{expert}" for layer in range(3) for expert in range(EXPERTS)}
 
 @pytest.mark.parametrize("device", ["cpu:0", CPU])
 def test_shards_of_two_processes_find_the_same_codes(
-    device: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, plan: Plan, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Peers, "lost", lambda _: set())
     settings = replace(SETTINGS, min_tokens=30)
-    (alone,) = run_team(1, events(plan, tmp_path / "one", device, settings))
+    one = alone(device, settings)
 
     def run(shard: Shard | None) -> list[list[Event]]:
         folder = tmp_path / ("rest" if shard is None else str(shard.index))
@@ -208,19 +232,19 @@ def test_shards_of_two_processes_find_the_same_codes(
     for found in both:
         assert not codes_of(all_of(found))
         assert all(any(isinstance(event, Shared) for event in some) for some in found)
-        assert_told(found, alone)
+        assert_told(found, one)
     rest = run(None)
     assert not put_in(rest)
-    assert_same(codes_of(all_of(rest)), codes_of(alone))
-    assert_told(rest, alone)
+    assert_same(codes_of(all_of(rest)), codes_of(one))
+    assert_told(rest, one)
 
 
 @pytest.mark.parametrize("device", ["cpu:0", CPU])
 def test_a_team_finishes_what_a_shard_had_no_time_for(
-    device: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, plan: Plan, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Peers, "lost", lambda _: set())
-    (alone,) = run_team(1, events(plan, tmp_path / "one", device))
+    one = alone(device)
     over = Until(1.0, 0.0, lambda: 2.0)
     mine = sharing(tmp_path / "work", Shard(0, 2), until=over)
     begun = run_team(2, events(plan, tmp_path / "0", device, **mine))
@@ -231,8 +255,8 @@ def test_a_team_finishes_what_a_shard_had_no_time_for(
     rest = run_team(3, events(plan, tmp_path / "rest", device, **sharing(tmp_path / "work", None)))
     assert sorted(put_in(begun) + put_in(rest)) == sorted(ALL)
     assert sum(isinstance(event, Matrix) for event in all_of(rest)) == 3 * len(ALL)
-    assert_same(codes_of(all_of(rest)), codes_of(alone))
-    assert_told(rest, alone)
+    assert_same(codes_of(all_of(rest)), codes_of(one))
+    assert_told(rest, one)
 
 
 def test_a_team_solves_what_a_lost_shard_left(
