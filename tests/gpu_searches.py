@@ -43,8 +43,10 @@ def main() -> int:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     device = "cpu" if interpreted else "cuda:0"
     bad = 0
-    for name, found in _SEARCHES.items():
+    for number, (name, found) in enumerate(_SEARCHES.items()):
         for weights in WEIGHTS:
+            if interpreted and _left_out(number, weights):
+                continue
             for tall, wide in _shapes(found, weights, interpreted):
                 random = np.random.default_rng(len(name) + tall)
                 shape = tall * found.rows, wide * found.columns
@@ -60,6 +62,13 @@ def main() -> int:
     if not interpreted:
         _speed(device)
     return 1 if bad else 0
+
+
+def _left_out(number: int, weights: Any) -> bool:
+    """In the interpreter each search has gaussian weights, and of the other kinds those that the search
+    before it has not. QCONVERT_ALL=1 leaves none out."""
+    every = weights is gaussian or os.environ.get("QCONVERT_ALL") == "1"
+    return not every and (number + WEIGHTS.index(weights)) % 2 == 1
 
 
 def _shapes(found: Encoder, weights: Any, interpreted: bool) -> Sequence[tuple[int, int]]:

@@ -31,7 +31,8 @@ def cases() -> list[str]:
 
 # Up to a minute each, of the same code as the others; QCONVERT_ALL=1 runs them too.
 _LONG = (
-    "amx", "decoders", "encoders", "hashing", "jobs", "kernels", "long", "sizes", "validate", "w4a16",
+    "amx", "decoders", "dequant", "encoders", "hashing", "jobs", "kernels", "long", "sizes", "validate",
+    "w4a16",
 )  # fmt: skip
 
 

@@ -41,7 +41,8 @@ def make_model(folder: Path, kind: str) -> None:
     from safetensors.torch import save_file
 
     tokens = torch.from_numpy(np.stack(samples(SAMPLES, LENGTH)))
-    config = llama() if kind == "dense" else qwen3_moe(num_hidden_layers=2, num_experts=4)
+    small = {"num_experts": 4, "hidden_size": 64, "moe_intermediate_size": 64}
+    config = llama() if kind == "dense" else qwen3_moe(num_hidden_layers=2, **small)
     saved(config, folder / "model")
     (folder / "kind").write_text(kind)
     save_file({"input_ids": tokens}, folder / "tokens.safetensors")

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -341,9 +341,27 @@ RUNS: tuple[tuple[str, str | None, str, tuple[int, ...] | None], ...] = (
 )
 
 
-def runs(folder: str) -> dict[str, Any]:
-    """All of RUNS with one case each of random weights, then the kernels without a folder, once as
-    they are and once where nothing fits."""
+# Those of tiles, which every `make test` looks at.
+TILES_RUNS = (
+    ("int4-peer", "experts", "sample", None),
+    ("int8-search", "experts", "sample", None),
+    ("int4-search", "experts", "full", (1,)),
+)
+
+
+def tiles(folder: str) -> dict[str, Any]:
+    return runs(folder, TILES_RUNS)
+
+
+def everything(folder: str) -> dict[str, Any]:
+    return runs(folder, RUNS)
+
+
+def runs(
+    folder: str, asked: Sequence[tuple[str, str | None, str, tuple[int, ...] | None]]
+) -> dict[str, Any]:
+    """Some of RUNS with one case each of random weights; after all of them the kernels without a folder,
+    once as they are and once where nothing fits."""
     from qconvert.validation.runner import Report, Request, validate_folder, validate_kernels
     from qconvert.validators.kernels.device import Case, device
 
@@ -358,11 +376,13 @@ def runs(folder: str) -> dict[str, Any]:
         }
 
     found = {}
-    for out, against, level, layers in RUNS:
+    for out, against, level, layers in asked:
         source = None if against is None else str(Path(folder, against))
         request = Request(level=level, layers=layers, kernels=True, jobs=1)  # type: ignore[arg-type]
         report = validate_folder(Path(folder, out), source, request=request)
         found[_key(out, against, level, layers)] = said(report)
+    if asked is not RUNS:
+        return found
     found["alone"] = said(validate_kernels())
     for module in short_kernels.modules():
         module.random_cases = lambda device: iter([Case("a case", 3.0, 0.0)])  # type: ignore[attr-defined]
@@ -375,10 +395,13 @@ def _key(out: str, against: str | None, level: str, layers: tuple[int, ...] | No
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    """All runs take three times as long as those of tiles."""
     folder = tmp_path_factory.mktemp("kernels")
     made(folder)
-    return ours("runs", str(folder))
+    here = [item for item in request.session.items if item.path == Path(__file__)]
+    every = any(item.get_closest_marker("big") for item in here)
+    return ours("everything" if every else "tiles", str(folder))
 
 
 def of(
@@ -470,7 +493,7 @@ def test_a_stack_s_last_expert_is_looked_at(found: Any) -> None:
 
 @pytest.mark.parametrize(
     ("out", "level", "layers", "shards"),
-    [
+    [  # TILES_RUNS
         ("int4-peer", "sample", None, 24),
         ("int8-search", "sample", None, 12),
         ("int4-search", "full", (1,), 6),
@@ -539,7 +562,7 @@ def test_kernels_without_a_folder(found: Any) -> None:
 
 if __name__ == "__main__":
     tasks: dict[str, Callable[..., Any]] = {
-        task.__name__: task for task in (wrong_inputs, compiled, runs)
+        task.__name__: task for task in (wrong_inputs, compiled, tiles, everything)
     }
     result = tasks[sys.argv[1]](*sys.argv[2:])
     print(json.dumps(result).replace("NaN", "null"))

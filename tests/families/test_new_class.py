@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from checkpoints import Result, read_tensors
-from other_package import run_beside
+from checkpoints import read_tensors
+from light_install import Said, commands
 
 pytestmark = pytest.mark.peer
 HERE = Path(str(transformers.__file__)).parent
@@ -124,38 +124,45 @@ def _python(site: Path, text: str, *words: Path) -> None:
 
 
 def test_a_new_class_needs_no_file(site: Path, source: Path, tmp_path: Path) -> None:
-    def sound(*words: str | Path) -> Result:
-        result = run_beside(site, *words, XDG_CACHE_HOME=str(tmp_path / "cache"))
-        assert result.code == 0, result.out + result.err
-        return result
+    path = os.pathsep.join([str(site), str(ROOT)])
+    cache = str(tmp_path / "cache")
+
+    def sound(*lines: str) -> list[Said]:
+        """In one process, which finds the package: an import of transformers takes seconds."""
+        words = [[*line.replace("SRC", str(source)).split(), "--jobs", "1"] for line in lines]
+        words = [line[:-2] if line[0] == "inspect" else line for line in words]
+        found, _ = commands(
+            Path(sys.executable), words, tmp_path, PYTHONPATH=path, XDG_CACHE_HOME=cache
+        )
+        for line, said in zip(lines, found, strict=True):
+            assert said.code == 0, line + said.out + said.err
+        return found
 
     names = read_tensors(source)
     assert "model.layers.1.bank.experts.7.into_b.weight" in names, sorted(names)[:8]
-    assert "2 layers, 8 experts" in sound("inspect", source).out
-    jobs = ("--jobs", "1")
-    sound("experts", "stack", source, tmp_path / "stacked", *jobs)
+    inspected, *_ = sound(
+        "inspect SRC", "experts stack SRC stacked", "run copy SRC copy", "w4a16 SRC w4 --rtn",
+        "nvfp4 SRC fp4 --dialect modelopt", "fp8 SRC fp8", "dequant fp8 bf16",
+        "amx SRC amx --method int8 --numa 1", "split SRC stages --pp 1,1",
+    )  # fmt: skip
+    assert "2 layers, 8 experts" in inspected.out
     stack = read_tensors(tmp_path / "stacked")["model.layers.1.bank.experts.gate_up_proj"]
     # Gate rows first, as the class's own conversion concatenates them.
     gate = names["model.layers.1.bank.experts.0.into_a.weight"].data
     assert (stack.shape, stack.data[: len(gate)]) == ((8, 512, 256), gate)
-    sound("run", "copy", source, tmp_path / "copy", *jobs)
     _python(site, LOAD, source, tmp_path / "stacked", tmp_path / "copy")
-    sound("w4a16", source, tmp_path / "w4", "--rtn", *jobs)
     packed = [n for n in read_tensors(tmp_path / "w4") if n.endswith("weight_packed")]
     assert len(packed) == 2 * 8 * 3
-    sound("nvfp4", source, tmp_path / "fp4", "--dialect", "modelopt", *jobs)
-    sound("fp8", source, tmp_path / "fp8", *jobs)
-    sound("dequant", tmp_path / "fp8", tmp_path / "bf16", *jobs)
     back = read_tensors(tmp_path / "bf16")
     assert {name: tensor.shape for name, tensor in back.items()} == {
         name: tensor.shape for name, tensor in names.items()
     }
     _python(site, READ, tmp_path / "bf16")
-    sound("amx", source, tmp_path / "amx", "--method", "int8", "--numa", "1", *jobs)
-    sound("split", source, tmp_path / "stages", "--pp", "1,1", *jobs)
-    for made in ("stacked", "w4", "fp4", "fp8", "amx", "stages"):
-        sound("validate", tmp_path / made, "--against", source, "--level", "full", *jobs)
-    sound("validate", tmp_path / "bf16", "--against", tmp_path / "fp8", "--level", "full", *jobs)
+    made = ("stacked", "w4", "fp4", "fp8", "amx", "stages")
+    sound(
+        *(f"validate {one} --against SRC --level full" for one in made),
+        "validate bf16 --against fp8 --level full",
+    )
     # An answer for each set of names: experts apart, stacked, by stage.
     kept = [*(tmp_path / "cache" / "qconvert" / "families").iterdir()]
     assert 1 <= len(kept) <= 6
