@@ -11,7 +11,7 @@ import pytest
 
 # Of a list's other cases, every so-manieth is run by `make check`.
 _ALL = os.environ.get("QCONVERT_ALL") == "1"
-_CHECKED = 1 if _ALL else 3
+_CHECKED = 1 if _ALL else 5
 
 
 def sampled(

@@ -150,7 +150,7 @@ def test_inputs_are_no_code(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runner"]
 
 
-@pytest.mark.peer
+@pytest.mark.rest
 def test_its_install_line_installs_the_light_package(tmp_path: Path) -> None:
     """For real, by pip, of a checkout."""
     (step,) = (step for step in _STEPS if step.get("name") == "Install")
