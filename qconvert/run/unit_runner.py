@@ -503,8 +503,8 @@ class Job:
         """`given` are the source ranges that were read, where somebody else read them."""
         records = []
         read = self._read() if given is None else given
-        # All that was read is of results of one node.
-        alone = self._unit.node is not None
+        # All that was read here is of results of one node.
+        alone = given is None and self._unit.node is not None
         for i, (name, output) in enumerate(self._unit.outputs):
             place, digest = self._places[i], self._out[i]
             wanted = None if alone else {source.name for source in _sources(output)}
