@@ -115,6 +115,7 @@ def test_killed_twice(folder: Path, tmp_path: Path) -> None:
     first, *_, last = moments(folder)
     out = tmp_path / "out"
     assert in_child(lambda: convert(folder, out, Killing(last))) == -signal.SIGKILL
-    assert in_child(lambda: convert(folder, out, Killing(first))) == -signal.SIGKILL
+    # What is left takes fewer steps than an undisturbed run has before its first layer ends.
+    assert in_child(lambda: convert(folder, out, Killing(first // 2))) == -signal.SIGKILL
     assert in_child(lambda: convert(folder, out)) == 0
     assert differing(tree(out), tree(folder / "out")) == []
