@@ -16,6 +16,7 @@ from test_amx_validate import moe
 from test_gdn_fused import interpreted
 
 from qconvert.core.errors import PlanError
+from qconvert.core.gpus import free_bytes
 from qconvert.ops.gpu import choice
 from qconvert.ops.gpu.choice import CORE_RATES, Decision
 
@@ -120,30 +121,38 @@ class _Driver:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("visible", "asked"),
-    [(None, [0]), ("3", [3]), ("GPU-8a,1", [b"GPU-8a"]), ("MIG-1", [b"MIG-1"])],
-)
-def test_a_gpu_without_memory_is_left_alone(
-    visible: str | None, asked: list[object], gpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def driver(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> _Driver:
+    """That of a machine with a GPU on which a byte less is free than eight workers take."""
     (gpus / "nvidia0").touch()
+    made = _Driver(8 * choice.DEVICE_BYTES - 1)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: made)
+    return made
+
+
+def test_a_gpu_without_memory_is_left_alone(driver: _Driver) -> None:
+    found = decide(_LONG, None, 16)
+    assert found is not None
+    assert found.device is None
+    assert "cuda:0 has 8.6 GB of memory free, and 8 workers take 8.6 GB" in found.why
+    driver.free += 1
+    enough, asked = decide(_LONG, None, 16), decide(_LONG, "cuda:0", 16)
+    assert enough is not None
+    assert asked is not None
+    assert enough.device == asked.device == "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"), [(None, 0), ("3", 3), ("GPU-8a,1", b"GPU-8a"), ("MIG-1", b"MIG-1")]
+)
+def test_the_driver_is_asked_of_the_gpu_that_torch_calls_the_first(
+    visible: str | None, asked: object, driver: _Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that it does not know nothing is known."""
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    for free, device in ((8 << 30, "cuda:0"), ((8 << 30) - 1, None)):
-        driver = _Driver(free)
-        monkeypatch.setattr("ctypes.CDLL", lambda _, driver=driver: driver)
-        found = decide(_LONG, None, 16)
-        assert found is not None
-        known = visible != "MIG-1"
-        assert found.device == (device if known else "cuda:0")
-        assert (
-            known is False or device is not None or "cuda:0 has 8.6 GB of memory free" in found.why
-        )
-        assert driver.asked == asked
-        kept = decide(_LONG, "cuda:0", 16)
-        assert kept is not None
-        assert kept.device == "cuda:0"
+    assert free_bytes(0) == (None if visible == "MIG-1" else driver.free)
+    assert driver.asked == [asked]
 
 
 def test_gpus_that_are_hidden_are_not_there(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,15 @@ def _folded(lanes: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _lanes(
+    weight: tl.tensor, row: tl.tensor, here: tl.tensor, width: tl.tensor, first: tl.tensor
+) -> tl.tensor:
+    """Bits of 64 columns of each row, from `first` on."""
+    at = row[:, None] * width + first + tl.arange(0, _LANES)[None, :]
+    return tl.load(weight + at, mask=here[:, None], other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _code(value: tl.tensor, inverse: tl.tensor, MOST: tl.constexpr) -> tl.tensor:
     return whole(tl.minimum(tl.maximum(value * inverse, -MOST), MOST))
 
@@ -69,11 +78,9 @@ def _error(
 ) -> tl.tensor:
     """The sum of squared errors of each row under its step."""
     inverse = _inverse(step)
-    lane = tl.arange(0, _LANES)
     total = tl.zeros([ROWS, _LANES], tl.float64)
     for first in range(0, width, _LANES):
-        at = row[:, None] * width + first + lane[None, :]
-        value = from_bf16(tl.load(weight + at, mask=here[:, None], other=0))
+        value = from_bf16(_lanes(weight, row, here, width, first))
         off = value - _code(value, inverse[:, None], MOST) * step[:, None]
         total += (off * off).to(tl.float64)
     return _folded(total, ROWS)
@@ -91,12 +98,10 @@ def _better_step(
 ) -> tl.tensor:
     """The best step for the codes that a step gives: weights times codes by squared codes."""
     inverse = _inverse(step)
-    lane = tl.arange(0, _LANES)
     along = tl.zeros([ROWS, _LANES], tl.float64)
     across = tl.zeros([ROWS, _LANES], tl.float64)
     for first in range(0, width, _LANES):
-        at = row[:, None] * width + first + lane[None, :]
-        value = from_bf16(tl.load(weight + at, mask=here[:, None], other=0))
+        value = from_bf16(_lanes(weight, row, here, width, first))
         code = _code(value, inverse[:, None], MOST)
         along += (value * code).to(tl.float64)
         across += (code * code).to(tl.float64)
@@ -122,12 +127,10 @@ def _from_histogram(
     """The step of the ladder that loses the least on the bins that a row's weights are in."""
     exponent = amax.to(tl.int32, bitcast=True) >> 23
     low = (exponent - 7) * 128
-    lane = tl.arange(0, _LANES)
     counts = tl.zeros([ROWS * _BINS], tl.int32)
     own = tl.arange(0, ROWS)[:, None] * _BINS
     for first in range(0, width, _LANES):
-        at = row[:, None] * width + first + lane[None, :]
-        size = tl.load(weight + at, mask=here[:, None], other=0).to(tl.int32) & 0x7FFF
+        size = _lanes(weight, row, here, width, first).to(tl.int32) & 0x7FFF
         # Those of rows that are declined may lie beyond the last bin.
         place = own + tl.minimum(tl.maximum((size - low[:, None]) >> 2, 0), _BINS - 1)
         counts += tl.histogram(tl.reshape(place, [ROWS * _LANES]), ROWS * _BINS)
@@ -173,11 +176,9 @@ def _amx(
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = row < rows
-    lane = tl.arange(0, _LANES)
     size = tl.zeros([ROWS], tl.int32)
     for first in range(0, width, _LANES):
-        at = row[:, None] * width + first + lane[None, :]
-        bits = tl.load(weight + at, mask=here[:, None], other=0).to(tl.int32) & 0x7FFF
+        bits = _lanes(weight, row, here, width, first).to(tl.int32) & 0x7FFF
         size = tl.maximum(size, tl.max(bits, axis=1))
     # NaN, infinity, and denormals or nearly: (127 - 110) << 7 is 2^-110.
     wrong = (size >= 0x7F80) | ((size > 0) & (size < 2176))

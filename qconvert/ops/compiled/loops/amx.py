@@ -40,8 +40,8 @@ def _int4_row(row: Any, inverse: np.float32, out: Any) -> None:
 
 @inner
 def _sixteenths(codes: Any, out: Any) -> None:
-    """`_pair` of codes that are rounded to sixteenths here, halves away from zero. In bytes that is a
-    third of what it takes in the 32 bits that they come from."""
+    """`_pair` of codes that are rounded to sixteenths here, halves away from zero: in bytes, of which a
+    vector holds four for each number of 32 bits (both together .10 ns a weight in cache for .14)."""
     for step in range(codes.size // 128):
         for byte in range(64):
             low = codes[128 * step + byte]
