@@ -1,4 +1,5 @@
-"""What was imported for all tests is left out of garbage collections: with torch and transformers it is
+"""What a test computes in its own process is computed in both forms of each op (both_forms.py).
+What was imported for all tests is left out of garbage collections: with torch and transformers it is
 millions of objects, and each collection of a test that makes many would look at all of them.
 Properties have no deadline: how long an example takes says more of the machine than of the code.
 Ctrl-C has its usual effect in processes that tests start: a shell that runs the tests in the
@@ -10,6 +11,7 @@ import gc
 import signal
 import tempfile
 
+import both_forms
 import pytest
 from hypothesis import settings
 
@@ -33,3 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
         patch = pytest.MonkeyPatch()
         patch.setenv("XDG_CACHE_HOME", folder.name)
         config.add_cleanup(patch.undo)
+    forms = pytest.MonkeyPatch()
+    config.add_cleanup(forms.undo)
+    both_forms.begin(forms)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from both_forms import Both
+
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer, Op, whole
+from qconvert.ops.compiled import choice
 
 _GUARD = b"\xa5" * 64
 
@@ -42,7 +45,8 @@ def run_op(
         ]
         need = op.scratch(*(kind for _, kind in part.args))
         scratch = bytearray(need) + bytearray(_GUARD)
-        remarks.update(op.run(slices, outs, memoryview(scratch)[:need]))
+        run = op.run if choice.OPS.on else Both(op).run
+        remarks.update(run(slices, outs, memoryview(scratch)[:need]))
         assert bytes(scratch[need:]) == _GUARD
         sizes.append(sum(b.type.nbytes for b in [*slices, *outs]) + need)
         for result, raw, (at, kind) in zip(results, guarded, part.outs, strict=True):

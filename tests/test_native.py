@@ -9,6 +9,7 @@ from math import ldexp
 from pathlib import Path
 from typing import Any
 
+import both_forms
 import numpy as np
 import pytest
 from hypothesis import given
@@ -125,7 +126,8 @@ def test_scalars_are_taken_as_numba_takes_them(folder: Path) -> None:
     ],
 )
 def test_what_it_does_not_take(folder: Path, at: int | None, value: Any, says: str) -> None:
-    """numba's dispatcher refuses these, too; object code would read what is not there."""
+    """numba's dispatcher refuses these, too; object code would read what is not there. A caller gets an
+    array in C order made of its own, or is declined."""
     out = np.zeros((1, 1), np.uint16)
     args: list[Any] = [out, 7, 0.5, 0.5, True, out, np.zeros(3)]
     if at is None:
@@ -133,7 +135,55 @@ def test_what_it_does_not_take(folder: Path, at: int | None, value: Any, says: s
     else:
         args[at] = value
     with pytest.raises(TypeError, match=says):
-        all_kinds(*args)
+        all_kinds.made(*args)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.zeros((1, 1), np.int16), np.zeros((1, 1), ">u2"), np.zeros(1, np.uint16), None],
+    ids=["signed", "other byte order", "flat", "none"],
+)
+def test_what_a_loop_has_no_type_for_it_declines(value: Any) -> None:
+    """And results that cannot be written: numpy's form answers, and a run goes on."""
+    out = np.zeros((1, 1), np.uint16)
+    call_it = both_forms.really_call
+    assert not call_it(all_kinds, value, 7, 0.5, 0.5, True, out, np.zeros(3))
+    assert not call_it(
+        all_kinds, out, 7, 0.5, 0.5, True, np.broadcast_to(np.uint16(1), (1, 1)), np.zeros(3)
+    )
+    with pytest.raises(AssertionError, match="argument 1: expected an array"):
+        all_kinds(value, 7, 0.5, 0.5, True, out, np.zeros(3))
+
+
+_ORDERS: dict[str, Callable[[Any], Any]] = {
+    "transposed": lambda given: np.ascontiguousarray(given.T).T,
+    "every other column": lambda given: np.repeat(given, 2, axis=1)[:, ::2],
+    "every other row": lambda given: np.repeat(given, 2, axis=0)[::2],
+    "backwards": lambda given: np.ascontiguousarray(given[::-1])[::-1],
+    "one row repeated": lambda given: np.broadcast_to(given[:1], given.shape),
+    "at an odd address": lambda given: (
+        np.frombuffer(bytearray(b"\0" + given.tobytes()), given.dtype, offset=1)
+        if given.size
+        else given.copy()
+    ).reshape(given.shape),
+}
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 5), (3, 1), (0, 5), (3, 0)])
+@pytest.mark.parametrize("order", _ORDERS)
+def test_arrays_in_any_order_are_taken(order: str, shape: tuple[int, int]) -> None:
+    """As arguments and, but for repeated ones, as results."""
+    plain = np.arange(shape[0] * shape[1], dtype=np.uint16).reshape(shape)
+    values = _ORDERS[order](plain)
+    wanted = np.array(values) * np.uint16(2) + np.uint16(7)
+    out = np.zeros_like(plain)
+    if order != "one row repeated":
+        out = _ORDERS[order](out)
+    kept = values.tobytes()
+    assert all_kinds(values, 7, 0.5, 0.5, True, out, np.zeros(3))
+    assert np.array_equal(out, wanted)
+    assert values.tobytes() == kept
+    assert not all_kinds(values, 7, 0.5, 0.5, False, np.zeros_like(plain), np.zeros(3))
 
 
 def test_an_error_within_a_loop_is_numbas_to_tell() -> None:

@@ -54,15 +54,15 @@ class Loops:
     """A package of compiled loops, and whether this process computes in them."""
 
     def __init__(self, package: str) -> None:
-        self._package, self._on = package, False
+        self._package, self.on = package, False
 
     def use(self, on: bool) -> None:
         """What this process computes in from now on."""
-        self._on = on
+        self.on = on
 
     def in_use(self) -> ModuleType | None:
         """The compiled loops, if this process is to use them."""
-        return self._loops if self._on else None
+        return self._loops if self.on else None
 
     def load(self) -> None:
         """Load every loop that an earlier process left on disk. Raises RunError as `in_use` does."""

@@ -2,7 +2,9 @@
 
 A loop is compiled by numba for one signature at its first call, or loaded from where an earlier process
 left it, which takes no numba (native.py): while one process compiles, others that want the same loop
-wait for it. Arrays are in C order and may lie at any address; results are never read only.
+wait for it. Within a loop arrays are in C order and may lie at any address; results are never read only.
+Callers need not see to that: an array in another order (a transposed or strided view) is copied, and a
+loop declines what it is not typed for.
 
 Integers of numba become 64 bits wide with every operation, and a loop with such in it fills a
 quarter of a vector: `np.int32(...)` stands around each. No fast math anywhere: it changes bits.
@@ -79,10 +81,20 @@ class _Lazy:
 
     def __init__(self, function: Callable[..., Any], signature: tuple[str, ...]) -> None:
         self.plain, self._signature = function, signature
+        self.arguments = tuple(map(native.Argument, signature))
         self._made: Callable[..., Any] | None = None
 
-    def __call__(self, *args: Any) -> Any:
-        return self.made(*args)
+    def __call__(self, *args: Any) -> bool:
+        """Whether the loop made its results. The one way in: whatever arrays a caller has, the loop gets
+        those that it is typed for, or declines."""
+        given = [one.fitted(value) for one, value in zip(self.arguments, args, strict=True)]
+        if any(value is None for value in given):
+            return False
+        answer = bool(self.made(*given))
+        for one, value, copy in zip(self.arguments, args, given, strict=True):
+            if copy is not value and not one.read_only:
+                value[...] = copy
+        return answer
 
     @property
     def made(self) -> Callable[..., Any]:
@@ -136,7 +148,7 @@ class _Lazy:
         options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         try:
             (result,) = self._njit(**options).overloads.values()
-            return emit.object_code(result, [*map(native.Argument, self._signature)])
+            return emit.object_code(result, self.arguments)
         # A numba that has other names, and whatever LLVM says: numba runs it, as it always can.
         except (emit.NotNative, AttributeError, ImportError, RuntimeError, TypeError, ValueError):
             return None

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
 from operator import index
 from pathlib import Path
@@ -66,22 +66,41 @@ class Argument:
     def read_only(self) -> bool:
         return self.text.startswith("r")
 
-    def taker(self) -> Callable[[Any], Any]:
-        """What makes a slot of a value, or raises TypeError."""
+    @cached_property
+    def fitted(self) -> Callable[[Any], Any]:
+        """What gives a loop a value: itself, of an array in another order a copy in C order, and None for
+        one of another type or number of dimensions, or that cannot be written."""
         if not self.is_array:
-            return {"int": index, "bool": bool}.get(self.text, float)
+            return lambda value: value
         import numpy as np
 
         item, dimensions, written = np.dtype(self.item), self.dimensions, not self.read_only
 
-        def take(value: Any) -> Any:
+        def fit(value: Any) -> Any:
             if isinstance(value, np.ndarray) and value.dtype == item and value.ndim == dimensions:
                 flags = value.flags
-                if flags.c_contiguous and (flags.writeable or not written):
-                    return value.__array_struct__
-            raise TypeError(f"expected {self._described()}, found {_found(value)}")
+                if flags.writeable or not written:
+                    return value if flags.c_contiguous else value.copy(order="C")
+            return None
+
+        return fit
+
+    def taker(self) -> Callable[[Any], Any]:
+        """What makes a slot of a value, or raises TypeError."""
+        if not self.is_array:
+            return {"int": index, "bool": bool}.get(self.text, float)
+        fitted = self.fitted
+
+        def take(value: Any) -> Any:
+            if value is not None and fitted(value) is value:
+                return value.__array_struct__
+            raise TypeError(self.refused(value))
 
         return take
+
+    def refused(self, value: Any) -> str:
+        """What is wrong with a value."""
+        return f"expected {self._described()}, found {_found(value)}"
 
     def _described(self) -> str:
         what = f"an array {self.item}[{self.dimensions}] in C order"

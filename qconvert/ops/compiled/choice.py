@@ -8,6 +8,7 @@ __all__ = [
     "ENOUGH_BYTES",
     "LOOPS",
     "LOOP_BYTES",
+    "OPS",
     "VARIABLE",
     "cache_folder",
     "in_use",
@@ -17,5 +18,5 @@ __all__ = [
 ]
 
 LOOPS = "qconvert.ops.compiled.loops"
-_OPS = Loops(LOOPS)
-use, in_use, load = _OPS.use, _OPS.in_use, _OPS.load
+OPS = Loops(LOOPS)
+use, in_use, load = OPS.use, OPS.in_use, OPS.load

@@ -231,7 +231,7 @@ def _held_row(row: Any, step: np.float32, most: np.float32, more: np.float32, ou
         out[column] = np.uint8(np.float32(value + rounder).view(np.int32))
 
 
-@loop("ru2[2]", "int", "int", "int", "f8[1]", "f8[2]", "u4[1]", "f4[1]")
+@loop("ru2[2]", "int", "int", "int", "rf8[1]", "rf8[2]", "u4[1]", "f4[1]")
 def amx_search(
     bits: Any, first: int, last: int, largest_code: int, steps: Any, errors: Any, target: Any,
     scale: Any,

@@ -42,7 +42,7 @@ def _product(code: np.int32, factor: np.float32) -> np.int32:
     return np.int32(np.int32(product >> np.int32(16)) & np.int32(0xFFFF))
 
 
-@loop("u1[2]", "f4[1]", "u4[2]")
+@loop("ru1[2]", "rf4[1]", "u4[2]")
 def fp4_decode(source: Any, factor: Any, target: Any) -> bool:
     """Bytes [n, B] of n blocks and a factor for each -> pairs of BF16 [n, B]."""
     width = source.shape[1]
@@ -73,7 +73,7 @@ def _factors(scales: Any, own: np.float32, modelopt: bool, factors: Any) -> np.i
     return seen
 
 
-@loop("u1[2]", "u1[1]", "float", "bool", "u4[2]")
+@loop("ru1[2]", "ru1[1]", "float", "bool", "u4[2]")
 def nvfp4_decode(source: Any, scales: Any, own: np.float32, modelopt: bool, target: Any) -> bool:
     """Bytes [n, 8] of n blocks, their E4M3 scales [n] and the matrix's own -> pairs of BF16 [n, 8].
     Declines scales that are NaN; no product may be beyond bf16."""
@@ -177,7 +177,7 @@ def _nvfp4_scales(sizes: Any, own: np.float32, modelopt: bool, codes: Any, facto
         factors[block] = each if each != np.float32(0) else _LEAST
 
 
-@loop("u2[2]", "u2[1]")
+@loop("ru2[2]", "u2[1]")
 def row_maxima(weight: Any, maxima: Any) -> bool:
     """The bits of the largest size in each row of BF16 [N, K]. Declines NaN and infinity."""
     most = np.int32(0)
@@ -238,7 +238,7 @@ def _nvfp4_best(
     return best, found
 
 
-@loop("u2[2]", "float", "bool", "bool", "u1[2]", "u1[1]")
+@loop("ru2[2]", "float", "bool", "bool", "u1[2]", "u1[1]")
 def nvfp4_encode(
     weight: Any, own: np.float32, modelopt: bool, search: bool, packed: Any, scales: Any
 ) -> bool:

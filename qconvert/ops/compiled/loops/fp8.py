@@ -203,7 +203,7 @@ def fp8_encode(
     return True
 
 
-@loop("u2[2]", "float", "bool", "u1[2]")
+@loop("ru2[2]", "float", "bool", "u1[2]")
 def fp8_codes(weight: Any, step: np.float32, whole: bool, codes: Any) -> bool:
     """BF16 [N, K], no NaN and no infinity, and one scale -> E4M3."""
     for row in range(weight.shape[0]):

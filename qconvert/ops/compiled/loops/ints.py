@@ -257,7 +257,7 @@ def _decode8(packed: Any, zero: np.float32, scale: np.float32, target: Any) -> N
         target[at] = np.uint16(_bf16(np.int32(packed[at]), zero, scale))
 
 
-@loop("u1[2]", "f4[2]", "f4[2]", "u4[2]")
+@loop("ru1[2]", "rf4[2]", "rf4[2]", "u4[2]")
 def int4_decode(packed: Any, zero: Any, scale: Any, target: Any) -> bool:
     """Bytes of two codes [n, B], zero points as stored and scales [n, groups] -> pairs of BF16 [n, B].
     Declines groups that end within a byte."""
@@ -275,7 +275,7 @@ def int4_decode(packed: Any, zero: Any, scale: Any, target: Any) -> bool:
     return True
 
 
-@loop("u1[2]", "f4[2]", "f4[2]", "u2[2]")
+@loop("ru1[2]", "rf4[2]", "rf4[2]", "u2[2]")
 def int8_decode(codes: Any, zero: Any, scale: Any, target: Any) -> bool:
     """The same of codes that are bytes: [n, K] -> BF16 [n, K]."""
     rows, groups = scale.shape

@@ -86,7 +86,7 @@ def _spread(exponents: Any, inverses: Any) -> None:
             inverses[16 * group + word] = inverse
 
 
-@loop("u2[2]", "u1[2]", "u1[1]")
+@loop("ru2[2]", "u1[2]", "u1[1]")
 def mxfp4_encode(weight: Any, packed: Any, exponents: Any) -> bool:
     """Groups [n, 32] of BF16 -> packed [n, 16] and exponents [n], in tiles as NVFP4's."""
     codes, moved = np.empty((_TILE, 32), np.uint16), np.empty(_TILE, np.int16)
@@ -122,7 +122,7 @@ def _mxfp8_group(weight: Any, inverse: np.float32, codes: Any) -> None:
         codes[column] = np.uint8(np.int32(e4m3(np.int32(bits & np.int32(0x7FFF0000))) | sign))
 
 
-@loop("u2[2]", "u1[2]", "u1[1]")
+@loop("ru2[2]", "u1[2]", "u1[1]")
 def mxfp8_encode(weight: Any, codes: Any, exponents: Any) -> bool:
     """Groups [n, 32] of BF16 -> codes [n, 32] and exponents [n]."""
     for group in range(weight.shape[0]):

@@ -82,7 +82,7 @@ def _codes(
         out[column] = np.int8(np.float32(np.float32(code + zero) + _ROUNDER).view(np.int32))
 
 
-@loop("ru2[2]", "f4[1]", "int", "int", "bool", "bool", "int", "i1[2]", "f4[1]", "i1[1]")
+@loop("ru2[2]", "rf4[1]", "int", "int", "bool", "bool", "int", "i1[2]", "f4[1]", "i1[1]")
 def ints_search(
     weight: Any, ladder: Any, low: int, high: int, symmetric: bool, signed: bool, dtype: int, codes: Any,
     scale: Any, zero: Any,
