@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ import pytest
 from broken_repos import CORPUS, SOUND, Bench, Broken
 from sampled import sampled
 
-from qconvert.validation.runner import Request, rules, validate_folder
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import CheckpointError
+from qconvert.validation.runner import (
+    _KINDS,
+    Folder,
+    NotChecked,
+    Request,
+    rules,
+    validate_folder,
+    validators,
+)
 
 # Rules of work that is only done on request, on random numbers or by running layers; their own tests
 # break them: kt-kernel's client, and from QC070 to QC086 kernels, logits, attribution and others.
@@ -79,7 +90,26 @@ def _otherwise(entry: Broken, bench: Bench) -> list[str]:
         wrong.append(f"expected the severity {entry.severity}, found {gravest}")
     if not all(finding.where and finding.message for finding in report.findings):
         wrong.append("a finding without a place or a message")
+    _foreign(repo.folder)
     return wrong
+
+
+# Validators of every kind of folder, contrib's too, as far as headers tell.
+_OF_HEADERS = [v for v in validators() if v.needs <= set(_KINDS) - {"runtime"}]
+
+
+def _foreign(folder: Path) -> None:
+    """Asks every validator about a broken folder, whether or not it is of its kind: they may find
+    anything, and raise nothing."""
+    try:
+        broken = Folder(Checkpoint.open(folder))
+        assert broken.checkpoint.quantization_configs is not None
+        assert broken.checkpoint.manifest != {}
+    except CheckpointError:
+        return  # QC001
+    for validator in _OF_HEADERS:
+        with suppress(NotChecked):
+            list(validator(broken))
 
 
 @pytest.mark.parametrize("name", sampled(SOUND))

@@ -20,11 +20,21 @@ from sampled import sampled
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.checkpoint.family import vision_config
+from qconvert.checkpoint.prepared import QUANT_METHOD
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError
+from qconvert.core.graph import Source
 from qconvert.core.names import parse
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Level, NotChecked, Request, validate_folder
+from qconvert.validation.runner import (
+    _KINDS,
+    Folder,
+    Level,
+    NotChecked,
+    Request,
+    validate_folder,
+    validators,
+)
 from qconvert.validators.headers import (
     counts,
     manifest_claims,
@@ -93,6 +103,53 @@ def configured(checkpoint: Checkpoint, **config: Any) -> Checkpoint:
 
 
 # --- Published repos -----------------------------------------------------------------------------
+
+
+# Validators of every kind of folder, contrib's too: none but these can meet a folder at `headers`.
+_OF_HEADERS = [v for v in validators() if v.needs <= set(_KINDS) - {"runtime"}]
+
+
+def all_rules(checkpoint: Checkpoint) -> set[str]:
+    """The rules that find anything, each asked whether or not the folder is of its kind."""
+    found = set()
+    for validator in _OF_HEADERS:
+        try:
+            found |= {f.rule for f in validator(Folder(checkpoint)) if isinstance(f, Finding)}
+        except NotChecked:
+            continue
+    return found
+
+
+_PREPARED_RULES = {"QC105", "QC106", "QC107", "QC108", "QC109"}
+
+
+@pytest.mark.parametrize("model", sampled(headers.names()))
+def test_no_validator_fails_on_a_folder_of_another_kind(
+    model: str, published: Mapping[str, Checkpoint]
+) -> None:
+    """As it is, and with experts in other names: as Inkling publishes them, as runtimes have them."""
+    whole = published[model]
+    assert not all_rules(whole) & _PREPARED_RULES
+    for dtype in ("BF16", "U8"):
+        for parts in (
+            {"w13_weight", "w2_weight"},
+            {"w13_weight", "w13_weight.scale", "w2_weight_packed"},
+        ):
+            at = "model.llm.layers.0.mlp.experts"
+            more = {
+                f"{at}.{part}": Source(f"{at}.{part}", TensorType(dtype, (2, 8, 4)), 0, 4096)
+                for part in parts
+            }
+            foreign = replace(whole, sources={**whole.sources, **more})
+            assert not all_rules(foreign) & _PREPARED_RULES
+            alone = replace(whole, sources=more, config={"model_type": "a class of none"})
+            assert not all_rules(alone) & _PREPARED_RULES
+
+
+def test_a_marker_of_prepared_experts_without_any(published: Mapping[str, Checkpoint]) -> None:
+    block = {"quant_method": QUANT_METHOD, "layout": {}, "replaced": []}
+    marked = configured(published["qwen3.5-0.8b"], quantization_config=block)
+    assert "QC106" in all_rules(marked)
 
 
 @pytest.mark.parametrize("model", sampled(headers.names()))

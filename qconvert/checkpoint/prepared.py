@@ -5,18 +5,34 @@ contrib/trtllm_gen/layout.py."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qconvert.core.errors import PlanError
+
+if TYPE_CHECKING:
+    from qconvert.checkpoint.checkpoint import Checkpoint
 
 # Not a runtime's method: a stock runtime must refuse the folder, because it would shuffle again.
 QUANT_METHOD = "qconvert-trtllm-gen"
 LAYOUT = "trtllm-gen"
+FACT = "trtllm_gen"  # in the metadata of shards, and in qconvert.json
 VERSION = 1
 # Dialects of NVFP4 that a prepared folder may have been made from.
 DIALECTS = ("modelopt", "compressed-tensors")
 # Tensors that are computed from the source's scales.
 DERIVED = ("g1_alphas", "g2_alphas", "g1_scale_c", "w13_input_scale_quant", "w2_input_scale_quant")
+
+
+def says_prepared(checkpoint: Checkpoint) -> bool:
+    """Whether anything in a folder says that experts were prepared: its marker, the metadata of shards,
+    the manifest, or scalars that only preparing makes. Names of weights do not: others publish experts
+    as `experts.w13_weight` too (Inkling)."""
+    return (
+        any(config.method == QUANT_METHOD for config in checkpoint.quantization_configs)
+        or FACT in checkpoint.metadata
+        or FACT in (checkpoint.manifest or {})
+        or not checkpoint.ends.isdisjoint(f".{name}" for name in DERIVED)
+    )
 
 
 def marked(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from qconvert.checkpoint.checkpoint import RECEIPT, WORK_DIR, Checkpoint
 from qconvert.checkpoint.grafted import grafted
+from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
 from qconvert.core.discovery import VALIDATORS, discover
 from qconvert.core.errors import CheckpointError
@@ -59,8 +60,6 @@ _OPTIONS: Mapping[str, tuple[str, str, Extra, tuple[str, ...]]] = {
 _KINDS = ("amx", "gdn", "kv-cache", "model", "nvfp4", "prepared", "runtime")
 # Names that only such folders have.
 _NVFP4 = (".weight_scale_2", ".weight_global_scale")
-_PREPARED = (".experts.w13_weight", ".experts.w13_weight_packed")
-_PREPARED_ENDS = frozenset(name.removeprefix(".experts") for name in _PREPARED)
 _SAMPLE = 64
 
 # Where validators are. The kernels' own modules are imported where they run.
@@ -335,8 +334,7 @@ def _at_hand(folder: Folder) -> set[Need]:
         "gdn": checkpoint.role_index.dims.gdn is not None and "amx" not in (manifest or {}),
         "nvfp4": any(end.endswith(_NVFP4) for end in checkpoint.ends),
         "kv-cache": any(end.endswith(KV_SCALES) for end in checkpoint.ends),
-        "prepared": not checkpoint.ends.isdisjoint(_PREPARED_ENDS)
-        and any(name.endswith(_PREPARED) for name in checkpoint),
+        "prepared": says_prepared(checkpoint),
         "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,
         "kernels": request.kernels,
         "logits": request.logits > 0,

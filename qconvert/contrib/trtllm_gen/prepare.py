@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.family import text_config
-from qconvert.checkpoint.prepared import DERIVED, LAYOUT, layout_of, marked
+from qconvert.checkpoint.prepared import DERIVED, FACT, LAYOUT, layout_of, marked
 from qconvert.contrib.trtllm_gen.layout import (
     GUIDE,
     DerivedScalars,
@@ -30,7 +30,6 @@ from qconvert.matrices.causes import check_experts
 from qconvert.ops.gather import Gather, Order
 from qconvert.plan.plan import LogEntry, Plan
 
-FACT = "trtllm_gen"
 _HF_QUANT = "hf_quant_config.json"
 
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.prepared import FACT
 from qconvert.contrib.trtllm_gen.prepared_tasks import Matrices, Scalars, Tensors
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
-from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.nvfp4 import BLOCK, Dialect
 from qconvert.validators.reading.prepared import (
-    FACT,
     METHOD,
     SCALARS,
     TILE,
@@ -107,6 +107,8 @@ class Prepared:
         layers = list(_layers(checkpoint))
         faults = list(_faults(checkpoint, layers))
         yield from faults
+        if not layers and not faults:
+            raise NotChecked("no tensor is of prepared experts")
         if faults or folder.request.level == "headers":
             return
         for layer in layers:
@@ -133,6 +135,11 @@ def _parts(dialect: Dialect) -> tuple[str, str, str, str]:
 
 def _faults(checkpoint: Checkpoint, layers: list[Layer]) -> Iterator[Finding]:
     config = marker(checkpoint)
+    if not layers:
+        if config is not None and "stage" not in (checkpoint.manifest or {}):
+            message = "states prepared experts: expected *.experts.w13_weight in U8, found none"
+            yield Finding("QC106", "error", config.where, message)
+        return
     if config is None:
         found = [c.method for c in checkpoint.quantization_configs]
         message = f"expected quant_method {METHOD!r} for prepared tensors, found {found}"
