@@ -12,6 +12,7 @@ from header_checkpoints import ANY, checkpoint, published
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source, Value, apply, concat
@@ -23,7 +24,9 @@ from qconvert.passes.drop import Drop
 from qconvert.plan.plan import LogEntry, Plan, run_passes
 from qconvert.plan.units import Compute, Copy, _unit, units
 from qconvert.plan.walk import nodes, only_node
+from qconvert.repair.blocks import methods_of
 from qconvert.run.memory import searched
+from qconvert.validation.runner import Folder, judge_headers
 
 
 def fp8(rows: int, columns: int, name: str = "a") -> dict[str, TensorType]:
@@ -109,6 +112,69 @@ def test_orphans_are_refused() -> None:
         rest = {name: kind for name, kind in both.items() if name != lost}
         with pytest.raises(PlanError, match=said):
             Plan.identity(checkpoint(rest, FP8_BLOCKS)).check()
+
+
+# Parameters of models, and others that only look like parts of a stored weight.
+OWN = (
+    "router.scale", "attn.q_l2_clip.scale", "mixer.weight_scale", "mixer.weight_scale_inv",
+    "mixer.weight_scale_2", "mixer.weight_global_scale", "mixer.scales", "mixer.g_idx", "mixer.qzeros",
+    "mixer.input_scale", "mixer.activation_scale", "mixer.k_scale", "mixer.v_scale",
+    "mixer.weight_shape",
+    "mixer.weight_zero_point", "mixer.weight_g_idx", "mixer.q_proj_scale", "mixer.gate_proj_blocks",
+    "experts.w13_weight_scale", "block.layer_scale_2", "lm_head.logit_scale",
+)  # fmt: skip
+
+
+def judged(of: Checkpoint) -> list[str]:
+    """The errors of the header rules, without those of a folder that has no more than these tensors."""
+    found = judge_headers(Folder(of, planned=True))
+    return [f"{one.rule} {one.where}" for one in found if one.severity == "error"]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_parameter_of_the_model_is_no_part_of_a_stored_weight(name: str) -> None:
+    """By its name alone: neither for a plan nor for validators, which read names on their own."""
+    tensors = {
+        f"layers.0.{name}": TensorType("BF16", (4,)),
+        "layers.0.router.proj.weight": TensorType("BF16", (2, 4)),
+    }
+    of = checkpoint(tensors)
+    Plan.identity(of).check()
+    assert judged(of) == []
+    assert methods_of(of) == frozenset()
+
+
+@pytest.mark.parametrize("name", ["router.scale", "attn.q_proj_scale", "mixer.weight_scale"])
+def test_a_parameter_of_a_model_in_block_fp8(name: str) -> None:
+    """Codes with scales beside it do not make it a scale under a name that these have not."""
+    own = {f"layers.0.{name}": TensorType("F32", (4,))}
+    of = checkpoint({**fp8(128, 128, "layers.0.mlp.up_proj"), **own}, FP8_BLOCKS)
+    plan = Plan.identity(of).check()
+    assert judged(of) == []
+    done = run_passes(plan, (Dequant(),))
+    assert done.tensors.keys() == {"layers.0.mlp.up_proj.weight", f"layers.0.{name}"}
+
+
+def test_a_gain_beside_the_scale_of_an_fp8_weight_is_the_models_own() -> None:
+    own = {"a.scale": TensorType("BF16", (128,))}
+    of = checkpoint({**fp8(128, 128), **own}, FP8_BLOCKS)
+    done = run_passes(Plan.identity(of), (Dequant(),))
+    assert done.tensors.keys() == {"a.weight", "a.scale"}
+    assert judged(of) == []
+
+
+@pytest.mark.parametrize("end", ["scale", "weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_scale_of_a_lost_weight_is_found(end: str, lost: int) -> None:
+    """Modules alike, of another layer or expert, say what it is."""
+    names = ["layers.0.experts.1.up", "layers.1.experts.0.up"]
+    tensors = {f"{name}.weight": TensorType("F8_E4M3", (4, 4)) for name in names}
+    tensors |= {f"{name}.{end}": TensorType("F32", (4,)) for name in names}
+    del tensors[f"{names[lost]}.weight"]
+    of = checkpoint(tensors)
+    with pytest.raises(PlanError, match=rf"'{names[lost]}\.{end}' has no weight"):
+        Plan.identity(of).check()
+    assert f"QC011 {names[lost]}.{end}" in judged(of)
 
 
 def test_a_drop_rule_for_a_tensor_in_use_is_refused() -> None:

@@ -57,6 +57,10 @@ _WEIGHT_OF_SCALE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
+# Suffixes that models have for parameters of their own: a router's `scale`, the gain of a projection.
+_OWN_TOO = (".scale", "_proj_scale")
+
+
 class Parsed(NamedTuple):
     """A name's template and numbers. `layer` and `expert` are None where the name has none."""
 
@@ -193,6 +197,18 @@ def scales_alone(names: Collection[str]) -> list[str]:
         else:
             found.append(name)
     return found
+
+
+def is_ambiguous(scale: str) -> bool:
+    """Whether models also have parameters of their own under a scale's name."""
+    return scale.endswith(_OWN_TOO)
+
+
+def scale_end(scale: str) -> str:
+    """What a scale's name has behind its weight's module or stack: `weight_scale_inv`, `_scale`."""
+    last = scale.rpartition(".")[2]
+    _, stack, end = last.rpartition("_proj")
+    return end if stack else last
 
 
 # No suffix of a scale has a second dot, so that a name's last component decides.

@@ -132,11 +132,8 @@ def _whole(plan: Plan) -> dict[str, Any]:
 
 
 def _is_quantized(name: str, plan: Plan) -> bool:
-    """Whether a tensor is a weight in codes, or a part of one."""
-    if plan.tensors[name].type.dtype not in FLOAT_DTYPES:
-        return True
-    _, parameter = split_parameter(name)
-    return "scale" in parameter
+    """Whether a tensor is a weight in codes, or a part of one that is no number."""
+    return plan.tensors[name].type.dtype not in (*FLOAT_DTYPES, "F64", "I64", "BOOL")
 
 
 def _plain_modules(plan: Plan, names: Iterable[str]) -> list[str]:

@@ -21,8 +21,11 @@ from qconvert.core.manifest_keys import LASTING_FACTS
 from qconvert.core.names import (
     apart_experts,
     in_model_order,
+    is_ambiguous,
     is_scale,
+    parse,
     scale_candidates,
+    scale_end,
     scales_alone,
     weight_candidates,
 )
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 # How rules begin that leave a tensor out because another folder holds it.
 ELSEWHERE = "elsewhere:"
+_FLOATS = ("BF16", "F16", "F32", "F64")  # any other dtype is one of codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +418,7 @@ def _check_scales(plan: Plan) -> None:
     if plan.config != plan.checkpoint.config:
         own = quantization_in(plan.config, None, plan.checkpoint.root)
     block = stated_block(own)
-    alone = set(scales_alone(plan.tensors))
+    alone = _scales_lost(plan, quantized=bool(own))
     for name, output in plan.tensors.items():
         if name in alone:
             weights = " or ".join(weight_candidates(name))
@@ -428,6 +432,34 @@ def _check_scales(plan: Plan) -> None:
                 fault = grid_fault(output.type, plan.tensors[scales[0]].type, block)
                 if fault is not None:
                     raise PlanError(f"scale {scales[0]!r}: {fault}")
+
+
+def _scales_lost(plan: Plan, *, quantized: bool) -> frozenset[str]:
+    """Scales whose weight is not there. Models have parameters of such names too (Gemma 4's
+    `router.scale`), so that a name alone makes none: it is a scale where modules alike (of other layers
+    or experts) have it beside codes; or where the family has a linear in a folder that is `quantized` or
+    holds codes with scales; there, too, under a name that no model uses and those scales have, unless
+    the family says that nothing is quantized in its place."""
+    alone = scales_alone(plan.tensors)
+    if not alone:
+        return frozenset()
+    beside: set[str] = set()
+    held: tuple[Mapping[str, Source | Output], ...] = plan.checkpoint.sources, plan.tensors
+    for tensors in held:
+        for name in tensors:
+            weights = (tensors.get(weight) for weight in weight_candidates(name))
+            if any(one is not None and one.type.dtype not in _FLOATS for one in weights):
+                beside.add(parse(name).template)
+    ends = {scale_end(template) for template in beside}
+    found = set()
+    for name in alone:
+        kind, end = plan.role_index.kind(name), scale_end(name)
+        likely = kind.linear or not (
+            is_ambiguous(name) or kind.never_quantized or (ends and end not in ends)
+        )
+        if parse(name).template in beside or ((quantized or beside) and likely):
+            found.add(name)
+    return frozenset(found)
 
 
 def _check_ties(plan: Plan) -> None:

@@ -43,10 +43,16 @@ def packed_modules(checkpoint: Checkpoint) -> set[str]:
     found = set()
     for name in checkpoint:
         for end in (".weight_packed", ".qweight", ".weight_scale_2", "_scale_2"):
-            if name.endswith(end):
+            if name.endswith(end) and (not end.endswith("_2") or _scales_codes(checkpoint, name)):
                 found.add(name.removesuffix(end))
                 break
     return found
+
+
+def _scales_codes(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a `_scale_2` is that of a weight in codes: models have a `layer_scale_2` of their own."""
+    weight = checkpoint.get(name.removesuffix("_scale_2"))
+    return weight is not None and weight.type.dtype in _CODES
 
 
 def fp8_modules(checkpoint: Checkpoint) -> set[str]:
@@ -75,7 +81,7 @@ def methods_of(checkpoint: Checkpoint) -> frozenset[str] | None:
         return _GPTQ
     if "weight_packed" in ends:
         return frozenset({"compressed-tensors"})
-    if any(end.endswith("_scale_2") for end in ends):
+    if any(n.endswith("_scale_2") and _scales_codes(checkpoint, n) for n in checkpoint):
         return frozenset({"modelopt", "modelopt_fp4", "fp8"})
     if not any(source.type.dtype in _CODES for source in checkpoint.values()):
         return frozenset()

@@ -8,7 +8,7 @@ from math import prod
 from qconvert.checkpoint.quantization_config import Fp8Scheme, fp8_scheme, has_groups
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, inferred
-from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
+from qconvert.core.names import is_ambiguous, scale_candidates, split_parameter, weight_candidates
 from qconvert.matrices.stored import Stored
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
 from qconvert.plan.plan import Plan
@@ -42,9 +42,11 @@ def fp8_scheme_of(plan: Plan, scale: str) -> Fp8Scheme:
 
 
 def fp8_scale_name(plan: Plan, weight: str) -> str:
-    """The scale beside an FP8 weight. Raises PlanError for none or several."""
+    """The scale beside an FP8 weight. Raises PlanError for none or several; beside one that only weights
+    have, a `scale` is the model's own."""
     tried = scale_candidates(weight)
     found = [name for name in tried if name in plan.tensors]
+    found = [name for name in found if not is_ambiguous(name)] or found
     if len(found) != 1:
         what = "has no scale" if not found else f"has {len(found)} scales"
         raise PlanError(f"FP8 weight {weight!r} {what} ({' or '.join(tried)})")

@@ -20,6 +20,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.names import split_parameter
 from qconvert.validation.findings import Finding, Rule
+from qconvert.validators.reading.parts import lost
 from qconvert.validators.reading.quantization import PackedInts, gptq_block, gptq_ints, ints_of
 
 RULES = (
@@ -65,12 +66,12 @@ def int_parts(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Iterator[F
 
 
 def _packed(checkpoint: Checkpoint) -> Iterator[Finding]:
+    alone = lost(checkpoint)
     for name, source in checkpoint.items():
         module, parameter = split_parameter(name)
-        if parameter in ("weight_zero_point", "weight_g_idx"):
-            packed = f"{module}.weight_packed"
-            if packed not in checkpoint and f"{module}.weight" not in checkpoint:
-                yield Finding("QC088", "error", name, f"belongs to no weight ({packed})")
+        if parameter in ("weight_zero_point", "weight_g_idx") and name in alone:
+            message = f"belongs to no weight ({module}.weight_packed)"
+            yield Finding("QC088", "error", name, message)
         if parameter != "weight_packed" or source.type.dtype != "I32":
             continue
         stated = ints_of(checkpoint, module)

@@ -13,6 +13,7 @@ from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
+from qconvert.validators.reading.parts import of_cache
 
 RULES = (
     Rule(
@@ -40,7 +41,7 @@ class KvCache:
 
     def __call__(self, folder: Folder) -> Iterator[Finding]:
         checkpoint = folder.checkpoint
-        scales = [name for name in checkpoint if name.endswith(KV_SCALES)]
+        scales = [n for n in checkpoint if n.endswith(KV_SCALES) and of_cache(checkpoint, n)]
         layers: dict[str, set[str]] = {}
         for name in scales:
             kind = checkpoint[name].type

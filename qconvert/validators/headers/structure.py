@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import INDEX, Checkpoint
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError
+from qconvert.core.graph import Source
 from qconvert.core.names import (
     is_scale,
     scale_candidates,
-    scales_alone,
     split_parameter,
     weight_candidates,
 )
@@ -38,6 +38,7 @@ from qconvert.validators.reading.model import (
     unread_quantization,
     where_of,
 )
+from qconvert.validators.reading.parts import coded, lost, weights_of
 from qconvert.validators.reading.quantization import (
     HF_QUANT_CONFIG,
     KNOWN_METHODS,
@@ -49,8 +50,9 @@ from qconvert.validators.reading.quantization import (
 
 # Dtypes or parameters only quantized checkpoints have.
 _PACKED = (".weight_packed", ".qweight", "_blocks", ".weight_scale_2", ".w13_weight_scale")
-# Parts of packed weights, which need others beside them.
-_PARTS = (".weight_packed", ".weight_shape")
+# Packed weights need other tensors beside them.
+_PARTS = (".weight_packed",)
+_OF_INTS = (".weight_zero_point", ".weight_g_idx")  # QC088
 _TIE = "tie_word_embeddings"
 # Parameters that depend on another: QC011 and QC088 report missing parts.
 _OTHER_FORMS: Mapping[str, tuple[str, ...]] = {
@@ -191,13 +193,13 @@ def _total_size(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
     there = checkpoint.sources
-    alone = set(scales_alone(there))
+    alone = {name for name in lost(checkpoint) if not name.endswith(_OF_INTS)}
     if not alone and checkpoint.dtypes.isdisjoint(FP8) and checkpoint.ends.isdisjoint(_PARTS):
         return
     for name, source in there.items():
         if name in alone:
-            weights = " or ".join(weight_candidates(name))
-            yield Finding("QC011", "error", name, f"has no weight ({weights})")
+            what = "the shape of no weight" if name.endswith("_shape") else "has no weight"
+            yield Finding("QC011", "error", name, f"{what} ({' or '.join(weights_of(name))})")
         elif source.type.dtype in FP8 and not is_scale(name):
             tried = scale_candidates(name)
             if there.keys().isdisjoint(tried):
@@ -208,10 +210,6 @@ def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
             for part in parts:
                 if stem + part not in checkpoint:
                     yield Finding("QC011", "error", name, f"packed without {stem}{part}")
-        elif name.endswith(".weight_shape"):
-            packed = f"{name.removesuffix('shape')}packed"
-            if packed not in checkpoint:
-                yield Finding("QC011", "error", name, f"the shape of no weight ({packed})")
 
 
 def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -315,11 +313,16 @@ def _first_quantized(checkpoint: Checkpoint) -> str | None:
         dtype = source.type.dtype
         if (
             (dtype in codes and not is_scale(name))
-            or (packed and name.endswith(_PACKED))
+            or (packed and name.endswith(_PACKED) and _is_of_codes(sources, name))
             or (dtype == "I8" and int8_scale(sources, name) is not None)
         ):
             return name
     return None
+
+
+def _is_of_codes(sources: Mapping[str, Source], name: str) -> bool:
+    """Whether a tensor with such a name is of codes, or a scale beside some."""
+    return any(coded(sources, one) for one in (name, *weights_of(name)))
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:

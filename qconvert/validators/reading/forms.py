@@ -166,6 +166,8 @@ class Forms:
         """The scale of an FP8 weight."""
         sources = self.checkpoint.sources
         found = [name for name in scale_candidates(weight) if name in sources]
+        if len(found) > 1:  # beside a scale that only weights have, `scale` is the model's own
+            found = [name for name in found if not name.endswith(".scale")]
         if len(found) != 1:
             raise Unread(f"it has {len(found)} scales")
         scale = sources[found[0]]

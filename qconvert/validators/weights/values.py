@@ -21,6 +21,7 @@ from qconvert.validators.reading.decode import FP8, code_floats, scale_floats
 from qconvert.validators.reading.forms import Grid
 from qconvert.validators.reading.matrices import Matrix, matrices
 from qconvert.validators.reading.nvfp4 import FP4, is_part
+from qconvert.validators.reading.parts import of_cache
 from qconvert.validators.reading.rows import group_of, row_bytes, zero_points
 from qconvert.validators.weights.signs import may_be_negative
 
@@ -115,7 +116,7 @@ class Values:
                 task = Numbers(
                     tensor=source, spans=spans, parts=parts, blank=blank,
                     infinities=allowed and source.type.dtype == "BF16",
-                    positive=name.endswith(KV_SCALES),
+                    positive=name.endswith(KV_SCALES) and of_cache(checkpoint, name),
                 )  # fmt: skip
                 kinds.setdefault(kind, []).append(task)
         for tasks in kinds.values():
