@@ -162,7 +162,8 @@ def why_not(choice: Choice) -> dict[int, str]:
                 name for one in answer.ranks for name in (*one.missing, *one.misread, *one.empty)
             ]
             first = next(iter([*wrong, *answer.ignored]), "a tensor")
-            found[tp] = f"{first} would not be read as it is stored"
+            cure = f"; {answer.cure}" if answer.cure else ""
+            found[tp] = f"{first} would not be read as it is stored{cure}"
     return found
 
 

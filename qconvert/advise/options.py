@@ -117,6 +117,8 @@ def considered(
         except NotSimulated as reason:
             unknown = str(reason)
             break
+        if answers[tp].cure:
+            break  # whatever the size
     written = disk_bytes(ready) if candidate.passes else 0
     return Choice(
         candidate, "", answers, unknown, plan.bytes_out, checkpoint.nbytes if written else 0, written,

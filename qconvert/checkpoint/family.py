@@ -24,7 +24,7 @@ from qconvert.core.names import (
     parse,
     split_parameter,
 )
-from qconvert.core.roles import Kind
+from qconvert.core.roles import EXPERT_COUNTS, Kind
 
 Config = Mapping[str, Any]
 
@@ -513,9 +513,7 @@ def generic_dims(config: Config) -> Dims:
     return Dims(
         hidden_size=first_int(text, "hidden_size", "n_embd", "d_model"),
         num_layers=layers,
-        num_experts=first_int(
-            text, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
-        ),
+        num_experts=first_int(text, *EXPERT_COUNTS),
         mtp_layers=mtp,
         groups={},
         tied=is_tied(config),

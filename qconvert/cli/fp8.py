@@ -7,6 +7,7 @@ from typing import Literal, Unpack
 
 import click
 
+from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
 from qconvert.cli.options import (
     INPUT_SCALE,
@@ -45,6 +46,7 @@ from qconvert.cli.options import (
 @STATS
 @INPUT_SCALE
 @KV_SCALE
+@made_for("sglang or vllm", "sglang", "vllm")
 @CONVERSION
 def fp8(
     source: str,
@@ -60,6 +62,7 @@ def fp8(
     stats: Path | None,
     input_scale: float | None,
     kv_scale: float | None,
+    consumer: str | None,
     **options: Unpack[RunOptions],
 ) -> None:
     """Quantize all linear layers of SRC that runtimes load so, or its routed experts, to FP8.
@@ -69,11 +72,14 @@ def fp8(
     weights in BF16, byte for byte; but with --tensor q, k and v share a scale, as gate and up do, since
     runtimes keep one of them. Embeddings, head, norms and routers are unchanged. Activations are scaled
     by the runtime, by the constant of --input-scale, or, for `--targets experts`, by scales of inputs
-    that --stats saw. --targets takes `experts` and `Linear` (the default) only.
+    that --stats saw. --targets takes `experts` and `Linear` (the default) only. With --for, a class of
+    that runtime that is known not to read scales of blocks as DeepSeek publishes them (sglang's of
+    Llama, Mistral and Phi-3) gets compressed-tensors' form.
 
     \b
     Examples:
       qconvert fp8 Qwen/Qwen3-235B-A22B out --dry-run
+      qconvert fp8 meta-llama/Llama-3.3-70B-Instruct out --for sglang
       qconvert fp8 DeepSeek-V3-bf16 out --ue8m0
       qconvert fp8 Qwen/Qwen3-32B out --channel
       qconvert fp8 Qwen/Qwen3-32B out --tensor --input-scale 1.0
@@ -108,6 +114,7 @@ def fp8(
             tensor=tensor,
             input_scale=input_scale,
             stats=None if stats is None else str(stats),
+            consumer=consumer,
         )
     steps = with_kv_scale(step, kv_scale)
     convert(Recipe("fp8", steps, options["max_shard_size"]), source, out, options)

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+# Keys of configs that count routed experts, the usual ones first.
+EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+
 
 class Kind(Enum):
     """What a module is. Matrices are [outputs, inputs], unless stated otherwise."""

@@ -19,7 +19,7 @@ from qconvert.checkpoint.family import (
     text_config,
     vision_config,
 )
-from qconvert.core.roles import Kind
+from qconvert.core.roles import EXPERT_COUNTS, Kind
 
 Kinds = Mapping[str, Kind]
 
@@ -124,7 +124,7 @@ def deepseek_dims(config: Config) -> Dims:
     text = text_config(config)
     num_layers = counted(text, "num_hidden_layers")
     mtp_layers = counted(text, "num_nextn_predict_layers", "num_mtp_layers")
-    num_experts = first_int(text, "n_routed_experts", "num_local_experts", "num_experts")
+    num_experts = first_int(text, *EXPERT_COUNTS)
     first, step = first_int(text, "first_k_dense_replace"), first_int(text, "moe_layer_freq")
     types = list(text.get("mlp_layer_types") or ())
 
@@ -251,7 +251,7 @@ def qwen_dims(config: Config, mtp_layers: int = 0, full_attention_interval: int 
     text = text_config(config)
     vision = vision_config(config)
     layers = range(counted(text, "num_hidden_layers"))
-    num_experts = first_int(text, "num_experts", "num_local_experts")
+    num_experts = first_int(text, *EXPERT_COUNTS)
     counts = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
     if any(text.get(key) is not None for key in counts):
         mtp_layers = counted(text, *counts)

@@ -48,6 +48,8 @@ from qconvert.passes.replace_weights import Linear, Selection, replace_weights, 
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
 from qconvert.passes.spelled import spelled
 from qconvert.plan.plan import Plan
+from qconvert.runtimes.consumers import parse_consumer
+from qconvert.runtimes.misreadings import Misread, misread
 
 BLOCK = 128
 # What DeepSeek-V3 and Qwen3-Next-FP8 publish in FP8, and runtimes take in no packed form.
@@ -64,10 +66,12 @@ class ToFp8:
     input scales of routed experts are taken. `exponents`: scales are powers of two (ue8m0), by block in
     dialect fp8 only. `shared_experts` says whether shared experts beside routed ones are quantized too
     or kept; None: quantized only where sglang would otherwise fuse them and not read them. `tp` is a
-    tensor-parallel size that the result must load at.
+    tensor-parallel size that the result must load at. `consumer` is the runtime that is to load it: where
+    its class is known to misread dialect fp8 (`runtimes/misreadings.py`), compressed-tensors is written.
 
     Raises PlanError where the dialect has no such scales, where layers in another quantized form would
-    stay, where a rank would cut a block, and as `routed_experts` does.
+    stay, where a rank would cut a block, where the consumer misreads either dialect, and as
+    `routed_experts` does.
     """
 
     name: ClassVar[str] = "fp8"
@@ -82,11 +86,14 @@ class ToFp8:
     tensor: bool = False
     input_scale: float | None = None
     stats: str | None = None
+    consumer: str | None = None
 
     def __repr__(self) -> str:
-        return spelled(self, ("tensor", "input_scale", "stats"))
+        return spelled(self, ("tensor", "input_scale", "stats", "consumer"))
 
     def __post_init__(self) -> None:
+        if self.consumer is not None:
+            parse_consumer(self.consumer)
         if self.tensor and self.exponents:
             raise PlanError("scales that are powers of two are supported by block only")
         if self.input_scale is not None and not self.tensor:
@@ -136,6 +143,22 @@ class ToFp8:
         return self.dialect == "fp8" and not self.tensor
 
     def __call__(self, plan: Plan) -> Plan:
+        if self.consumer is None:
+            return self._planned(plan)
+        other = self
+        if self._by_blocks and not self.exponents:
+            other = replace(self, dialect="compressed-tensors")
+        made = (other if _misread(self.consumer, plan) else self)._planned(plan)
+        if _misread(self.consumer, made):
+            made = other._planned(plan)
+        found = _misread(self.consumer, made)
+        if found:
+            raise PlanError(
+                f"{self.consumer} does not read {found.first!r} as it would be stored: {found.cure}"
+            )
+        return made
+
+    def _planned(self, plan: Plan) -> Plan:
         chosen = self.chosen(plan)
         others = self._others(plan, chosen)
         check_nothing_packed(others)
@@ -334,6 +357,12 @@ class ToFp8:
         if self.tensor:
             group = partial(fp8_tensor_group_config, inputs=self._stores_inputs)
         return compressed_block(plan, chosen, group, left)
+
+
+def _misread(consumer: str, made: Plan) -> Misread:
+    """What a runtime's class is known to misread of a plan's result."""
+    types = {name: output.type for name, output in made.tensors.items()}
+    return misread(parse_consumer(consumer).name, made.config, types)
 
 
 PASSES = (ToFp8,)

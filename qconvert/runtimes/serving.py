@@ -17,6 +17,7 @@ from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.offering import Simulated, Tensors
 from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import Setting
+from qconvert.runtimes.misreadings import misread
 from qconvert.runtimes.sglang import VERSION as SGLANG
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import VERSION as VLLM
@@ -55,12 +56,14 @@ class Answer:
     """What all ranks of a server say together. `ignored` are tensors that no rank reads though one
     looked for their parameter, and `of_cache` the scales of a KV cache among all that none reads: it is
     served with a scale of 1 then; `nbytes` is what the fullest rank holds; `mended_by` is an option with
-    which the folder loads whole, where it does not without."""
+    which the folder loads whole, where it does not without; `cure` is what to do about a folder that the
+    class is known to misread (runtimes/misreadings.py), of which nothing else is said."""
 
     ranks: tuple[Simulated, ...]
     ignored: tuple[str, ...]
     mended_by: str = ""
     of_cache: tuple[str, ...] = ()
+    cure: str = ""
 
     @property
     def whole(self) -> bool:
@@ -104,6 +107,10 @@ def served(
     `draft`: as the draft model that the folder holds. Raises NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
+    known = misread(runtime, config, tensors)
+    if known:
+        ranks = (Simulated(setting, None, misread=known.wrong),)
+        return Answer(ranks, known.unread, cure=known.cure)
     simulate = partial(_SIMULATE[runtime], groups=groups, draft=draft)
     answer = _served(simulate, config, tensors, setting, stage, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
@@ -128,7 +135,7 @@ def drafted(
     the option that mends it. None where there is none. Raises NotSimulated, also for one in pipeline
     stages."""
     setting = model.setting
-    own = _OF_DRAFT[runtime](config, tensors)
+    own = {} if model.cure else _OF_DRAFT[runtime](config, tensors)
     if not own:
         return None
     if setting.pp > 1:
@@ -338,6 +345,9 @@ def _loading(
                 option = f", but with {beside.mended_by}" if beside.mended_by else ""
                 draft = f"does not load its draft at tp {tp}{option}: {_why(beside)}"
         elif not failed:
+            if answer.cure:
+                failed = f"does not load it right: {_why(answer)}; {answer.cure}"
+                break
             failed = f"not at tp {tp}: {_why(answer)}"
     return Loading(runtime, SIMULATED[runtime], whole, failed, draft, unknown, cache)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from qconvert.checkpoint.family import text_config
 from qconvert.core.patterns import compiled
+from qconvert.runtimes.loading.building import spelled
 
 NO_FUSION = "--disable-shared-experts-fusion"
 
@@ -56,7 +57,7 @@ def architecture_of(config: Config) -> str:
 def fuses(architecture: str, config: Config, block: Config | None) -> bool:
     """Whether sglang's class fuses the shared experts of a model with this config and quantization
     block."""
-    text = text_config(config)
+    text = spelled(text_config(config))
     if architecture == _DEEPSEEK:
         return _deepseek_fuses(text, block)
     if architecture == _GLM:
@@ -109,7 +110,7 @@ def kept_apart(architecture: str, config: Config, block: Config | None) -> bool:
     kind = _CLASSES.get(architecture)
     if kind is None or block is None:
         return False
-    text = text_config(config)
+    text = spelled(text_config(config))
     first = _count(text, kind.first) if kind.first else 0
     for layer in range(first, _count(text, "num_hidden_layers")):
         at = f"model.layers.{layer}.mlp"

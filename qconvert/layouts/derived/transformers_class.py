@@ -22,12 +22,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qconvert.core.names import experts_module, parse, split_parameter
-from qconvert.core.roles import Kind
+from qconvert.core.roles import EXPERT_COUNTS, Kind
 from qconvert.layouts.derived.kinds import Parameter, kind_of
 from qconvert.layouts.derived.running import is_marked, why_not_run
 
-# Keys of configs that count routed experts and say how wide one is, the usual ones first.
-_EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+# Keys of configs that say how wide an expert is, the usual ones first.
 _WIDTH_KEYS = (
     "moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size",
     "intermediate_size", "ffn_hidden_size", "expert_dim",
@@ -384,7 +383,7 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
         "keys": {
             size: key
             for size, keys in (
-                ("num_experts", _EXPERT_KEYS),
+                ("num_experts", EXPERT_COUNTS),
                 ("moe_intermediate_size", _WIDTH_KEYS),
             )
             for key in [next((k for k in keys if stated.get(k) == found.sizes.get(size)), None)]

@@ -37,6 +37,24 @@ _ZERO = (
     "qk_rope_head_dim",
 )  # fmt: skip
 
+# What a config may say in place of a key: transformers' classes, which both runtimes read configs with,
+# take either (5.17, `attribute_map`), and save the first.
+_OF_QWEN = {"num_local_experts": "num_experts"}
+_OF_DEEPSEEK = {
+    "num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers",
+}  # fmt: skip
+SPELLINGS: Mapping[str, Mapping[str, str]] = {
+    "qwen3_moe": _OF_QWEN, "qwen3_vl_moe_text": _OF_QWEN, "glm4_moe": _OF_DEEPSEEK,
+    "deepseek_v3": _OF_DEEPSEEK,
+}  # fmt: skip
+
+
+def spelled(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A text config under the keys that runtimes ask for."""
+    also = SPELLINGS.get(str(text.get("model_type")), {})
+    found = {key: text[other] for other, key in also.items() if text.get(other) is not None}
+    return {**text, **found} if found else text
+
 
 class Config:
     """Numbers of a config. Raises NotSimulated for one that is missing, of another type, or larger than
@@ -82,9 +100,9 @@ def text_config(config: Mapping[str, Any]) -> Config:
     """The numbers of the language model: a config of text and images nests them."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
-        return Config(config)
+        return Config(spelled(config))
     tied = config.get("tie_word_embeddings")
-    whole = {**text, "vision_config": config.get("vision_config")}
+    whole = {**spelled(text), "vision_config": config.get("vision_config")}
     return Config(whole if tied is None else {**whole, "tie_word_embeddings": tied})
 
 

@@ -135,6 +135,7 @@ def findings(answer: Answer) -> Iterator[Finding]:
     """What is wrong with a load; warnings where an option of the runtime mends it."""
     severity: Severity = "warning" if answer.mended_by else "error"
     cure = f"; with {answer.mended_by} it loads whole" if answer.mended_by else ""
+    cure = f"; {answer.cure}" if answer.cure else cure
     rank = answer.refused
     if rank is not None and rank.refused is not None:
         where = f"{rank.refused.where}: " if rank.refused.where else ""

@@ -1,0 +1,158 @@
+"""Tensors that a class of a runtime is known not to read, or to read wrong, without a word.
+
+These are facts of single classes, each read in the runtime's code and seen in its loader
+(tests/loaders/test_misreadings.py). They are asked before a simulator is, also of classes that none
+knows: that no fact is found of a folder says nothing.
+
+sglang 0.5.23:
+- `models/llama.py` looks for `.weight_scale_inv` as `.weight_scale`, the name of a scale a tensor. Scales
+  of blocks have the first name there, too, so that none is read. compressed-tensors calls its own
+  `weight_scale`.
+- `models/llama4.py` takes that loader over for the text model alone, which has nothing for experts.
+- `models/mllama4.py` moves rows of q_proj and k_proj for rotary embeddings, of tensors called `weight`.
+vLLM 0.33: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
+or zero points. GPTQ's names neither moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qconvert.core.dtypes import TensorType, ceil_div
+
+Config = Mapping[str, Any]
+Tensors = Mapping[str, TensorType]
+
+# Classes that load as LlamaForCausalLM does, or hand their text model to one that does.
+_AS_LLAMA = frozenset((
+    "LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM", "Phi3ForCausalLM",
+    "InternLM3ForCausalLM", "IQuestCoderForCausalLM", "TeleFLMForCausalLM", "Llama4ForCausalLM",
+    "Mistral3ForConditionalGeneration", "LlavaLlamaForCausalLM", "LlavaMistralForCausalLM",
+    "VoxtralForConditionalGeneration", "GlmAsrForConditionalGeneration", "Phi4MMForCausalLM",
+    "Sarashina2VisionForCausalLM", "MultiModalityCausalLM",
+))  # fmt: skip
+# Those whose text model is of the class that its config names.
+_BY_TEXT = frozenset(("LlavaForConditionalGeneration", "PixtralForConditionalGeneration"))
+_LLAMA_TEXTS = ("llama", "mistral", "ministral3", "phi3")
+_MOVED = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
+# What has no rows of a matrix.
+_ROWLESS = (
+    "weight_shape", "weight_g_idx", "g_idx", "weight_global_scale", "input_global_scale",
+    "weight_scale_2", "input_scale", "bias",
+)  # fmt: skip
+_GPTQ = ("qweight", "scales", "qzeros")
+
+
+@dataclass(frozen=True, slots=True)
+class Misread:
+    """Tensors that reach no parameter (`unread`), or wrong ones (`wrong`: why, by name); and what a user
+    can do."""
+
+    unread: tuple[str, ...] = ()
+    wrong: Mapping[str, str] = field(default_factory=dict)
+    cure: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.unread or self.wrong)
+
+    @property
+    def first(self) -> str:
+        """The first name that either has."""
+        return next(iter((*self.unread, *self.wrong)))
+
+
+def misread(runtime: str, config: Config, tensors: Tensors) -> Misread:
+    """What the class that a config names is known to misread of these tensors, of the first fact that
+    there is; an empty answer where none is known."""
+    name = architecture_of(config)
+    for fact in _FACTS.get(runtime, ()):
+        found = fact(name, config, tensors)
+        if found:
+            return found
+    return Misread()
+
+
+def architecture_of(config: Config) -> str:
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
+def _block_scales(name: str, config: Config, tensors: Tensors) -> Misread:
+    """Scales of blocks in classes that load as Llama's."""
+    text = config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    if name not in _AS_LLAMA and not (name in _BY_TEXT and kind in _LLAMA_TEXTS):
+        return Misread()
+    scales = [
+        one for one, type in tensors.items()
+        if one.endswith(".weight_scale_inv") and len(type.shape) == 2
+    ]  # fmt: skip
+    cure = (
+        "its class reads scales of blocks in compressed-tensors' form (qconvert fp8 --for sglang), of "
+        "rows or of matrices (--channel, --tensor)"
+    )
+    return Misread(tuple(scales), cure=cure)
+
+
+def _experts_of_text(name: str, config: Config, tensors: Tensors) -> Misread:
+    """Experts of Llama 4's text model."""
+    found = [one for one in tensors if ".experts." in one] if name == "Llama4ForCausalLM" else []
+    cure = "sglang reads Llama 4's experts in the class with a tower alone: keep the whole model"
+    return Misread(tuple(found), cure=cure)
+
+
+def _rows_of(moved: Collection[str]) -> Callable[[str, Config, Tensors], Misread]:
+    """The fact that a class moves rows of q_proj and k_proj in tensors that end so, and no others."""
+
+    def fact(name: str, config: Config, tensors: Tensors) -> Misread:
+        if name not in _MOVED:
+            return Misread()
+        text = config.get("text_config")
+        sizes = text if isinstance(text, Mapping) else config
+        wrong: dict[str, str] = {}
+        for one, type in tensors.items():
+            module, _, leaf = one.rpartition(".")
+            which = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(
+                module.rpartition(".")[2]
+            )
+            if which is None or "vision" in module or leaf in _ROWLESS or type.numel <= 1:
+                continue
+            if not _right(leaf, type, _heads(sizes, which), _head(sizes), moved):
+                wrong[one] = "the class moves rows of q_proj and k_proj for rotary, not this tensor's"
+        cure = (
+            "leave q_proj and k_proj unquantized (w4a16 --ignore 're:.*(q|k)_proj.*', or experts "
+            "alone), or choose fp8 in blocks or with a scale a matrix"
+        )
+        return Misread(wrong=wrong, cure=cure)
+
+    return fact
+
+
+def _right(leaf: str, type: TensorType, heads: int, size: int, moved: Collection[str]) -> bool:
+    """Whether rows of a tensor are as those of its matrix are moved, within heads of `size` rows."""
+    rows = type.shape[0]
+    if leaf in _GPTQ or not heads or not size:
+        return leaf not in _GPTQ
+    if rows == heads * size:
+        return leaf in moved
+    block = ceil_div(heads * size, rows)  # rows that share one of the tensor's
+    return leaf not in moved and block % size == 0
+
+
+def _heads(config: Config, key: str) -> int:
+    value = config.get(key)
+    return value if type(value) is int else 0
+
+
+def _head(config: Config) -> int:
+    own = _heads(config, "head_dim")
+    heads = _heads(config, "num_attention_heads")
+    return own or (_heads(config, "hidden_size") // heads if heads else 0)
+
+
+_FACTS: Mapping[str, tuple[Callable[[str, Config, Tensors], Misread], ...]] = {
+    "sglang": (_experts_of_text, _block_scales, _rows_of(("weight",))),
+    "vllm": (_rows_of(("weight", "weight_packed", "weight_scale")),),
+}

@@ -1,0 +1,151 @@
+"""What classes of runtimes are known to misread is said by plan, card, `validate --for` and `advise`, and
+is not written for a runtime that is asked for. That their loaders do: tests/loaders/test_misreadings.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import read_tensors, run_cli
+from families.tiny import saved
+
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.loading.setting import Setting
+from qconvert.runtimes.misreadings import misread
+from qconvert.runtimes.serving import loads, served
+
+_AT = "model.layers.0.self_attn"
+_LLAMA4: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "text_config": {
+        "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("llama", tmp_path_factory.mktemp("models") / "llama", {})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Mistral3ForConditionalGeneration",
+     "InternLM3ForCausalLM", "Ministral3ForCausalLM", "VoxtralForConditionalGeneration"],
+)  # fmt: skip
+def test_block_scales_that_are_looked_for_under_another_name(name: str) -> None:
+    config = {"architectures": [name]}
+    scale = f"{_AT}.o_proj.weight_scale_inv"
+    blocks = {f"{_AT}.o_proj.weight": TensorType("F8_E4M3", (256, 256)),
+              scale: TensorType("F32", (2, 2))}  # fmt: skip
+    assert misread("sglang", config, blocks).unread == (scale,)
+    assert not misread("vllm", config, blocks)
+    assert not misread("sglang", {"architectures": ["Qwen2ForCausalLM"]}, blocks)
+    # A scale a matrix has that name in Mistral's own releases, and is what the class looks for.
+    assert not misread("sglang", config, {scale: TensorType("F32", ())})
+    answer = served(config, blocks, Setting())
+    assert not answer.whole
+    assert answer.cure
+
+
+def test_a_text_model_by_its_config() -> None:
+    scale = {f"language_model.{_AT}.o_proj.weight_scale_inv": TensorType("F32", (2, 2))}
+    config = {"architectures": ["LlavaForConditionalGeneration"]}
+    assert misread("sglang", {**config, "text_config": {"model_type": "mistral"}}, scale)
+    assert not misread("sglang", {**config, "text_config": {"model_type": "qwen2"}}, scale)
+
+
+# Tensors of q_proj, and of which runtimes read them in the order of the matrix's rows.
+ROWS: dict[str, tuple[dict[str, tuple[str, tuple[int, ...]]], tuple[str, ...]]] = {
+    "bf16": ({"weight": ("BF16", (256, 256))}, ("sglang", "vllm")),
+    "fp8 blocks": (
+        {"weight": ("F8_E4M3", (256, 256)), "weight_scale_inv": ("F32", (2, 2))}, ("sglang", "vllm"),
+    ),
+    "fp8 blocks of fewer rows than a head": (
+        {"weight": ("F8_E4M3", (256, 256)), "weight_scale_inv": ("F32", (8, 2))}, (),
+    ),
+    "fp8 rows": (
+        {"weight": ("F8_E4M3", (256, 256)), "weight_scale": ("BF16", (256, 1))}, ("vllm",),
+    ),
+    "fp8 tensor": (
+        {"weight": ("F8_E4M3", (256, 256)), "weight_scale": ("F32", (1,))}, ("sglang", "vllm"),
+    ),
+    "w4a16": (
+        {"weight_packed": ("I32", (256, 32)), "weight_scale": ("BF16", (256, 2)),
+         "weight_shape": ("I64", (2,))}, ("vllm",),
+    ),
+    "w4a16 asymmetric": (
+        {"weight_packed": ("I32", (256, 32)), "weight_scale": ("BF16", (256, 2)),
+         "weight_zero_point": ("I32", (32, 2))}, (),
+    ),
+    "nvfp4": (
+        {"weight_packed": ("U8", (256, 128)), "weight_scale": ("F8_E4M3", (256, 16)),
+         "weight_global_scale": ("F32", (1,))}, ("vllm",),
+    ),
+    "gptq": (
+        {"qweight": ("I32", (32, 256)), "scales": ("F16", (2, 256)), "qzeros": ("I32", (2, 32)),
+         "g_idx": ("I32", (256,))}, (),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ROWS)
+@pytest.mark.parametrize("part", ["q_proj", "k_proj"])
+def test_rows_that_are_moved_without_their_scales(form: str, part: str) -> None:
+    config = _LLAMA4
+    if part == "k_proj":
+        config = {**config, "text_config": {**config["text_config"], "num_key_value_heads": 4}}
+    stated, right = ROWS[form]
+    tensors = {f"language_model.{_AT}.{part}.{leaf}": TensorType(*one) for leaf, one in stated.items()}
+    for runtime in ("sglang", "vllm"):
+        assert bool(misread(runtime, config, tensors)) is (runtime not in right)
+    # Other projections, and the tower's, keep their order.
+    for other in (f"language_model.{_AT}.v_proj", f"vision_model.{_AT}.q_proj"):
+        alike = {f"{other}.{leaf}": TensorType(*one) for leaf, one in stated.items()}
+        assert not misread("sglang", config, alike)
+
+
+def test_experts_of_a_text_model_that_has_none() -> None:
+    experts = {"model.layers.0.feed_forward.experts.gate_up_proj": TensorType("BF16", (4, 64, 64))}
+    assert misread("sglang", {"architectures": ["Llama4ForCausalLM"]}, experts)
+    assert not misread("sglang", _LLAMA4, experts)
+
+
+def test_a_folder_that_is_misread(llama: Path, tmp_path: Path) -> None:
+    made = run_cli("fp8", llama, tmp_path / "out", "--jobs", "1")
+    assert made.code == 0, made.err
+    assert "sglang 0.5.23 (H200) does not load it right" in made.err
+    assert "--for sglang" in made.err
+    assert "launch_server" not in (tmp_path / "out" / "README.md").read_text()
+    checked = run_cli("validate", tmp_path / "out", "--for", "sglang")
+    assert checked.code == 3
+    assert "weight_scale_inv" in checked.out
+    advice = run_cli("advise", tmp_path / "out", "--for", "sglang")
+    assert "would not be read as it is stored" in advice.out
+
+
+def test_what_a_class_reads_is_written_for_it(llama: Path, tmp_path: Path) -> None:
+    made = run_cli("fp8", llama, tmp_path / "out", "--for", "sglang", "--jobs", "1")
+    assert made.code == 0, made.err
+    names = read_tensors(tmp_path / "out")
+    assert not [name for name in names if name.endswith("_scale_inv")]
+    assert any(name.endswith("q_proj.weight_scale") for name in names)
+    other = run_cli("fp8", llama, tmp_path / "other", "--for", "vllm", "--jobs", "1")
+    assert other.code == 0, other.err
+    assert any(name.endswith("_scale_inv") for name in read_tensors(tmp_path / "other"))
+    # A published one, too, which is otherwise refused as what it is already.
+    again = run_cli("fp8", tmp_path / "other", tmp_path / "again", "--for", "sglang", "--jobs", "1")
+    assert again.code == 0, again.err
+    assert not [name for name in read_tensors(tmp_path / "again") if name.endswith("_scale_inv")]
+    refused = run_cli("fp8", llama, tmp_path / "none", "--ue8m0", "--for", "sglang")
+    assert refused.code == 1
+    assert "weight_scale_inv" in refused.err
+
+
+def test_sizes_are_not_said_of_a_folder_that_is_misread() -> None:
+    config = {"architectures": ["LlamaForCausalLM"]}
+    scales = {f"{_AT}.o_proj.weight_scale_inv": TensorType("F32", (2, 2))}
+    said = loads(config, scales, {})["sglang"]
+    assert said.simulated
+    assert not said.sizes
