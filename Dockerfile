@@ -11,7 +11,7 @@ WORKDIR /opt/qconvert
 COPY pyproject.toml README.md LICENSE ./
 COPY qconvert qconvert
 ARG EXTRAS=
-RUN python -m pip install --no-cache-dir ".${EXTRAS}"
+RUN python -I -m pip install --no-cache-dir ".${EXTRAS}"
 
 # A user without a home: compiled loops, headers of object stores and the Hub's cache have a place.
 ENV XDG_CACHE_HOME=/tmp/cache HF_HOME=/tmp/huggingface

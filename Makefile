@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -I -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test docs picture peers loaders lint check bench clean
 
@@ -60,15 +60,15 @@ check: $(VENV)/installed-peers $(VENV)-loaders/installed
 
 # torch first and alone: with it installed, no other package pulls another build of it.
 $(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -I -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.12")'
+	$(PYTHON) -I -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[test]'
 	touch $@
 
 $(VENV)-docs/installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(PYTHON) -I -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -I -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $@
 
 $(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt requirements-peers-alone.txt
@@ -78,9 +78,9 @@ $(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt requirements-p
 
 # vLLM's wheel holds 270 MB of kernels: it is taken for Linux on any machine, and of it the Python. A folder
 # of its own, because sglang acts otherwise where it finds vLLM.
-LOADERS_PIP := $(VENV)-loaders/bin/python -m pip --quiet --disable-pip-version-check
+LOADERS_PIP := $(VENV)-loaders/bin/python -I -m pip --quiet --disable-pip-version-check
 $(VENV)-loaders/installed: $(VENV)/installed-peers $(wildcard requirements-loaders*.txt) tests/loaders/unpack_vllm.py
-	$(PYTHON) -m venv $(VENV)-loaders
+	$(PYTHON) -I -m venv $(VENV)-loaders
 	$(LOADERS_PIP) install --no-deps -r requirements-loaders.txt
 	rm -rf $(VENV)-loaders/vllm $(VENV)-loaders/wheel
 	$(LOADERS_PIP) install --no-deps --target $(VENV)-loaders/vllm -r requirements-loaders-vllm.txt
@@ -88,8 +88,8 @@ $(VENV)-loaders/installed: $(VENV)/installed-peers $(wildcard requirements-loade
 		-d $(VENV)-loaders/wheel -r requirements-loaders-vllm-wheel.txt
 	$(VENV)-loaders/bin/python tests/loaders/unpack_vllm.py $(VENV)-loaders/wheel $(VENV)-loaders/vllm
 	rm -rf $(VENV)-loaders/wheel
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(VENV)-loaders/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qconvert.pth"
+	$(BIN)/python -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(VENV)-loaders/bin/python -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qconvert.pth"
 	touch $@
 
 # Against other tools and this machine's limits; an hour, and 35 GB of disk. CASES="dequant fuse" for some.

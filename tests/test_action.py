@@ -24,7 +24,7 @@ _ACTION: dict[str, Any] = yaml.safe_load((_ROOT / "action.yml").read_text(encodi
 _STEPS: list[dict[str, Any]] = _ACTION["runs"]["steps"]
 _REPO, _FP8 = "org/converted", "org/fp8"
 # What a step that installs runs, in place of a fetch.
-_INSTALL = '"$PLACE/bin/python" -m pip install --quiet --disable-pip-version-check "$SOURCE"\n'
+_INSTALL = '"$PLACE/bin/python" -I -m pip install --quiet --disable-pip-version-check "$SOURCE"\n'
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def _run(tmp_path: Path, hub: LoopbackHub, **inputs: str) -> tuple[int, str, dic
             assert _INSTALL in lines
             light_python(runner / "qconvert")
             _script(runner / "qconvert")
-            lines = lines.replace(_INSTALL, "").replace("python -m venv", "test -d")
+            lines = lines.replace(_INSTALL, "").replace("python -I -m venv", "test -d")
         own = {name: _filled(value, values) for name, value in step.get("env", {}).items()}
         file = runner / "step.sh"
         file.write_text(lines)

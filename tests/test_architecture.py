@@ -169,6 +169,8 @@ _FOR_VALIDATORS = {
     "qconvert.compiled.jit",
     # Which packages are installed.
     "qconvert.core.extras",
+    # How another interpreter is started.
+    "qconvert.core.own_process",
     # Names that a manifest and config.json have: facts, no code that makes a folder.
     "qconvert.core.manifest_keys", "qconvert.checkpoint.text_class",
     # The simulator of a runtime's loader, which knows nothing of how a folder was made.

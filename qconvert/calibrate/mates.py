@@ -12,7 +12,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
@@ -31,7 +30,7 @@ from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings, Shared
 from qconvert.calibrate.work import Work, added
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core import errors
+from qconvert.core import errors, own_process
 from qconvert.core.errors import QConvertError, RunError
 from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.plan.plan import Plan
@@ -251,7 +250,7 @@ class _Mate:
             try:
                 with undisturbed():
                     self._process = subprocess.Popen(
-                        [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL,
+                        **own_process.python("-c", code), stdin=subprocess.DEVNULL,
                         stderr=self._said, pass_fds=(theirs.fileno(),),
                     )  # fmt: skip
             finally:
@@ -375,7 +374,6 @@ class _Place:
 
 def main(place: _Place) -> None:
     """Calibrate what is asked for at the other end of an inherited pipe."""
-    from qconvert.core import own_process
     from qconvert.run.worker import die_with
 
     own_process.declare()

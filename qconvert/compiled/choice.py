@@ -30,6 +30,9 @@ ENOUGH_BYTES = 768 << 20
 # run needs two or three (tests/test_compiled.py).
 LOOP_BYTES = 128 << 20
 
+# Of the current folder, which may be a foreign model's: numba reads it when it is imported.
+_NUMBA_SETTINGS = ".numba_config.yaml"
+
 # Where loops stand, and what compiles them: with other lines they are compiled anew.
 _SOURCES = ("compiled/*.py", "ops/compiled/loops/*.py", "validators/loops/*.py")
 
@@ -90,12 +93,16 @@ def numba_or_none() -> ModuleType | None:
     imported (it refuses versions of numpy that it does not know). Raises RunError where QCONVERT_KERNELS
     asks for it."""
     try:
+        if os.path.lexists(_NUMBA_SETTINGS):
+            raise ImportError(
+                f"it would take settings from {_NUMBA_SETTINGS} of the current folder"
+            )
         import numba
     except ImportError as error:
         if os.environ.get(VARIABLE) == "numba":
             raise RunError(
                 f"{VARIABLE} asks for numba, which cannot be imported: {error}; install the "
-                "version that it names, or unset it"
+                "version that it names, start in another folder, or unset it"
             ) from error
         return None
     folder = cache_folder()

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, Pipe
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from qconvert.core import own_process
 from qconvert.core.errors import RunError
 from qconvert.core.shown import message
 from qconvert.ops.compiled.choice import LOOP_BYTES
@@ -124,19 +125,17 @@ class ForkServer:
         self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
         self._workers: list[Forked] = []
         self._answered = 0
-        # -P: the current folder is not a place to import from. -c, not -m: run as __main__, the
-        # worker's message classes would not be those of the module.
+        # -c, not -m: run as __main__, the worker's message classes would not be those of the module.
         code = f"from qconvert.run.forkserver import main; main({theirs.fileno()}, {os.getpid()})"
         # Parts are too small to share out among threads, which numpy and torch would start.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
             with undisturbed():
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", code],
+                    **own_process.python("-c", code, **threads),
                     stdin=subprocess.DEVNULL,
                     stderr=self._said,
                     pass_fds=(theirs.fileno(),),
-                    env={**os.environ, **threads},
                 )
         except (OSError, MemoryError) as error:
             self._connection.close()

@@ -14,12 +14,13 @@ import socket
 import sys
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qconvert import __version__
+from qconvert.core import own_process
 from qconvert.core.errors import OutputError, RunError
 from qconvert.core.shown import count, message
 from qconvert.core.sizes import format_size
@@ -268,7 +269,8 @@ def connected(address: str | None) -> Iterator[Any]:
     with _without_notices() as quiet:
         try:
             _knock(address)
-            with _handler_kept():
+            with _handler_kept(), own_process.without_current_folder(), chdir("/"):
+                # Ray lets its workers import from the folder that is the current one now.
                 ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **own)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise RunError(

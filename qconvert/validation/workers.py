@@ -28,6 +28,7 @@ from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
 from qconvert.core.names import natural_key, parse, split_parameter
+from qconvert.core.own_process import without_current_folder
 from qconvert.core.profiling import Meter, Word, heard, recording
 from qconvert.run.forkserver import undisturbed
 from qconvert.run.metered import MeteredReader, Meters
@@ -286,11 +287,12 @@ def run_tasks(
     context = get_context("spawn")
     stop = context.RawValue("b", 0)
     given = (shards, os.getpid(), record is not None, loops, stop)
-    pool = ProcessPoolExecutor(workers, context, _enter, given)
+    with without_current_folder():  # multiprocessing's tracker of its semaphores is started here
+        pool = ProcessPoolExecutor(workers, context, _enter, given)
     running: deque[tuple[_Batch, Future[_Found]]] = deque()
     try:
         for batch in batches:
-            with undisturbed():
+            with undisturbed(), without_current_folder():
                 running.append((batch, pool.submit(_work, batch)))
             if len(running) >= 3 * workers:
                 yield from _finished(running, progress)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import metadata, resources
@@ -18,6 +17,7 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.family import Config, Family, families, generic_dims
+from qconvert.core import own_process
 from qconvert.core.errors import UsageError
 from qconvert.core.extras import pip_line
 from qconvert.core.json_text import parse_object
@@ -197,14 +197,11 @@ def _excess(config: Mapping[str, Any]) -> str | None:
 
 def _run(request: str) -> Mapping[str, Any]:
     # No GPU is asked for: its driver maps more addresses than the process may have.
-    environment = {
-        **os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }  # fmt: skip
+    words = ["-m", _MODULE, str(_MOST_BYTES)]
+    start = own_process.python(*words, HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _MODULE, str(_MOST_BYTES)], input=request, capture_output=True,
-            text=True, timeout=_SECONDS, env=environment, check=False,
+            **start, input=request, capture_output=True, text=True, timeout=_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"cannot": f"it was not built within {_SECONDS} s"}

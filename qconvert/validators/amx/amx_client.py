@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING
 
+from qconvert.core import own_process
 from qconvert.core.errors import PlanError
 from qconvert.core.extras import lacking
 from qconvert.run.reader import Reader
@@ -264,12 +264,11 @@ def _client(folder: Folder, block: Block, layer: int, inputs: _Inputs) -> Floats
             reason=str(work_dir / "reason"),
         )
         job.write(work_dir / "job.json")
-        # -P: do not import from the current folder.
-        command = [sys.executable, "-P", "-m", "qconvert.validators.amx.kt_forward"]
+        words = ["-m", "qconvert.validators.amx.kt_forward", str(work_dir / "job.json")]
         try:
             done = subprocess.run(
-                [*command, str(work_dir / "job.json")],
-                stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE_S, check=False,
+                **own_process.python(*words), stdin=subprocess.DEVNULL,
+                capture_output=True, timeout=_PATIENCE_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise ClientError(f"kt-kernel had not answered after {_PATIENCE_S:.0f} s") from error
