@@ -1263,7 +1263,7 @@ def repair(
         parts = stage_folders(here) or [here]
         if not dry_run and out is None:
             for part in parts:
-                finish(part)
+                finish(part, notice)
         found = tuple(repair_of(part, judge, follow_links=follow_links) for part in parts)
         if dry_run:
             return found

@@ -222,6 +222,8 @@ DENIED = {
 SHUT = {
     "b/.git": b"gitdir: x",
     ".qconvert": b"a file",
+    ".qconvert-repair/commit.json": b"{}",
+    "sub/.QConvert-later/a": b"another name of ours, on a file system without cases",
     ".git/config": b"[core]",
     ".cache/huggingface/x.lock": b"",
     "a/__pycache__/m.pyc": b"",
@@ -236,7 +238,8 @@ def test_side_files_by_deny_list(tmp_path: Path) -> None:
     found = Checkpoint.open(source)
     assert set(found.side_files) == set(KEPT)
     assert set(found.denied_files) == set(DENIED) | {
-        "b/.git", ".qconvert", ".git/", ".cache/", "a/__pycache__/",
+        "b/.git", ".qconvert", ".git/", ".cache/", "a/__pycache__/", ".qconvert-repair/",
+        "sub/.QConvert-later/",
     }  # fmt: skip
     convert("dequant", source, tmp_path / "out")
     made = tree(tmp_path / "out")

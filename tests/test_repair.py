@@ -17,7 +17,9 @@ from models import qwen3_moe, with_exponents
 from sampled import sampled
 
 from qconvert import api
-from qconvert.checkpoint.receipt import manifest_seal
+from qconvert.checkpoint.receipt import digest, manifest_seal
+from qconvert.core.errors import OutputError
+from qconvert.hub.trees import local_files
 from qconvert.repair import write as writing
 
 CONFIG, MANIFEST, RECEIPT = "config.json", "qconvert.json", "qconvert.receipt.jsonl"
@@ -338,7 +340,7 @@ def test_changed_files_go_into_another_folder(sound: dict[str, Path], tmp_path: 
     assert all(change["why"] and change["diff"] for change in said["changes"])
 
 
-@pytest.mark.parametrize("step", sampled(range(7), 3))
+@pytest.mark.parametrize("step", sampled(range(8), 3))
 def test_a_repair_that_stops_anywhere_is_finished_or_undone(
     step: int, sound: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +372,106 @@ def test_a_repair_that_stops_anywhere_is_finished_or_undone(
             api.repair(folder)
     api.repair(folder)
     assert tree(folder) == tree(whole)
+
+
+def _staged(folder: Path, files: object, **data: bytes) -> Path:
+    """A stage as an attacker, or an interrupted repair, leaves it."""
+    stage = folder / ".qconvert-repair"
+    stage.mkdir()
+    for name, content in data.items():
+        (stage / name.replace("__", ".")).write_bytes(content)
+    (stage / "commit.json").write_bytes(
+        files if isinstance(files, bytes) else json.dumps(files).encode()
+    )
+    return stage
+
+
+def _hash(file: Path) -> str:
+    return digest(file.read_bytes())
+
+
+_OTHER = b'{"model_type": "other"}'
+# Each makes what `commit.json` says of a folder, in which config.json is staged too.
+_PLANTED: dict[str, Callable[[Path], object]] = {
+    "of an earlier version": lambda folder: {
+        "written": ["config.json"], "removed": [next(folder.glob("*.safetensors")).name],
+    },
+    "weights, by their true hash": lambda folder: {
+        "files": {one.name: [_hash(one), None] for one in folder.glob("*.safetensors")},
+    },
+    "another config than is here": lambda folder: {"files": {CONFIG: ["0" * 32, digest(_OTHER)]}},
+    "another config than is staged": lambda folder: {
+        "files": {CONFIG: [_hash(folder / CONFIG), "0" * 32]},
+    },
+    "one of two files": lambda folder: {
+        "files": {
+            MANIFEST: [_hash(folder / MANIFEST), None], CONFIG: [None, digest(_OTHER)],
+        },
+    },
+    "a file beside the folder": lambda folder: {"files": {"../victim": [None, digest(_OTHER)]}},
+    "no hashes": lambda folder: {"files": {CONFIG: "now"}},
+    "torn": lambda folder: b"",
+    "half": lambda folder: b'{"files": {"con',
+    "no text": lambda folder: b"\xff\x00",
+    "a list": lambda folder: [],
+    "too large": lambda folder: b"[" * ((16 << 20) + 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", _PLANTED)
+def test_a_stage_of_another_folder_is_removed(
+    what: str, sound: dict[str, Path], tmp_path: Path
+) -> None:
+    """It came with the folder, or is torn: nothing is carried out, and nothing is blocked."""
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    before = tree(folder)
+    _staged(folder, _PLANTED[what](folder), config__json=_OTHER)
+    result = run_cli("repair", folder)
+    assert result.code == 0, result.err
+    assert "is removed, not carried out" in result.err
+    assert tree(folder) == before
+    assert sorted(os.listdir(tmp_path)) == ["folder"]
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_stands_in_the_way_of_a_stage_is_removed(
+    kind: str, sound: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "letter").write_text("dear")
+    before = tree(folder)
+    stage = folder / ".qconvert-repair"
+    stage.write_text("") if kind == "file" else stage.symlink_to(tmp_path / "victim")
+    assert run_cli("repair", folder).code == 0
+    assert tree(folder) == before
+    assert (tmp_path / "victim" / "letter").read_text() == "dear"
+
+
+def test_a_stage_does_not_travel(sound: dict[str, Path], tmp_path: Path) -> None:
+    """Neither by a conversion nor by an upload; until it is dealt with the folder is unfinished."""
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    _staged(folder, {"files": {}}, config__json=_OTHER)
+    result = run_cli("run", "copy", folder, tmp_path / "out", "--jobs", "1")
+    assert result.code == 0, result.err
+    assert [name for name in os.listdir(tmp_path / "out") if name.startswith(".")] == []
+    assert "QC002" in run_cli("validate", folder, "--level", "headers").out
+    with pytest.raises(OutputError, match="its repair is unfinished"):
+        local_files(folder)
+
+
+def test_a_folder_beside_is_written_to_again_after_an_interruption(
+    sound: dict[str, Path], tmp_path: Path
+) -> None:
+    """`--out`: what lies there of another run of the same command does not block it."""
+    folder = _copied(sound["w4a16"], tmp_path / "folder")
+    _nested(folder)
+    (tmp_path / "out").mkdir()
+    _staged(tmp_path / "out", b"", config__json=_OTHER)
+    result = run_cli("repair", folder, "--out", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert not (tmp_path / "out" / ".qconvert-repair").exists()
+    assert (tmp_path / "out" / CONFIG).exists()
 
 
 def test_a_runtime_must_load_the_result(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from qconvert.core.shown import count
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WORK_DIR = ".qconvert"
+REPAIR_DIR = ".qconvert-repair"
 MANIFEST = "qconvert.json"
 RECEIPT = "qconvert.receipt.jsonl"
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -51,7 +52,7 @@ DENIED_SUFFIXES = (
 DENIED_PATHS = frozenset({INDEX, MANIFEST, RECEIPT, "config.json"})
 # The Hub's own files, and files that may hold tokens.
 DENIED_NAMES = frozenset({".gitattributes", ".env"})
-DENIED_FOLDERS = frozenset({WORK_DIR, ".git", ".cache", "__pycache__", ".ipynb_checkpoints"})
+_DENIED_FOLDERS = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints"})
 
 # Of each shard, for Checkpoint.sample_digest: 10 MB in all for the 163 shards of DeepSeek-V3.
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -670,7 +671,7 @@ def _side_files(
         base = Path(folder).relative_to(root)
         # Following a folder link might never end; it is listed by name, so that nothing is lost
         # silently.
-        shut = {f for f in folders if f in DENIED_FOLDERS or (Path(folder) / f).is_symlink()}
+        shut = {f for f in folders if is_denied_folder(f) or (Path(folder) / f).is_symlink()}
         denied += [f"{(base / f).as_posix()}/" for f in shut]
         folders[:] = sorted(set(folders) - shut)
         for name in names:
@@ -703,11 +704,18 @@ def _is_denied(path: str) -> bool:
     manifest are regenerated: a nested config.json belongs to something else."""
     name = path.rpartition("/")[2]
     # A worktree's .git is a file, and a file .qconvert would be in the way of the work folder.
-    if path in DENIED_PATHS or name in DENIED_NAMES | DENIED_FOLDERS:
+    if path in DENIED_PATHS or name in DENIED_NAMES or is_denied_folder(name):
         return True
     if name.endswith(".index.json"):
         return True
     return name.lower().endswith(DENIED_SUFFIXES)
+
+
+def is_denied_folder(name: str) -> bool:
+    """Whether a folder of this name is left behind: caches, version control, and all that qconvert keeps
+    beside its results. A later command would take up what lies there as its own, so none comes from a
+    source, on file systems that do not tell cases apart neither."""
+    return name in _DENIED_FOLDERS or name.lower().startswith(WORK_DIR)
 
 
 def _is_special(real: Path) -> bool:

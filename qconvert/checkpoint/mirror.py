@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 
-from qconvert.checkpoint.checkpoint import DENIED_FOLDERS, DENIED_NAMES, DENIED_SUFFIXES
+from qconvert.checkpoint.checkpoint import DENIED_NAMES, DENIED_SUFFIXES, is_denied_folder
 from qconvert.checkpoint.safetensors import MAX_HEADER
 from qconvert.checkpoint.store import (
     FILES,
@@ -92,7 +92,7 @@ def _listed(store: Store) -> list[Stored]:
     for each in store.listed():
         check_name(store.url, each.name)
         *folders, name = each.name.split("/")
-        if name not in DENIED_NAMES and not DENIED_FOLDERS & {*folders, name}:
+        if name not in DENIED_NAMES and not any(map(is_denied_folder, [*folders, name])):
             found.append(each)
     if not found:
         raise CheckpointError(f"{store.url}: holds no files; check its name{_elsewhere(store)}")

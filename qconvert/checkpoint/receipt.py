@@ -67,7 +67,7 @@ def _is_own(name: str) -> bool:
     if not is_inside(name):
         return False
     path = PurePosixPath(name)
-    return path.as_posix() == name and path.parts[0] not in (".", ".qconvert")
+    return path.as_posix() == name and not name.lower().startswith((".qconvert", "./"))
 
 
 def sealed_lines(lines: Iterable[str]) -> list[str]:

@@ -14,7 +14,12 @@ from hashlib import sha1, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from qconvert.checkpoint.checkpoint import DENIED_FOLDERS, DENIED_SUFFIXES, WORK_DIR
+from qconvert.checkpoint.checkpoint import (
+    DENIED_SUFFIXES,
+    REPAIR_DIR,
+    WORK_DIR,
+    is_denied_folder,
+)
 from qconvert.core.errors import OutputError
 from qconvert.core.links import open_inside, resolved
 
@@ -55,6 +60,10 @@ def local_files(folder: Path, *, follow_links: bool = False) -> dict[str, int]:
             f"{folder}: its conversion is unfinished ({WORK_DIR}/ exists); run the same command again, "
             "or drop it with qconvert clean"
         )
+    if os.path.lexists(folder / REPAIR_DIR):
+        raise OutputError(
+            f"{folder}: its repair is unfinished ({REPAIR_DIR}/ exists); run qconvert repair again"
+        )
     found: dict[str, int] = {}
     for path in _files(folder):
         if not _hidden(path):
@@ -77,7 +86,7 @@ def _files(folder: Path) -> list[str]:
 
     there = sorted(p.relative_to(folder).as_posix() for p in folder.glob("**/*") if p.is_file())
     kept = filter_repo_objects(there, ignore_patterns=DEFAULT_IGNORE_PATTERNS)
-    return [path for path in kept if DENIED_FOLDERS.isdisjoint(path.split("/"))]
+    return [path for path in kept if not any(map(is_denied_folder, path.split("/")))]
 
 
 def _hidden(path: str) -> bool:

@@ -15,11 +15,13 @@ from difflib import unified_diff
 from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import (
-    DENIED_FOLDERS,
     HF_QUANT_CONFIG,
     INDEX,
+    MANIFEST,
+    RECEIPT,
     WORK_DIR,
     Checkpoint,
+    is_denied_folder,
 )
 from qconvert.core.errors import CheckpointError
 from qconvert.core.links import read_inside, resolved
@@ -40,6 +42,8 @@ from qconvert.runtimes.serving import loads
 from qconvert.validation.findings import Finding
 
 CONFIG = "config.json"
+# All that a repair, or an evaluation that is noted, ever writes or removes.
+METADATA = frozenset({INDEX, CONFIG, HF_QUANT_CONFIG, README, MANIFEST, RECEIPT})
 # In this order: a list is mended for the block that is left.
 _MENDS: tuple[Callable[[Checkpoint], Mended | None], ...] = (
     without_stale_blocks,
@@ -48,7 +52,7 @@ _MENDS: tuple[Callable[[Checkpoint], Mended | None], ...] = (
     true_ignore_list,
 )
 # An index and a receipt have a line a tensor: those of 95,000 tensors have some 60 MB.
-_MOST = 1 << 30
+MOST = 1 << 30
 # The findings of a folder; the flag says whether links that lead out of it are followed.
 Judge = Callable[[Path, bool], Sequence[Finding]]
 
@@ -192,7 +196,7 @@ def _linked(root: Path, *, follow_links: bool) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="qconvert-repair-") as made:
         copy = Path(made)
         for folder, folders, names in os.walk(root):
-            folders[:] = sorted(set(folders) - DENIED_FOLDERS)
+            folders[:] = sorted(name for name in folders if not is_denied_folder(name))
             for name in names:
                 relative = (Path(folder) / name).relative_to(root)
                 real = resolved(root, relative.as_posix(), follow_links=follow_links)
@@ -210,6 +214,6 @@ def _put(file: Path, data: bytes | None) -> None:
 
 def _read(root: Path, name: str, *, follow_links: bool) -> bytes | None:
     try:
-        return read_inside(root, name, _MOST, follow_links=follow_links)
+        return read_inside(root, name, MOST, follow_links=follow_links)
     except FileNotFoundError:
         return None

@@ -10,13 +10,14 @@ what was not checked.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
-from qconvert.checkpoint.checkpoint import RECEIPT, WORK_DIR, Checkpoint
+from qconvert.checkpoint.checkpoint import RECEIPT, REPAIR_DIR, WORK_DIR, Checkpoint
 from qconvert.checkpoint.grafted import grafted
 from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
@@ -87,8 +88,8 @@ RULES = (
     ),
     Rule(
         "QC002",
-        "a conversion is unfinished",
-        "A run was interrupted: its work folder `.qconvert/` still exists.",
+        "a conversion or a repair is unfinished",
+        "A run was interrupted: its work folder `.qconvert/`, or `.qconvert-repair/`, still exists.",
         "Run the same command again to continue; or delete the unfinished work: qconvert clean.",
     ),
 )
@@ -264,6 +265,13 @@ def begin(
             Finding(
                 "QC002", "error", str(out), f"{WORK_DIR}/ exists: a conversion is unfinished; "
                 "run its command again, or qconvert clean",
+            )
+        )  # fmt: skip
+    if os.path.lexists(out / REPAIR_DIR):
+        report.findings.append(
+            Finding(
+                "QC002", "error", str(out), f"{REPAIR_DIR} exists: a repair is unfinished; run "
+                "qconvert repair",
             )
         )  # fmt: skip
     opened = partial(open_source, follow_links=follow_links)
