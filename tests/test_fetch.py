@@ -36,10 +36,10 @@ class Held:
     def listed(self) -> Sequence[Stored]:
         return [Stored(name, len(data), "mark") for name, data in self.objects.items()]
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
+    def read(self, found: Stored, start: int, stop: int) -> bytes:
         with self.lock:
-            self.reads.append((name, start, stop))
-        return self.objects[name][start:stop]
+            self.reads.append((found.name, start, stop))
+        return self.objects[found.name][start:stop]
 
 
 def shards_of(store: Held) -> list[Shard]:

@@ -8,10 +8,12 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import INDEX, fp8_moe, run_cli, tensor, tree, watched_reads
@@ -23,6 +25,7 @@ from qconvert.checkpoint import fsspec_store
 from qconvert.checkpoint.store import Stored, is_url, named, store_of
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import CheckpointError, OutputError, RunError, UsageError
+from qconvert.run import executor
 from qconvert.run.crew import Node
 from qconvert.run.journal import read_journal
 from qconvert.run.nodes import Probe, look
@@ -109,6 +112,122 @@ def test_a_source_that_changes(tmp_path: Path) -> None:
         api.carry_out(planned)
     shard.unlink()
     with pytest.raises(CheckpointError, match=r"00002\.safetensors: is gone since"):
+        api.carry_out(planned)
+
+
+def _swapped(data: bytes) -> bytes:
+    """A shard saved again: the same tensors in the same size, two of them in the other's place."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
+    alike: dict[str, str] = {}
+    for name, entry in header.items():
+        kind = json.dumps([entry.get("dtype"), entry.get("shape")])
+        if kind in alike and len(entry.get("shape", [])) == 2:
+            first = header[alike[kind]]
+            (a, b), (c, d) = first["data_offsets"], entry["data_offsets"]
+            body[a:b], body[c:d] = body[c:d], body[a:b]
+            first["data_offsets"], entry["data_offsets"] = [c, d], [a, b]
+            text = json.dumps(header, separators=(",", ":")).encode()
+            return struct.pack("<Q", length) + text.ljust(length) + bytes(body)
+        alike[kind] = name
+    raise AssertionError("no two tensors are alike")
+
+
+def _replace(file: Path, data: bytes) -> None:
+    file.with_suffix(".new").write_bytes(data)
+    file.with_suffix(".new").replace(file)
+
+
+@pytest.mark.parametrize("read", range(6, 12))
+def test_an_object_that_is_replaced_at_any_moment(
+    read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its header, the samples of its bytes, the start of the run and each range: nothing is made
+    of new bytes by an old header."""
+    source = fp8_moe().write(tmp_path / "source")
+    shard = source / "model-00001-of-00002.safetensors"
+    count, real = 0, fsspec_store.FsspecStore.read
+
+    def counted(self: fsspec_store.FsspecStore, *of: Any) -> bytes:
+        nonlocal count
+        count += 1
+        if count == read:
+            _replace(shard, _swapped(shard.read_bytes()))
+        return real(self, *of)
+
+    monkeypatch.setattr(fsspec_store.FsspecStore, "read", counted)
+    result = run_cli("dequant", source.as_uri(), tmp_path / "out", "--jobs", "1")
+    assert count >= read, "it was replaced"
+    assert result.code == 1
+    assert "changed" in result.err
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_an_object_that_is_replaced_and_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after a run it is the same; what one range is read of is not."""
+    source = fp8_moe().write(tmp_path / "source")
+    planned = api.plan("dequant-fp8", source.as_uri(), tmp_path / "out", jobs=1)
+    assert planned.source.sample_digest
+    shard = source / "model-00001-of-00002.safetensors"
+    kept, real = tmp_path / "kept", fsspec_store.FsspecStore.read
+
+    def once(self: fsspec_store.FsspecStore, *of: Any) -> bytes:
+        monkeypatch.setattr(fsspec_store.FsspecStore, "read", real)
+        data = _swapped(shard.read_bytes())
+        shard.rename(kept)
+        shard.write_bytes(data)
+        try:
+            return real(self, *of)
+        finally:
+            kept.replace(shard)
+
+    monkeypatch.setattr(fsspec_store.FsspecStore, "read", once)
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: changed since its header was read"):
+        api.carry_out(planned)
+
+
+def test_a_validation_reads_no_object_by_the_header_of_another(tmp_path: Path) -> None:
+    """Nothing looks at its source again at the end."""
+    source = fp8_moe().write(tmp_path / "source")
+    opened = api.open_checkpoint(source.as_uri())
+    shard = source / "model-00001-of-00002.safetensors"
+    _replace(shard, _swapped(shard.read_bytes()))
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: changed since its header was read"):
+        api.diff(opened, fp8_moe().write(tmp_path / "other"))
+
+
+def test_a_store_that_has_no_times() -> None:
+    """memory:// gives when an object was made, and knows no conditions."""
+    store = store_of("memory://marks/model")
+    store.put("a.safetensors", b"0123456789")
+    (found,) = store.listed()
+    assert store.read(found, 2, 5) == b"234"
+    store.put("a.safetensors", b"9876543210")
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: changed since its header was read"):
+        store.read(found, 2, 5)
+    (again,) = store.listed()
+    assert store.read(again, 2, 5) == b"765"
+
+
+def test_a_file_that_is_replaced_as_a_run_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files here, too, with the old time set back: what is read is what was planned."""
+    source = fp8_moe().write(tmp_path / "source")
+    planned = api.plan("dequant-fp8", source, tmp_path / "out", jobs=1)
+    shard = source / "model-00001-of-00002.safetensors"
+    real = executor.engine_of
+
+    def late(*of: Any) -> Any:  # called after the source was looked at, before units are run
+        status = shard.stat()
+        _replace(shard, _swapped(shard.read_bytes()))
+        os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return real(*of)
+
+    monkeypatch.setattr(executor, "engine_of", late)
+    with pytest.raises(CheckpointError, match=rf"{shard.name} changed while it was being"):
         api.carry_out(planned)
 
 
@@ -410,6 +529,19 @@ def test_an_object_that_changed(server: Server, sample: Path, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=rf"{where}/{shard} changed while it was being"):
         api.carry_out(planned)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.peer
+def test_s3_is_asked_for_ranges_under_the_mark(server: Server) -> None:
+    store = store_of(f"s3://{BUCKET}/org/marked")
+    server.client.put_object(Bucket=BUCKET, Key="org/marked/a.safetensors", Body=b"0123456789")
+    (found,) = store.listed()
+    assert store.read(found, 2, 5) == b"234"
+    server.client.put_object(Bucket=BUCKET, Key="org/marked/a.safetensors", Body=b"9876543210")
+    server.forget()
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: changed since its header was read"):
+        store.read(found, 2, 5)
+    assert [asked.status for asked in server.asked] == [412], "the store refuses it, once"
 
 
 @pytest.mark.peer

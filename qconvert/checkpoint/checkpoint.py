@@ -436,17 +436,24 @@ class Checkpoint(Mapping[str, Source]):
         """The shards as they are now. Raises CheckpointError if one cannot be read."""
         return as_they_are(self.shards)
 
-    def check_unchanged(self, since: Sequence[Shard] | None = None) -> None:
-        """Raise CheckpointError if a shard's size or modification time is not what it was, or, with
-        `since` (an earlier `look_again`), its change time or inode: those show a change after which
-        the modification time was set back."""
-        for before, now in zip(since or self.shards, self.look_again(), strict=True):
-            same = now.stat == before.stat
-            if not same or (since is not None and now != before):
+    def check_unchanged(
+        self, since: Sequence[Shard] | None = None, *, linked: bool = False
+    ) -> tuple[Shard, ...]:
+        """The shards as they are now. Raises CheckpointError if one is not what it was when its header
+        was read, or `since` (an earlier answer): its size, its modification time, its mark in a store,
+        or its change time and inode, which show a change after which the modification time was set
+        back. Where files were `linked` by us, which changes that time, without it."""
+        found = self.look_again()
+        for before, now in zip(since or self.shards, found, strict=True):
+            same = now == before
+            if linked and now.remote is None:
+                same = (now.stat, now.inode) == (before.stat, before.inode)
+            if not same:
                 raise CheckpointError(
                     f"{now.name} changed while it was being converted; leave the source alone "
                     "and start again (qconvert clean OUT first)"
                 )
+        return found
 
 
 def imports_of(shards: Sequence[Shard]) -> tuple[str, ...]:

@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from qconvert.checkpoint.store import Stored
+from qconvert.checkpoint.store import Stored, has_changed
 from qconvert.core.errors import CheckpointError, QConvertError, RunError, UsageError
 from qconvert.core.extras import pip_line
 from qconvert.core.shown import shortened
@@ -70,13 +71,24 @@ class FsspecStore:
         ]
         return [stored(name, info) for name, info in sorted(files)]
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
+    def read(self, found: Stored, start: int, stop: int) -> bytes:
         if stop <= start:
             return b""
+        name = found.name
 
         def once() -> bytes:
             fs, path = self._path(name)
-            data: bytes = fs.cat_file(path, start=start, end=stop)
+            data: bytes
+            if hasattr(fs, "call_s3"):
+                mark, data = _s3_range(fs, path, found.mark, start, stop)
+                same = mark == found.mark
+            else:
+                # No condition can be asked for: if it is the same afterwards, it was meanwhile.
+                data = fs.cat_file(path, start=start, end=stop)
+                fs.invalidate_cache()
+                same = _is_same(found, fs.info(path))
+            if not same:
+                raise has_changed(self.url, name)
             if len(data) < stop - start:
                 raise _Short(f"bytes {start} to {stop} were asked for, {len(data)} came")
             return data[: stop - start]
@@ -138,6 +150,41 @@ class FsspecStore:
         return fs, f"{root.rstrip('/')}/{name}"
 
 
+def _s3_range(fs: Any, path: str, mark: str, start: int, stop: int) -> tuple[str, bytes]:
+    """A range of an object of S3, which is asked for under its mark (s3fs has no words for that), and
+    the mark that came with it: not every store that speaks like S3 heeds the condition. Another one,
+    and no bytes, where it was refused."""
+    from fsspec.asyn import sync
+
+    bucket, key, _ = fs.split_path(path)
+
+    async def asked() -> tuple[str, bytes]:
+        answer = await fs._call_s3(
+            "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}",
+            IfMatch=f'"{mark}"',
+        )  # fmt: skip
+        try:
+            return str(answer.get("ETag", "")).strip('"'), await answer["Body"].read()
+        finally:
+            answer["Body"].close()
+
+    try:
+        found: tuple[str, bytes] = sync(fs.loop, asked)
+    except OSError as error:
+        about = getattr(error.__cause__, "response", {}).get("ResponseMetadata", {})
+        if about.get("HTTPStatusCode") != 412:
+            raise
+        return "", b""
+    return found
+
+
+def _is_same(found: Stored, info: Mapping[str, Any]) -> bool:
+    """Whether an object is the one that was found: by its mark, or where times stand for one by all of
+    them."""
+    now = stored(found.name, info)
+    return now == found if not _first(info, _MARKS) else replace(now, time=found.time) == found
+
+
 def stored(name: str, info: Mapping[str, Any]) -> Stored:
     """An object by what a store says of it. Where it has no mark, a time stands for one."""
     mark = _first(info, _MARKS) or _first(info, _MODIFIED)
@@ -145,7 +192,9 @@ def stored(name: str, info: Mapping[str, Any]) -> Stored:
 
 
 def _first(info: Mapping[str, Any], keys: Sequence[str]) -> str:
-    return next((str(info[key]).strip('"') for key in keys if info.get(key)), "")
+    found = next((info[key] for key in keys if info.get(key)), "")
+    # Of the same object memory:// gives a number where it lists it, and a date where it is asked for it.
+    return str(found.timestamp() if isinstance(found, datetime) else found).strip('"')
 
 
 # By process: a client does not survive a fork.

@@ -56,7 +56,9 @@ class HubStore:
         """All files of the commit, asked for once a process."""
         return _listed(self)
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
+    def read(self, found: Stored, start: int, stop: int) -> bytes:
+        """Of a commit's files, which never change."""
+        name = found.name
         if stop <= start:
             return b""
         data = _cached(self, name, start, stop)

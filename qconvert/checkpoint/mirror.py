@@ -150,7 +150,7 @@ def _write(store: Store, file: Stored, target: Path) -> tuple[int, int]:
                 nbytes, requests = nbytes + len(data), requests + 1
         elif _is_whole(file):
             for start in range(0, file.size, _CHUNK):
-                data = store.read(file.name, start, min(file.size, start + _CHUNK))
+                data = store.read(file, start, min(file.size, start + _CHUNK))
                 stream.write(data)
                 nbytes, requests = nbytes + len(data), requests + 1
         stream.truncate(file.size)
@@ -161,7 +161,7 @@ def _write(store: Store, file: Stored, target: Path) -> tuple[int, int]:
 def _header(store: Store, file: Stored) -> list[bytes]:
     """A shard's header bytes: 8 of length, the JSON. Of a file that is none, what there is: whoever
     reads it says so."""
-    start = store.read(file.name, 0, min(file.size, _FIRST_READ))
+    start = store.read(file, 0, min(file.size, _FIRST_READ))
     if len(start) < 8:
         return [start]
     (length,) = struct.unpack("<Q", start[:8])
@@ -170,4 +170,4 @@ def _header(store: Store, file: Stored) -> list[bytes]:
         return [start]
     if stop <= len(start):
         return [start[:stop]]
-    return [start, store.read(file.name, len(start), stop)]
+    return [start, store.read(file, len(start), stop)]

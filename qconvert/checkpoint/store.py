@@ -58,8 +58,9 @@ class Store(Protocol):
     def listed(self) -> Sequence[Stored]:
         """All objects below the folder, as they are now."""
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of an object."""
+    def read(self, found: Stored, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of an object that was found. Raises CheckpointError where it has another
+        mark now: what its header says is not of these bytes."""
 
 
 class WritableStore(Store, Protocol):
@@ -95,7 +96,15 @@ class Remote:
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of the object. Raises as the store does."""
-        return self.store.read(self.object.name, start, stop)
+        return self.store.read(self.object, start, stop)
+
+
+def has_changed(url: str, name: str) -> CheckpointError:
+    """An object has another mark than the one that it was found with."""
+    return CheckpointError(
+        f"{url}/{name}: changed since its header was read; wait until whoever writes to it has "
+        "finished, and start again"
+    )
 
 
 def is_url(where: str | Path) -> bool:

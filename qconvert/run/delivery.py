@@ -127,7 +127,7 @@ class Delivery:
         if found.size > limit:
             return None
         try:
-            data = self.store.read(found.name, 0, found.size)
+            data = self.store.read(found, 0, found.size)
             return parse_object(data, f"{self.store.url}/{found.name}").get("identity")
         except CheckpointError:
             return None
@@ -141,7 +141,7 @@ class Delivery:
         with _opened(file) as stream:
             for start in range(0, found.size, _CHUNK):
                 stop = min(found.size, start + _CHUNK)
-                if stream.read(stop - start) != self.store.read(found.name, start, stop):
+                if stream.read(stop - start) != self.store.read(found, start, stop):
                     return False
         return True
 

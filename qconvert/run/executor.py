@@ -104,9 +104,7 @@ def run_together(
     if not is_finished(parts):
         check_backend(parts, backend)
     first = parts[0][0]
-    # Links of our own change a file's ctime.
-    checkpoint = first.plan.checkpoint
-    checkpoint.check_unchanged(None if first.options.link_near else checkpoint.shards)
+    _as_planned(first)
     engine = engine_of(first.options, outlets)
     with claimed(parts, disk, told.phase, engine.space) as targets:
         with engine.begin(targets, told, disk, backend) as begun:
@@ -196,11 +194,17 @@ def _results(begun: Begun, *, published: bool) -> list[RunResult]:
     return results
 
 
+def _as_planned(ready: Prepared) -> Sequence[Shard]:
+    """The source's shards as they are now, which is as they were when their headers were read. Links of
+    our own change a file's ctime."""
+    return ready.plan.checkpoint.check_unchanged(linked=ready.options.link_near is not None)
+
+
 def _look_at_source(first: Target, progress: Progress, told: Events) -> Sequence[Shard]:
     """The source's shards as they are now. Where they were touched since units were made from them, what
     those of this run were made from is hashed again: raises CheckpointError where it is not the same."""
     checkpoint = first.ready.plan.checkpoint
-    now = checkpoint.look_again()
+    now = _as_planned(first.ready)
     if changed := touched(now, progress.seen):
         own = [r for n, r in progress.kept.items() if progress.mine is None or n in progress.mine]
         if own:
