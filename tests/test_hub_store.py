@@ -300,7 +300,7 @@ def test_other_revisions(hub: LoopbackHub, folder: Path, tmp_path: Path, revisio
 def test_faults_are_survived(
     hub: LoopbackHub, near: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qconvert.client.ranges._TIMEOUT", 0.5)
+    monkeypatch.setattr("qconvert.client.ranges.TIMEOUT", 0.5)
     hub.fail("GET", f"/api/models/{REPO}$", 503)
     hub.fail("GET", "/tree/", 429, headers={"Retry-After": "7"})
     hub.fail("GET", "/resolve/", 503, times=2)

@@ -8,30 +8,22 @@ commit is read there.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from qconvert.checkpoint.hub_cache import Repo, parse_repo
 from qconvert.checkpoint.pinned import PINNED
-from qconvert.checkpoint.store import MOST_OBJECTS, Stored
+from qconvert.checkpoint.store import Stored
 from qconvert.client.download import client
 from qconvert.client.http import library
+from qconvert.client.listing import HubFile, commit_at, files_of
 from qconvert.client.ranges import ranges_of
 from qconvert.client.retries import READING, Refused, patiently
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.links import open_inside
-from qconvert.core.shown import shortened
-
-if TYPE_CHECKING:
-    from huggingface_hub import RepoFile
-
-# Of git's, or of the bytes.
-_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +53,34 @@ class HubStore:
         name = found.name
         if stop <= start:
             return b""
-        data = _cached(self, name, start, stop)
+        data = self.cached(name, start, stop)
         if data is not None:
             return data
         try:
             return ranges_of(self.endpoint, self.repo, self.commit).read(name, start, stop)
         except Refused as error:
             raise CheckpointError(str(error)) from error
+
+    def cached(self, name: str, start: int, stop: int) -> bytes | None:
+        """A range of a file that the client's cache has of this commit, None where it has none."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.repo, name, revision=self.commit)
+        if not isinstance(found, str):
+            return None
+        # Links in the cache lead to its blobs; one that does not is not followed.
+        snapshot = Path(found).parents[len(PurePosixPath(name).parts) - 1]
+        try:
+            fd = open_inside(snapshot, name)
+        except FileNotFoundError:  # it was deleted meanwhile
+            return None
+        try:
+            data = os.pread(fd, stop - start, start)
+        except OSError as error:
+            raise CheckpointError(f"{found}: cannot be read: {error.strerror or error}") from error
+        finally:
+            os.close(fd)
+        return data if len(data) == stop - start else None
 
 
 def store_at(url: str) -> HubStore:
@@ -103,11 +116,11 @@ def commit_of(repo: Repo, where: str) -> str | None:
     known = PINNED.get()
     if known is not None and repo in known:
         return known[repo]
-    api = client()
+    endpoint = client().endpoint
 
     def look() -> str:
         try:
-            return str(api.repo_info(repo.id, revision=repo.revision).sha)
+            return commit_at(endpoint, repo.id, repo.revision)
         except library().TransportError as error:
             raise _OutOfReach(str(error)) from error
 
@@ -119,11 +132,6 @@ def commit_of(repo: Repo, where: str) -> str | None:
         raise CheckpointError(
             f"{where} is neither a folder nor a repo that can be read: {error}"
         ) from error
-    if not Repo(repo.id, commit).is_commit:
-        raise CheckpointError(
-            f"{where}: the Hub says that it is at commit {shortened(commit, 80)!r}, expected 40 digits; "
-            "check HF_ENDPOINT"
-        )
     if known is not None:
         known[repo] = commit
     return commit
@@ -131,52 +139,18 @@ def commit_of(repo: Repo, where: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def _listed(store: HubStore) -> tuple[Stored, ...]:
-    from huggingface_hub import HfApi, RepoFile
-
-    api = HfApi(endpoint=store.endpoint)
-
-    def once() -> list[RepoFile]:
-        listed = api.list_repo_tree(store.repo, recursive=True, revision=store.commit)
-        # A list that has no end is cut: of so many files a repo is refused.
-        some = islice(listed, 2 * MOST_OBJECTS)
-        return [each for each in some if isinstance(each, RepoFile)]
-
     try:
-        files = patiently(once, f"listing {store.repo}", why=READING)
+        files = patiently(
+            lambda: files_of(store.endpoint, store.repo, store.commit), f"listing {store.repo}",
+            why=READING,
+        )  # fmt: skip
     except Refused as error:
         raise CheckpointError(str(error)) from error
-    return tuple(_stored(store, file) for file in sorted(files, key=lambda file: str(file.path)))
+    return tuple(_stored(file) for file in sorted(files, key=lambda file: file.path))
 
 
-def _stored(store: HubStore, file: RepoFile) -> Stored:
+def _stored(file: HubFile) -> Stored:
     """A file as the Hub lists it: its size, and a hash of its content for a mark."""
-    size, mark = (file.size, file.blob_id) if file.lfs is None else (file.lfs.size, file.lfs.sha256)
-    sound = type(size) is int and 0 <= size < 1 << 63 and isinstance(mark, str)
-    if not (sound and _HASH.fullmatch(mark)):
-        raise CheckpointError(
-            f"{store.url}: expected {shortened(str(file.path), 200)!r} to be listed with a size and a "
-            f"hash, found {shortened(repr((size, mark)), 200)}; check HF_ENDPOINT"
-        )
-    return Stored(str(file.path), size, mark)
-
-
-def _cached(store: HubStore, name: str, start: int, stop: int) -> bytes | None:
-    """A range of a file that the client's cache has of this commit, None where it does not have it."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(store.repo, name, revision=store.commit)
-    if not isinstance(found, str):
-        return None
-    # Links in the cache lead to its blobs; one that does not is not followed.
-    snapshot = Path(found).parents[len(PurePosixPath(name).parts) - 1]
-    try:
-        fd = open_inside(snapshot, name)
-    except FileNotFoundError:  # it was deleted meanwhile
-        return None
-    try:
-        data = os.pread(fd, stop - start, start)
-    except OSError as error:
-        raise CheckpointError(f"{found}: cannot be read: {error.strerror or error}") from error
-    finally:
-        os.close(fd)
-    return data if len(data) == stop - start else None
+    if file.lfs is None:
+        return Stored(file.path, file.size, file.blob_id)
+    return Stored(file.path, file.lfs.size, file.lfs.sha256)

@@ -12,20 +12,17 @@ import threading
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
 
 from qconvert.client.download import client
-from qconvert.client.http import library
+from qconvert.client.http import is_at, library, own_headers
+from qconvert.client.listing import MOST_HOPS, TIMEOUT
 from qconvert.client.retries import READING, fault_of, patiently
 from qconvert.core.errors import CheckpointError
 from qconvert.core.shown import shortened
 
-# Seconds without a byte, after which a request is taken for lost.
-_TIMEOUT = 30.0
-_MOST_HOPS = 5
 # Kept links that were refused when they were first used again; then links are for one range each.
 _MOST_MISSES = 4
-_SPAN = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
+_SPAN = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/(?:[0-9]+|\*)")
 _LATER = "run the same command again later: finished work is kept"
 
 
@@ -76,7 +73,7 @@ class Ranges:
             return found
         first = hf_hub_url(self.repo, asked.path, revision=self.commit, endpoint=self.endpoint)
         url = first
-        for _ in range(_MOST_HOPS):
+        for _ in range(MOST_HOPS):
             answer = self._get(url, asked)
             if isinstance(answer, bytes):
                 if not self._is_hub(url) and self._misses < _MOST_MISSES:
@@ -84,7 +81,7 @@ class Ranges:
                 return answer
             url = answer
         raise CheckpointError(
-            f"{self.repo}: {asked.path}: expected bytes after at most {_MOST_HOPS} redirects, found one "
+            f"{self.repo}: {asked.path}: expected bytes after at most {MOST_HOPS} redirects, found one "
             "more; check HF_ENDPOINT"
         )
 
@@ -119,9 +116,9 @@ class Ranges:
 
         headers = {"Range": f"bytes={asked.start}-{asked.stop - 1}", "Accept-Encoding": "identity"}
         if self._is_hub(url):
-            headers = self._own_headers() | headers
+            headers = own_headers() | headers
         with get_session().stream(
-            "GET", url, headers=headers, follow_redirects=False, timeout=_TIMEOUT
+            "GET", url, headers=headers, follow_redirects=False, timeout=TIMEOUT
         ) as answer:
             if answer.has_redirect_location:
                 return str(answer.url.join(answer.headers["Location"]))
@@ -142,8 +139,8 @@ class Ranges:
         taken for a tensor must be its bytes."""
         where = f"{self.repo}: {asked.path}"
         wanted = asked.start, asked.stop - 1
-        whole = asked.start == 0 and answer.headers.get("Content-Length") == str(asked.stop)
-        if answer.status_code == 200 and not whole:
+        # Of an answer that is the whole file its start is taken, and no more is read.
+        if answer.status_code != 206 and asked.start:
             raise _OtherBytes(
                 f"{where}: expected bytes {wanted[0]} to {wanted[1]}, found the whole file: the server "
                 f"does not answer ranges; run hf download {self.repo}, and name it again"
@@ -162,26 +159,8 @@ class Ranges:
                 "shorter than the Hub lists it, or a proxy changes answers"
             )
 
-    def _own_headers(self) -> dict[str, str]:
-        """What the Hub itself is told, with the token."""
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-        from qconvert import __version__
-
-        found: dict[str, str] = build_hf_headers(
-            library_name="qconvert", library_version=__version__
-        )
-        return found
-
     def _is_hub(self, url: str) -> bool:
-        return _place(url) == _place(self.endpoint)
-
-
-def _place(url: str) -> tuple[str, str | None, int | None]:
-    """Scheme, host and port: what a token is for."""
-    parts = urlsplit(url)
-    port = parts.port or {"https": 443, "http": 80}.get(parts.scheme)
-    return parts.scheme, parts.hostname, port
+        return is_at(self.endpoint, url)
 
 
 @lru_cache(maxsize=64)

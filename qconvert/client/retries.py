@@ -17,6 +17,7 @@ from typing import TypeVar
 from qconvert.client.http import library
 from qconvert.core.errors import OutputError, QConvertError, RunError
 from qconvert.core.say import say
+from qconvert.core.shown import shortened
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -40,6 +41,7 @@ READING: Mapping[int, str] = {
     403: "the token has no access; to a gated repo ask for it on its page, with the token's account",
     404: "check its name and revision; the token may have no access to it",
 }
+_STUMBLES = (TypeError, AttributeError, IndexError, RecursionError, ArithmeticError, AssertionError)
 _USERINFO = re.compile(r"(?<=://)[^/\s@]*@")
 
 
@@ -120,12 +122,12 @@ def _wait(response: object) -> float | None:
     from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
 
     headers = response.headers  # type: ignore[attr-defined]
-    limit = parse_ratelimit_headers(headers)
-    if limit is not None and limit.remaining == 0:
-        return float(limit.reset_in_seconds)
     try:
+        limit = parse_ratelimit_headers(headers)
+        if limit is not None and limit.remaining == 0:
+            return max(0.0, float(limit.reset_in_seconds))
         return max(0.0, float(headers.get("Retry-After", "")))
-    except ValueError:  # none, or a date
+    except (ValueError, OverflowError):  # none, or a date, or thousands of digits
         return None
 
 
@@ -185,7 +187,23 @@ def _translated(error: Exception, what: str) -> Exception:
         return RunError(f"{what}: {without_userinfo(' '.join(str(error).split()))}")
     if isinstance(error, KeyError):  # the client does not check that a key is in an answer
         return RunError(f"{what}: the answer lacks {error}, so no Hub sent it; check HF_ENDPOINT")
+    http = library()
+    if isinstance(error, http.HTTPError | http.InvalidURL | http.StreamError) or _in_client(error):
+        said = " ".join(str(error).split())
+        return RunError(
+            f"{what}: the answer is not one of a Hub ({type(error).__name__}: "
+            f"{shortened(without_userinfo(said), 200)}); check HF_ENDPOINT"
+        )
     return error
+
+
+def _in_client(error: Exception) -> bool:
+    """Whether the client itself stumbled: it takes an answer for what the Hub sends."""
+    step, names = error.__traceback__, []
+    while step is not None:
+        names.append(str(step.tb_frame.f_globals.get("__name__", "")).partition(".")[0])
+        step = step.tb_next
+    return isinstance(error, _STUMBLES) and "huggingface_hub" in names
 
 
 def _refusal(fault: Fault, what: str, why: Mapping[int, str]) -> str:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from qconvert.checkpoint.hub_cache import Repo, parse_repo
 from qconvert.client.download import client
+from qconvert.client.listing import files_of
 from qconvert.client.retries import Refused, patiently
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.names import natural_key
@@ -52,20 +53,16 @@ def compare_files(a: str | Path, b: str | Path, *, follow_links: bool = False) -
 
 def _listed(where: str) -> dict[str, Remote]:
     """A repo's files with size and hash."""
-    from huggingface_hub import RepoFile
-
     repo = parse_repo(where)
     assert isinstance(repo, Repo), "it begins with hf://"
-    api = client()
+    endpoint = client().endpoint
     try:
         found = patiently(
-            lambda: list(api.list_repo_tree(repo.id, recursive=True, revision=repo.revision)),
-            f"listing {repo}",
+            lambda: files_of(endpoint, repo.id, repo.revision or "main"), f"listing {repo}"
         )
     except Refused as error:
         raise CheckpointError(f"{where}: {error}") from error
-    files = remote_files(entry for entry in found if isinstance(entry, RepoFile))
-    return {path: file for path, file in files.items() if not _hidden(path)}
+    return {path: file for path, file in remote_files(found).items() if not _hidden(path)}
 
 
 def _hidden(path: str) -> bool:

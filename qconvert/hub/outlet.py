@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, RECEIPT
 from qconvert.checkpoint.hub_cache import Repo
-from qconvert.client.download import Reader, client
+from qconvert.client.download import client
+from qconvert.client.listing import files_of
+from qconvert.client.ranges import ranges_of
 from qconvert.client.retries import Refused, Say, patiently
 from qconvert.core.errors import CheckpointError, OutputError, RunError
 from qconvert.core.json_text import parse_object
@@ -135,14 +137,10 @@ class HubOutlet:
         return str(info.sha)
 
     def _tree(self, revision: str) -> dict[str, Remote]:
-        from huggingface_hub import RepoFile
-
-        name = self.repo.id
-        listed = self._ask(
-            lambda: list(self._api.list_repo_tree(name, recursive=True, revision=revision)),
-            f"listing {name}",
+        name, endpoint = self.repo.id, self._api.endpoint
+        return remote_files(
+            self._ask(lambda: files_of(endpoint, name, revision), f"listing {name}")
         )
-        return remote_files(entry for entry in listed if isinstance(entry, RepoFile))
 
     def _check(self, there: Mapping[str, Remote], head: str) -> None:
         """Raise OutputError where the branch holds a checkpoint that is not this result."""
@@ -166,7 +164,7 @@ class HubOutlet:
         if size > 4 * SMALL + PER_TENSOR * self._tensors:
             return None
         try:
-            data = Reader(self._api, self.repo.id, head).read(MANIFEST, 0, size)
+            data = ranges_of(self._api.endpoint, self.repo.id, head).read(MANIFEST, 0, size)
             return parse_object(data, f"{self.url}/{MANIFEST}").get("identity")
         except CheckpointError:
             return None

@@ -20,6 +20,7 @@ from qconvert.checkpoint.checkpoint import (
     WORK_DIR,
     is_denied_folder,
 )
+from qconvert.client.listing import HubFile
 from qconvert.core.errors import OutputError
 from qconvert.core.links import open_inside, resolved
 
@@ -93,7 +94,7 @@ def _hidden(path: str) -> bool:
     return any(part.startswith(".") for part in path.split("/"))
 
 
-def remote_files(listed: Iterable[RepoFile]) -> dict[str, Remote]:
+def remote_files(listed: Iterable[HubFile | RepoFile]) -> dict[str, Remote]:
     """A tree's files by path."""
     found = {}
     for file in listed:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.hub_cache import Repo
-from qconvert.client.download import Reader, client
+from qconvert.client.download import client
+from qconvert.client.listing import files_of
+from qconvert.client.ranges import ranges_of
 from qconvert.client.retries import Refused, Say, patiently, without_userinfo
 from qconvert.core.errors import OutputError
 from qconvert.hub.trees import (
@@ -31,6 +33,8 @@ from qconvert.run.events import Events, Silent
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+_PIECE = 64 << 20  # of a file that is read back
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +147,8 @@ class Upload:
             raise
 
     def _tree(self, commit: str) -> dict[str, Remote]:
-        from huggingface_hub import RepoFile
-
-        name = self.target.repo.id
-        listed = self._ask(
-            lambda: list(self._api.list_repo_tree(name, recursive=True, revision=commit)),
-            f"listing {name}",
-        )
-        return remote_files(entry for entry in listed if isinstance(entry, RepoFile))
+        name, endpoint = self.target.repo.id, self._api.endpoint
+        return remote_files(self._ask(lambda: files_of(endpoint, name, commit), f"listing {name}"))
 
     def send(self, pending: Pending) -> Arrived:
         """Create the repo and branch where they are missing, and send what is pending; nothing pending
@@ -225,12 +223,13 @@ class Upload:
         )
 
     def _read_back(self, commit: str, files: Mapping[str, int]) -> list[Difference]:
-        reader = Reader(self._api, self.target.repo.id, commit)
+        reader = ranges_of(self._api.endpoint, self.target.repo.id, commit)
         self._digests.of((path, "sha256") for path in files)
         found = []
         for path, size in files.items():
             digest = sha256()
-            for chunk in reader.chunks(path, size):
+            for start in range(0, size, _PIECE):  # one request a piece, so that any can be repeated
+                chunk = reader.read(path, start, min(size, start + _PIECE))
                 digest.update(chunk)
                 self._events.wrote(len(chunk))
             ours = self._digests.known[path, "sha256"]
