@@ -234,6 +234,35 @@ def test_a_reader_that_leaves_is_no_traceback(source: Path) -> None:
     assert done.stderr == ""
 
 
+_CLOSED = {
+    "stderr": "2>&-", "stdout": ">&-", "stdin": "<&-", "stdout and stderr": ">&- 2>&-",
+    "all": "<&- >&- 2>&-", "a full disk": "2> /dev/full",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", _CLOSED)
+def test_a_conversion_does_not_hang_on_who_hears_it(how: str, source: Path, tmp_path: Path) -> None:
+    """Without a stream, or with one that nobody can write to, the result is the same, and no file of it
+    has the stream's number."""
+    out = tmp_path / "out"
+    line = f'"$0" -m qconvert run copy "$1" "$2" --jobs 1 {_CLOSED[how]}'
+    done = subprocess.run(["bash", "-c", line, sys.executable, source, out], check=False)
+    assert done.returncode == 0
+    assert run_cli("run", "copy", source, tmp_path / "usual", "--jobs", "1").code == 0
+    assert tree(out) == tree(tmp_path / "usual")
+
+
+def test_a_conversion_goes_on_when_its_log_ends(source: Path, tmp_path: Path) -> None:
+    """`2> >(head -0)`"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "qconvert", "run", "copy", source, tmp_path / "out"]
+    done = subprocess.run([*command, "--log-json", "-"], stderr=writer, check=False)
+    os.close(writer)
+    assert done.returncode == 0
+    assert (tmp_path / "out" / "config.json").exists()
+
+
 # --- What a plan costs ---------------------------------------------------------------------------
 
 HEAVY = (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from checkpoints import run_cli, tree
+from checkpoints import bf16_moe, run_cli, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import numbers_only, qwen3_moe
@@ -575,6 +575,69 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     theirs.chmod(0o777)
     environment = {"XDG_CACHE_HOME": "/dev/null", "TMPDIR": str(tmp_path)}
     assert _python(_MAXIMA, **environment) == "True True None"
+
+
+_PLACE = """
+import os, stat
+os.umask(0o002)
+{first}
+from qconvert.core import own_process
+own_process.declare()
+from qconvert.compiled import choice
+choice.wanted(1 << 40)
+choice.wanted(1 << 40)
+print(choice.cache_folder())
+"""
+# Each makes the cache's folder before loops are kept there.
+_FIRST = {
+    "loops": "",
+    "a class": "from qconvert.layouts.derived import find; find._keep(find._cache() / 'a.json', {})",
+    "a mirror": (
+        "from qconvert import api; from pathlib import Path\n"
+        "try: api.open_checkpoint(Path(os.environ['MODEL']).as_uri())\n"
+        "except Exception as error: print('refused', error)"
+    ),
+    "a result": (
+        "from qconvert.run.files import Files; from qconvert.checkpoint.store import work_folder\n"
+        "Files().make_folder(work_folder('s3://bucket/out', None))"
+    ),
+}
+
+
+@pytest.mark.parametrize("first", _FIRST)
+def test_a_umask_that_lets_the_group_write(first: str, tmp_path: Path) -> None:
+    """002, the default of many distributions: whatever makes the cache first makes it for its user."""
+    model = bf16_moe().write(tmp_path / "model")
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "none")}
+    said = _python(_PLACE.format(first=_FIRST[first]), MODEL=str(model), **environment)
+    assert said.startswith(f"{tmp_path}/cache/qconvert/loops-")
+    assert (tmp_path / "cache" / "qconvert").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("why", ["mode", "link", "file"])
+def test_where_loops_are_not_kept_it_is_said_once(why: str, tmp_path: Path) -> None:
+    """In the words of who has to mend it."""
+    cache = tmp_path / "cache"
+    place = cache / "qconvert"
+    cache.mkdir()
+    if why == "mode":
+        place.mkdir()
+        place.chmod(0o775)
+    elif why == "link":
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.write_text("")
+    code = "import sys; sys.stderr = sys.stdout\n" + _PLACE.format(first="")
+    code = "import tempfile; tempfile.tempdir = '/dev/null'\n" + code
+    said = _python(code, XDG_CACHE_HOME=str(cache))
+    assert said.endswith("\nNone")
+    assert said.count("warning: compiled loops are not kept") == 1
+    words = {
+        "mode": f"run chmod go-w {place}", "link": f"{place} is another user's, or a link",
+        "file": f"{place}/loops-",
+    }  # fmt: skip
+    assert words[why] in said
 
 
 _MEMORY = """

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
+from threading import Lock
 
 from qconvert.checkpoint.checkpoint import DENIED_NAMES, DENIED_SUFFIXES, is_denied_folder
 from qconvert.checkpoint.safetensors import MAX_HEADER
@@ -31,6 +32,7 @@ from qconvert.checkpoint.store import (
     place_of,
 )
 from qconvert.core.errors import CheckpointError, OutputError
+from qconvert.core.own_process import make_private
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 
@@ -38,7 +40,7 @@ from qconvert.core.sizes import format_size
 _FIRST_READ = 16 << 10
 _CHUNK = 8 << 20
 # Larger files that are no weights are refused, and so are many of them.
-_MOST_WHOLE = 128 << 20
+MOST_WHOLE = 128 << 20
 _MOST_TOGETHER = 1 << 30
 _THREADS = 16
 
@@ -56,12 +58,13 @@ def mirror(store: Store) -> Mirror:
     """The folder that stands for a store as it is now. Raises CheckpointError for a store that holds no
     files, or a file that is too large to be fetched whole, and as the store does."""
     objects = _listed(store)
+    _check_sizes(store, objects)
     state = sha256(objects_text(store.url, objects)).hexdigest()[:32]
     place = place_of(store.url, state)
     if (place / OBJECTS).is_file():
         return Mirror(place / FILES, 0, 1)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        make_private(place.parent)
         scratch = Path(mkdtemp(prefix=".new-", dir=place.parent))
     except OSError as error:
         raise OutputError(
@@ -118,37 +121,78 @@ def _is_whole(file: Stored) -> bool:
     return not file.name.lower().endswith(DENIED_SUFFIXES)
 
 
-def _fetch(store: Store, objects: Sequence[Stored], folder: Path) -> tuple[int, int]:
-    """Write every object, whole, as a header, or as a hole. Returns bytes and requests."""
-    whole = [file for file in objects if _is_whole(file)]
-    for file in whole:
-        if file.size > _MOST_WHOLE:
+def write_headers(store: Store, folder: Path) -> tuple[str, ...]:
+    """Write a store's objects into a folder as a mirror has them. Returns the names of large files that
+    are no weights and were left as holes: to look at a checkpoint none is needed."""
+    objects = _listed(store)
+    holes = {file.name for file in objects if _is_whole(file) and file.size > MOST_WHOLE}
+    try:
+        _fetch(store, objects, folder, holes)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    return tuple(sorted(holes))
+
+
+def _check_sizes(store: Store, objects: Sequence[Stored]) -> None:
+    """Raise CheckpointError for a file that is no weights and too large to be fetched."""
+    for file in objects:
+        if _is_whole(file) and file.size > MOST_WHOLE:
             raise CheckpointError(
-                f"{store.url}/{file.name}: expected at most {format_size(_MOST_WHOLE)} of a file that "
+                f"{store.url}/{file.name}: expected at most {format_size(MOST_WHOLE)} of a file that "
                 f"is no weights, found {format_size(file.size)}; remove it, or copy the folder"
             )
+
+
+def _fetch(
+    store: Store, objects: Sequence[Stored], folder: Path, holes: Collection[str] = ()
+) -> tuple[int, int]:
+    """Write every object, whole, as a header, or as a hole. Returns bytes and requests."""
+    whole = [file for file in objects if _is_whole(file) and file.name not in holes]
     if sum(file.size for file in whole) > _MOST_TOGETHER:
         raise CheckpointError(
             f"{store.url}: expected at most {format_size(_MOST_TOGETHER)} in "
             f"{count(len(whole), 'file')} that are no weights; copy the folder"
         )
+    budget = _Budget(store.url)
     for parent in sorted({(folder / file.name).parent for file in objects} | {folder}):
         parent.mkdir(parents=True, exist_ok=True)
     # The first alone: what may not be read is refused once, and not by as many requests as threads.
-    counts = [_write(store, file, folder / file.name) for file in objects[:1]]
+
+    def write(file: Stored) -> tuple[int, int]:
+        return _write(store, file, folder / file.name, budget, hole=file.name in holes)
+
+    counts = [write(file) for file in objects[:1]]
     with ThreadPoolExecutor(_THREADS) as pool:
-        counts += pool.map(lambda file: _write(store, file, folder / file.name), objects[1:])
+        counts += pool.map(write, objects[1:])
     return sum(nbytes for nbytes, _ in counts), sum(requests for _, requests in counts)
 
 
-def _write(store: Store, file: Stored, target: Path) -> tuple[int, int]:
+class _Budget:
+    """How many bytes of headers may still be fetched: each may claim MAX_HEADER, of many shards."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._left, self._lock = url, _MOST_TOGETHER, Lock()
+
+    def take(self, nbytes: int) -> None:
+        with self._lock:
+            self._left -= nbytes
+            if self._left < 0:
+                raise CheckpointError(
+                    f"{self._url}: expected at most {format_size(_MOST_TOGETHER)} of headers, found "
+                    "more; copy the folder"
+                )
+
+
+def _write(
+    store: Store, file: Stored, target: Path, budget: _Budget, *, hole: bool
+) -> tuple[int, int]:
     nbytes = requests = 0
     with target.open("xb") as stream:
         if _is_shard(file.name):
-            for data in _header(store, file):
+            for data in _header(store, file, budget):
                 stream.write(data)
                 nbytes, requests = nbytes + len(data), requests + 1
-        elif _is_whole(file):
+        elif _is_whole(file) and not hole:
             for start in range(0, file.size, _CHUNK):
                 data = store.read(file, start, min(file.size, start + _CHUNK))
                 stream.write(data)
@@ -158,16 +202,16 @@ def _write(store: Store, file: Stored, target: Path) -> tuple[int, int]:
     return nbytes, requests
 
 
-def _header(store: Store, file: Stored) -> list[bytes]:
-    """A shard's header bytes: 8 of length, the JSON. Of a file that is none, what there is: whoever
-    reads it says so."""
+def _header(store: Store, file: Stored, budget: _Budget) -> Iterator[bytes]:
+    """A shard's header bytes, some at a time: 8 of length, the JSON. Of a file that is none, what there
+    is: whoever reads it says so."""
     start = store.read(file, 0, min(file.size, _FIRST_READ))
-    if len(start) < 8:
-        return [start]
-    (length,) = struct.unpack("<Q", start[:8])
+    (length,) = struct.unpack("<Q", start[:8]) if len(start) >= 8 else (MAX_HEADER + 1,)
     stop = 8 + length
     if length > MAX_HEADER or stop > file.size:
-        return [start]
-    if stop <= len(start):
-        return [start[:stop]]
-    return [start, store.read(file, len(start), stop)]
+        yield start
+        return
+    budget.take(stop)
+    yield start[:stop]
+    for at in range(len(start), stop, _CHUNK):
+        yield store.read(file, at, min(stop, at + _CHUNK))

@@ -19,6 +19,7 @@ from typing import ClassVar, Protocol
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import is_inside
+from qconvert.core.own_process import cache_root
 from qconvert.core.regular import PER_TENSOR, SMALL, read_regular
 
 # The mirror's list of objects. It lies beside the folder that stands for the store, not in it.
@@ -148,8 +149,7 @@ def _parts(rest: str) -> list[str]:
 
 
 def stores_root() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "qconvert" / "stores"
+    return cache_root() / "stores"
 
 
 def place_of(url: str, state: str) -> Path:

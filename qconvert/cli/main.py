@@ -16,6 +16,7 @@ from qconvert.checkpoint.pinned import pinned
 from qconvert.cli.carry_out import Started
 from qconvert.cli.commands import Commands
 from qconvert.core.errors import QConvertError, UsageError
+from qconvert.core.own_process import open_standard_streams
 from qconvert.core.say import say, say_error
 from qconvert.core.shown import message
 
@@ -55,6 +56,7 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit. User errors are one sentence, without a traceback."""
+    open_standard_streams()
     signal.signal(signal.SIGTERM, _terminate)
     # A plan is millions of small objects and hardly a cycle. Looking for cycles at every 700 new
     # ones took 40 % of the time of planning 150,000 tensors.

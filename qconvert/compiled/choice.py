@@ -7,16 +7,21 @@ installed and the run is long enough to pay for compiling them once.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from qconvert.core import own_process
 from qconvert.core.errors import RunError
 from qconvert.core.extras import is_installed, require
+from qconvert.core.say import say
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_refused: list[str] = []  # why loops are not kept in each place that was tried
 
 VARIABLE = "QCONVERT_KERNELS"
 _CHOICES = ("auto", "numpy", "numba")
@@ -50,7 +55,18 @@ def wanted(nbytes: int, enough: int | None = None) -> bool:
         return False
     if asked == "numba":
         require("fast", f"{VARIABLE} asks for numba (unset it, or install numba)", error=RunError)
-    return is_installed("numba")
+    return is_installed("numba") and _place_told()
+
+
+@cache
+def _place_told() -> bool:
+    """Once a command: where loops cannot be kept, each run compiles them again. Returns True."""
+    if own_process.is_own() and cache_folder() is None:
+        say(
+            f"warning: compiled loops are not kept, and each run compiles them anew: {_refused[0]}",
+            err=True,
+        )
+    return True
 
 
 class Loops:
@@ -121,11 +137,8 @@ def cache_folder() -> Path | None:
 
     name = f"loops-{_state()}"
     places = [Path(tempfile.gettempdir()) / f"qconvert-{os.getuid()}" / name]
-    try:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        places.insert(0, Path(root) / "qconvert" / name)
-    except RuntimeError:  # nobody knows this user's home
-        pass
+    with suppress(RuntimeError):  # nobody knows this user's home
+        places.insert(0, own_process.cache_root() / name)
     return next((place for place in places if _usable(place)), None)
 
 
@@ -146,13 +159,17 @@ def _usable(folder: Path) -> bool:
     import tempfile
 
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        own_process.make_private(folder)
         for made in (folder.parent, folder):
-            made.mkdir(mode=0o700, exist_ok=True)
             seen = made.lstat()
-            if seen.st_uid != os.getuid() or seen.st_mode & 0o022 or made.is_symlink():
+            if seen.st_uid != os.getuid() or made.is_symlink():
+                _refused.append(f"{made} is another user's, or a link; remove it")
+                return False
+            if seen.st_mode & 0o022:
+                _refused.append(f"others may write to {made}; run chmod go-w {made}")
                 return False
         with tempfile.TemporaryFile(dir=folder):
             return True
-    except OSError:
+    except OSError as error:
+        _refused.append(f"{folder}: cannot be written: {error.strerror or error}")
         return False

@@ -1,4 +1,4 @@
-"""This process, and the interpreters that it starts.
+"""This process, the interpreters that it starts, and the folder that it keeps things in.
 
 A command is often run inside a model's folder, which may be anyone's. Python imports from the current
 folder first where it runs `-c` or `-m`, and where PYTHONPATH has an empty or relative entry: a `json.py`
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypedDict
 
@@ -33,6 +33,54 @@ def declare() -> None:
 
 def is_own() -> bool:
     return bool(_own)
+
+
+def open_standard_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr (`2>&-`) what takes all and gives
+    nothing: Python has None for them, and the next file that is opened, a shard, would have the number
+    that libraries write their messages to."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - for good
+            setattr(sys, name, stream)
+
+
+def unheard() -> None:
+    """Nobody reads stderr any more (a pipe whose reader went, a full disk): what is written to it from
+    now on is dropped, and a run goes on."""
+    if is_own():
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+
+
+def cache_root() -> Path:
+    """The folder of this user's cache that qconvert keeps things in. Raises RuntimeError where nobody
+    knows the user's home."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "qconvert"
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder, and those above it, for this user alone whatever the umask is (002 lets the group
+    write): of some what lies in them is loaded as code."""
+    for missing in [one for one in (folder, *folder.parents) if not one.exists()][::-1]:
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents, those of the cache for this user alone."""
+    with suppress(RuntimeError):
+        if cache_root() in folder.parents:
+            make_private(cache_root())
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 class Start(TypedDict):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+from qconvert.core.own_process import unheard
 from qconvert.core.shown import message, printable
 
 # GitHub's runner takes `::error::` at the start of a line, after white space, and `##[error]` anywhere
@@ -88,5 +89,11 @@ def _write(text: str, *, err: bool) -> None:
     stream: TextIO = sys.stderr if err else sys.stdout
     encoding = stream.encoding or "utf-8"
     # A log in ASCII shows an escape for a character that it cannot encode.
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    stream.flush()
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except OSError:
+        # What a command makes does not hang on who hears how far it is; a result on stdout does.
+        if not err:
+            raise
+        unheard()

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qconvert.core.errors import OutputError
+from qconvert.core.own_process import make_folder
 
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _TMPFS = 0x01021994  # linux/magic.h
@@ -66,7 +67,7 @@ class Files:
     def make_folder(self, path: Path) -> None:
         """Create a folder and its parents; one that exists is fine."""
         with _naming(path, "create the folder"):
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
 
     def create(self, path: Path, size: int) -> None:
         """Create a file of exactly `size` bytes with its disk blocks reserved, so that a full disk

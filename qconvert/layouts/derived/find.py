@@ -212,15 +212,14 @@ def _run(request: str) -> Mapping[str, Any]:
 
 
 def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "qconvert" / "families"
+    return own_process.cache_root() / "families"
 
 
 def _keep(file: Path, answer: Mapping[str, Any]) -> None:
     """For the next time. A folder that cannot be written only costs that time."""
     own = file.with_suffix(f".{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        own_process.make_private(file.parent)
         own.write_text(json.dumps(answer))
         own.replace(file)
     except OSError:
