@@ -4,8 +4,11 @@ that describes another config."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from qconvert.layouts.derived import find
 from qconvert.layouts.derived.description import family_of, parsed
 from qconvert.layouts.derived.find import derive, representatives
 from qconvert.layouts.derived.kinds import Parameter, kind_of
+from qconvert.layouts.derived.transformers_class import kind
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2,
@@ -225,3 +229,65 @@ def test_a_class_of_no_models_size_is_not_built(
 def test_a_class_that_takes_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find, "_SECONDS", 0.01)
     assert find._run("{}") == {"cannot": "it was not built within 0.01 s"}
+
+
+# --- Towers --------------------------------------------------------------------------------------
+
+CLASSES = Path(str(resources.files("qconvert.layouts.derived"))) / "classes"
+# Components of names of towers, and of what joins one to the language model.
+_SEES = re.compile(
+    r"(^|[._])(vision|visual|image|img|audio|speech|tower|patch|projector|multi_modal|mm|qformer"
+    r"|perceiver|resampler|connector|aligner)([._]|$)"
+)
+# Experts of the decoder's layers that vision tokens are sent to; runtimes load them as the others.
+_OF_TOKENS = ".mlp.vision_moe.experts."
+
+
+def test_nothing_in_a_tower_is_quantized() -> None:
+    """By what the descriptions call a tower's, and by names, in every class that there is."""
+    wrong = [
+        f"{file.stem}: {name}"
+        for file in sorted(CLASSES.iterdir())
+        for name, module in parsed(json.loads(file.read_bytes())).modules.items()
+        if module.kind.quantizable and _OF_TOKENS not in name
+        and (module.tower or _SEES.search(name))
+    ]  # fmt: skip
+    assert wrong == []
+
+
+TOWER = "model.vision.layers.0"
+MADE_OF: dict[str, tuple[str, tuple[int, ...], list[str], list[str], list[str]]] = {
+    "qkv": ("attn.q_proj.weight", (8, 8), ["Chunk"], ["qkv.weight"],
+            ["q_proj.weight", "k_proj.weight", "v_proj.weight"]),
+    "gate_up": ("mlp.gate_proj.weight", (8, 8), ["Chunk"], ["gate_up.weight"],
+                ["gate_proj.weight", "up_proj.weight"]),
+    "experts": ("mlp.experts.gate_up_proj", (4, 16, 8), ["MergeModulelist", "Concatenate"],
+                ["gate_proj.weight", "up_proj.weight"], ["gate_up_proj"]),
+    "transposed": ("mlp.experts.down_proj", (4, 8, 8), ["Transpose"], ["down_proj"], ["down_proj"]),
+    "parts": ("attn.qkv_proj.weight", (24, 8), ["Concatenate"],
+              ["q_proj.weight", "k_proj.weight", "v_proj.weight"], ["qkv_proj.weight"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", MADE_OF)
+@pytest.mark.parametrize("language", [True, False])
+def test_a_conversion_tells_no_kind_in_a_tower(form: str, language: bool) -> None:
+    """Of whatever published tensors transformers makes the parameter."""
+    end, shape, ops, sources, targets = MADE_OF[form]
+    name = f"{TOWER}.{end}"
+    parameter = Parameter(
+        name, shape, ("Model", "Layer", "VisionAttention", "Linear"), linear=len(shape) == 2,
+        language=language, num_experts=4,
+    )  # fmt: skip
+    operations = [type(op, (), {"dim": 1})() for op in ops]
+    converter = SimpleNamespace(
+        operations=operations, source_patterns=sources, target_patterns=targets
+    )
+    found: Any = SimpleNamespace(
+        read=lambda name: (name, converter, 0), parameters={name: parameter}, experts=None
+    )
+    told = kind(found, name)
+    assert told is not None
+    assert (told is Kind.VISION) is not language
+    assert told.quantizable is language
+    assert language or kind_of(parameter) is Kind.VISION

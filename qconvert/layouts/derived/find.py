@@ -34,7 +34,7 @@ from qconvert.layouts.derived.description import (
 _SECONDS = 120  # imports and the meta device take 5 to 10 on two cores
 # A class is built layer by layer, and its experts one by one in a few: no model has more.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 1024, 4096, 16 << 30
-_FORM = 4  # of the answers; those of another form are asked for anew
+_FORM = 5  # of the answers; those of another form are asked for anew
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"
 _ROW = re.compile(r'\("([\w.-]+)", "(\w+)"\)')  # of transformers' tables: model_type, class

@@ -63,6 +63,10 @@ def kind_of(parameter: Parameter) -> Kind:
         return Kind.CONV
     if "Norm" in owner:
         return Kind.NORM
+    if not parameter.language and len(parameter.shape) > 1:
+        # Whatever a tower calls its matrices, and those of its experts.
+        matrix = parameter.linear or "experts" in parameter.parts[:-1]
+        return Kind.VISION if matrix else Kind.BUFFER
     if "experts" in parameter.parts[:-1] and (
         len(parameter.shape) == 3 or parameter.num_experts == parameter.shape[0]
     ):
@@ -70,8 +74,6 @@ def kind_of(parameter: Parameter) -> Kind:
     if len(parameter.shape) < 2:
         # Gates of one row, and biases, are what their module is; anything else small is a buffer.
         return _linear(parameter) if parameter.linear else Kind.BUFFER
-    if not parameter.language:
-        return Kind.VISION if parameter.linear else Kind.BUFFER
     if _routes(parameter):
         return Kind.ROUTER
     return _linear(parameter) if parameter.linear else Kind.UNKNOWN

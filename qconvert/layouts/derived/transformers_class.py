@@ -148,6 +148,8 @@ def read_class(model: Any) -> Class:
     except NotImplementedError as error:
         raise CannotBuild(f"{type(model).__name__} does not name its embeddings") from error
     decoder = _language(model, modules)
+    own = type(text), type(model.config), type(getattr(model.get_decoder(), "config", None))
+    inner = _towers_within(modules, decoder, own)
     parameters = {}
     for name, tensor in state.items():
         module_name, _, _ = name.rpartition(".")
@@ -159,7 +161,9 @@ def read_class(model: Any) -> Class:
             convolution=isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)),
             embedding=isinstance(module, torch.nn.Embedding),
             is_input=module is inputs, is_head=head is not None and module is head,
-            language=name.startswith(decoder) or module is head or module is inputs,
+            language=module is head
+            or module is inputs
+            or (name.startswith(decoder) and not name.startswith(inner)),
             num_experts=sizes.get("num_experts", 0),
         )  # fmt: skip
     conversion = get_model_conversion_mapping(model)
@@ -204,6 +208,20 @@ def _language(model: Any, modules: Mapping[str, Any]) -> str:
     return f"{found}." if towers and found else ""
 
 
+def _towers_within(
+    modules: Mapping[str, Any], decoder: str, own: tuple[type, ...]
+) -> tuple[str, ...]:
+    """The names, with a dot, of modules inside the language model that have a config of another class:
+    of images (Git, Idefics, Phi-4) and of sound (Phi-4), which `get_decoder` leaves in it."""
+    from transformers import PretrainedConfig
+
+    return tuple(
+        f"{name}." for name, m in modules.items()
+        if name.startswith(decoder) and isinstance(getattr(m, "config", None), PretrainedConfig)
+        and not isinstance(m.config, own)
+    )  # fmt: skip
+
+
 def _sizes(text: Any, experts: Any | None, modules: Mapping[str, Any]) -> dict[str, int]:
     """hidden_size, num_layers and, where there are experts, their number and width."""
     width, layers = (getattr(text, key, None) for key in ("hidden_size", "num_hidden_layers"))
@@ -232,7 +250,7 @@ def kind(found: Class, name: str) -> Kind | None:
     parameter = found.parameters.get(target)
     if parameter is None:
         return None
-    if converter is None:
+    if converter is None or not parameter.language:
         return kind_of(parameter)
     names = [type(op).__name__ for op in converter.operations]
     stacked = kind_of(parameter)
@@ -263,7 +281,7 @@ def kind(found: Class, name: str) -> Kind | None:
         if parts == both and len(converter.target_patterns) == 2:
             return Kind.GATE_UP
         return Kind.QKV if parts == {"q_proj", "k_proj", "v_proj"} else Kind.LINEAR
-    return Kind.LINEAR if parameter.linear and stacked is not Kind.VISION else stacked
+    return Kind.LINEAR if parameter.linear else stacked
 
 
 def _is_transposed(experts: Any) -> bool:
