@@ -59,6 +59,49 @@ def test_published_checkpoints_load_whole(family: str, fp8: bool, tp: int) -> No
     assert all(name.startswith(draft) for name in answer.unread)
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "saved"),
+    [("qwen3_moe", "num_experts", "num_local_experts"),
+     ("qwen3_vl_moe", "num_experts", "num_local_experts"),
+     ("glm4_moe", "n_routed_experts", "num_local_experts"),
+     ("glm4_moe", "num_nextn_predict_layers", "num_mtp_layers"),
+     ("deepseek_v3", "num_nextn_predict_layers", "num_mtp_layers")],
+)  # fmt: skip
+def test_keys_that_a_class_of_transformers_takes_for_others(
+    family: str, key: str, saved: str
+) -> None:
+    """What transformers 5 saves of a fine-tune, and what it reads alike, is what the runtime reads."""
+    config, tensors = folder(family)
+    stated = loads(config, tensors, {})
+    text = config.get("text_config", config)
+    text[saved] = text.pop(key)
+    assert loads(config, tensors, {}) == stated
+    assert stated["sglang"].sizes
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("deepseek_v3", "moe_layer_freq"), ("deepseek_v3", "topk_method"),
+     ("deepseek_v3", "scoring_func"), ("qwen3_next", "full_attention_interval"),
+     ("qwen3_5", "full_attention_interval"), ("qwen3_5_moe_text", "full_attention_interval")],
+)  # fmt: skip
+def test_keys_that_a_class_asks_for_and_transformers_5_does_not_save(family: str, key: str) -> None:
+    config, tensors = folder(family)
+    del config.get("text_config", config)[key]
+    refused = simulate(config, tensors).refused
+    assert refused is not None
+    assert refused.kind == "AttributeError"
+    assert refused.says == f"has no attribute '{key}'"
+
+
+def test_a_tower_gets_three_mergers_where_none_are_stated() -> None:
+    config, tensors = folder("qwen3_5")
+    del config["vision_config"]["deepstack_visual_indexes"]
+    answer = simulate(config, tensors)
+    assert answer.refused is None
+    assert {name.split(".")[2] for name in answer.missing} == {"0", "1", "2"}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_hold_their_share(family: str) -> None:
     config, tensors = folder(family)

@@ -127,6 +127,11 @@ def tower_of(name: str) -> str:
     return _VISION if _VISION in parts else next(part for part in parts if part != "model")
 
 
+def renamed_towers(names: Iterable[str]) -> list[str]:
+    """The towers of these tensors whose linears runtimes name otherwise: all but Qwen's."""
+    return list(dict.fromkeys(tower for name in names if (tower := tower_of(name)) != _VISION))
+
+
 def renames_lists(plan: Plan) -> bool:
     """Whether sglang's class of the model does not find the names that a config lists."""
     return plan.family.name in _RENAMING

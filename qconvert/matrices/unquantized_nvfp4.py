@@ -9,7 +9,14 @@ from typing import Any
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.names import split_parameter
-from qconvert.matrices.unquantized import Named, draft_as_first_layer, ignored, renames_lists
+from qconvert.matrices.unquantized import (
+    Named,
+    draft_as_first_layer,
+    ignored,
+    renamed_towers,
+    renames_lists,
+    tower_of,
+)
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
@@ -76,8 +83,9 @@ def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list
         if draft is not None:
             found |= dict.fromkeys(_draft_globs(draft))
         elif place is not None and place.role.name.startswith("vision."):
-            before, visual, _ = module.partition("visual")
-            found[f"{before}{visual}*"] = None
+            tower = tower_of(name)
+            found[f"{module.partition(tower)[0]}{tower}*"] = None
+            found |= {f"{other}*": None for other in renamed_towers([name])}
         else:
             found[module if not above or above in parents else f"{above}.*"] = None
     packed_drafts = not drafts and draft_as_first_layer(plan)
@@ -91,8 +99,12 @@ def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list
 
 
 def ignored_linears(plan: Plan, others: Named) -> list[str]:
-    """modelopt's list beside FP8 layers: the own name of every unquantized linear."""
-    return [split_parameter(name)[0] for name, o in others.items() if _is_matrix(plan, name, o)]
+    """FP8's list, and modelopt's beside FP8 layers: the own name of every unquantized linear, and that of
+    a tower whose linears runtimes name otherwise."""
+    names = [name for name, output in others.items() if _is_matrix(plan, name, output)]
+    places = plan.role_index.places
+    towers = [n for n in names if n in places and places[n].role.name.startswith("vision.")]
+    return [*(split_parameter(name)[0] for name in names), *renamed_towers(towers)]
 
 
 def with_draft_names(plan: Plan, modules: Iterable[str]) -> list[str]:

@@ -18,11 +18,13 @@ from qconvert.checkpoint.text_class import ALWAYS, SAME_MODEL, text_model_type
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.names import parse
+from qconvert.core.roles import Kind
 from qconvert.core.shown import shortened
 from qconvert.layouts.derived.description import Description, described
 from qconvert.layouts.derived.find import class_of
 from qconvert.matrices.experts import is_transposed
 from qconvert.passes.as_class import MROPE, VISION_FILES
+from qconvert.passes.experts import Unstack
 from qconvert.passes.replace_weights import sources_of
 from qconvert.plan.plan import LogEntry, Plan
 
@@ -32,12 +34,15 @@ _OF_TEXT = (
     "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config",
     "compression_config", "transformers_version",
 )  # fmt: skip
+# Text models whose classes in sglang 0.5.23 and vLLM 0.33 read stacks, which their releases have.
+_READ_STACKS = ("qwen3_5_moe_text",)
 _TIE = "tie_word_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class TextOnly:
-    """Drop vision and audio towers and what joins them, rename the rest, flatten the config.
+    """Drop vision and audio towers and what joins them, rename the rest, flatten the config, and store
+    routed experts as one matrix each where the text model's class reads them so.
 
     Raises PlanError for a model without text_config, where transformers has no class for the text model
     alone, for a tensor that is of no tower and that the class does not have, and for stacks of experts
@@ -77,7 +82,7 @@ class TextOnly:
             config = renamed_modules(config, old, new)
             config = renamed_modules(config, f"re:{escape(old)}", f"re:{escape(new)}")
             config = renamed_modules(config, f"re:^{escape(old)}", f"re:^{escape(new)}")
-        return plan.logged(
+        made = plan.logged(
             LogEntry(self.name, repr(self), len(tensors), None),
             tensors=tensors,
             config=config,
@@ -85,6 +90,7 @@ class TextOnly:
             side_files=tuple(file for file in plan.side_files if file not in files),
             dropped_files={**plan.dropped_files, **dict.fromkeys(files, TOWER_RULE)},
         )
+        return _apart(made, found, kind)
 
 
 def _shown(value: Any) -> str:
@@ -110,6 +116,18 @@ def _check_stacks(plan: Plan, found: Description) -> None:
                 "these are no byte ranges of one another; keep the multi-modal class, or take a release "
                 "with one matrix per expert"
             )
+
+
+def _apart(plan: Plan, found: Description, kind: str) -> Plan:
+    """The plan with one matrix per expert, where the text class reads those: transformers takes either
+    form, and a runtime's class of the text model alone may read no stacks."""
+    own = {module.kind for module in found.modules.values()}
+    if Kind.EXPERT_GATE not in own or found.stacks_alone or kind in _READ_STACKS:
+        return plan
+    stacked = (Kind.STACKED_GATE_UP, Kind.STACKED_DOWN)
+    if not any(plan.role_index.kind(name) in stacked for name in plan.tensors):
+        return plan
+    return Unstack()(plan)
 
 
 # --- Names ---------------------------------------------------------------------------------------

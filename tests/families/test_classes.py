@@ -78,3 +78,17 @@ def test_description(model_type: str) -> None:
 def test_no_file_is_left_over() -> None:
     stated = {file.stem for file in FOLDER.iterdir()}
     assert stated == set(model_types()) - NOT_BUILT
+
+
+def test_spellings_of_keys_are_transformers_own() -> None:
+    """What the simulators of loaders take for another key is what its config class does."""
+    import transformers
+
+    from qconvert.runtimes.loading.building import SPELLINGS
+
+    hf: Any = transformers
+    for model_type, keys in SPELLINGS.items():
+        kind = type(hf.AutoConfig.for_model(model_type))
+        for other, key in keys.items():
+            assert getattr(kind(**{other: 7}), key) == 7
+            assert getattr(kind(**{key: 7}), other) == 7

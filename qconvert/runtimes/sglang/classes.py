@@ -167,6 +167,18 @@ def _layers(build: Build, config: Config) -> range:
     return setting.layers(layers)
 
 
+def _check_states(config: Config, **usual: object) -> None:
+    """Raise LoadRefused for a key that the class asks for and the config does not state: transformers 5
+    does not save it, or saves others in its place."""
+    for key, value in usual.items():
+        if config.get(key) is None:
+            raise LoadRefused(
+                "AttributeError", f"has no attribute '{key}'", "config.json",
+                f"states no {key}, which the class asks for and transformers 5 does not save: add it "
+                f"(usually {value!r})",
+            )  # fmt: skip
+
+
 def _check_experts(config: Config, count: int, setting: Setting, where: str, *, moe: bool) -> None:
     size = setting.moe_tp if moe else setting.tp
     if size > count:
@@ -243,7 +255,8 @@ def norms(build: Build, at: str, config: Config) -> None:
 def gdn_layers(
     build: Build, config: Config, fused: int, *, base: str, own: Wrapped, dense: bool
 ) -> None:
-    every = config.number("full_attention_interval", 4)
+    _check_states(config, full_attention_interval=4)
+    every = config.number("full_attention_interval")
     for layer in _layers(build, config):
         at, asked = f"model.layers.{layer}", f"{base}.layers.{layer}"
         if (layer + 1) % every:
@@ -298,10 +311,10 @@ def _tower(build: Build, vision: Config) -> None:
         inner = vision.number("intermediate_size")
         build.linear(f"{at}.mlp.linear_fc1", "column", size, inner, scheme=plain, bias=True)
         build.linear(f"{at}.mlp.linear_fc2", "row", inner, size, scheme=plain, bias=True)
-    deep = [
-        f"deepstack_merger_list.{i}" for i in range(len(vision.numbers("deepstack_visual_indexes")))
-    ]
-    for merger in ("merger", *deep):
+    # Three where the config states none: the default of the runtime's own class of it.
+    stated = vision.get("deepstack_visual_indexes") is not None
+    deep = len(vision.numbers("deepstack_visual_indexes")) if stated else 3
+    for merger in ("merger", *(f"deepstack_merger_list.{i}" for i in range(deep))):
         at, whole = f"visual.{merger}", size * merge
         build.norm(f"{at}.norm", size if merger == "merger" else whole, bias=True)
         build.linear(f"{at}.linear_fc1", "column", whole, whole, scheme=plain, bias=True)
@@ -488,7 +501,8 @@ def deepseek_layer(build: Build, at: str, config: Config, fused: int, *, dense: 
 
 
 def _deepseek_v3(build: Build, config: Config, fused: int) -> None:
-    setting, step = build.setting, config.number("moe_layer_freq", 1)
+    _check_states(config, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
+    setting, step = build.setting, config.number("moe_layer_freq")
     first = config.number("first_k_dense_replace")
     _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
     for layer in _layers(build, config):

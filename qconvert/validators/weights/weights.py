@@ -138,13 +138,16 @@ def _is_text_alone(folder: Folder) -> bool:
 
 
 def _by_place(found: Mapping[Key, Matrix]) -> dict[Key, Matrix]:
-    """Matrices of a text model by what they are called below their layer."""
+    """Matrices of a text model by what they are called below their layer; those of experts, which one
+    side may stack, by where experts are."""
     named: dict[Key, Matrix] = {}
     for key, matrix in found.items():
         role = key[0]
         if not role.startswith("vision."):
             _, layers, below = parse(matrix.tensor).template.partition(".layers.{L}.")
             last = role.rpartition(".")[2]
+            if matrix.expert is not None:
+                below = below.partition("experts.")[0] + "experts.weight"
             role = f"{split_parameter(below)[0]} {last}" if layers else last
         named[role, *key[1:]] = matrix
     return named
