@@ -97,7 +97,9 @@ def test_rows_that_are_moved_without_their_scales(form: str, part: str) -> None:
     if part == "k_proj":
         config = {**config, "text_config": {**config["text_config"], "num_key_value_heads": 4}}
     stated, right = ROWS[form]
-    tensors = {f"language_model.{_AT}.{part}.{leaf}": TensorType(*one) for leaf, one in stated.items()}
+    tensors = {
+        f"language_model.{_AT}.{part}.{leaf}": TensorType(*one) for leaf, one in stated.items()
+    }
     for runtime in ("sglang", "vllm"):
         assert bool(misread(runtime, config, tensors)) is (runtime not in right)
     # Other projections, and the tower's, keep their order.

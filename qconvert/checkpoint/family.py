@@ -118,7 +118,9 @@ class Family:
     `not_run` why a calibration cannot run its class a layer at a time; `ungated` says that its experts
     are two matrices, down(act(up));
     `undescribed` why there is no description at all, in a generic family. "" where there is no such
-    reason. `layers_counted`: which layers have a block is read from the names, so that one which
+    reason. `class_names` are modules under the names that the class itself gives them, by template, where
+    it is published under others: runtimes that build the class, or name theirs so, ask for those.
+    `layers_counted`: which layers have a block is read from the names, so that one which
     lacks it as a whole is not missed.
     """
 
@@ -138,6 +140,7 @@ class Family:
     undescribed: str = ""
     layers_counted: bool = False
     expert_templates: Mapping[Kind, str] = field(default_factory=dict)
+    class_names: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def _by_module(self) -> dict[str, tuple[Role, ...]]:
@@ -159,13 +162,15 @@ class Family:
 
     @cached_property
     def expert_paths(self) -> tuple[str, ...]:
-        """Where routed experts are below their layer (`.mlp.experts`), () for a family without any and
-        for one without a description."""
-        found: dict[str, None] = {}
-        for role in self.roles:
-            if role.kind.routed and role.kind is not Kind.EXPERT_UNKNOWN:
-                found[apart_experts(role.module).rpartition("{L}")[2]] = None
-        return tuple(found)
+        """Where routed experts are below their layer (`.mlp.experts`), also by the class's own name, ()
+        for a family without any and for one without a description."""
+        routed = [
+            role.module
+            for role in self.roles
+            if role.kind.routed and role.kind is not Kind.EXPERT_UNKNOWN
+        ]
+        own = [self.class_names[module] for module in routed if module in self.class_names]
+        return tuple(dict.fromkeys(apart_experts(m).rpartition("{L}")[2] for m in (*routed, *own)))
 
     def expert_names(self) -> dict[Kind, str]:
         """The names of gate, up and down of a routed expert, and of the stacks of all experts."""

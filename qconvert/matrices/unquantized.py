@@ -10,7 +10,7 @@ from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output
-from qconvert.core.names import split_parameter
+from qconvert.core.names import parse, split_parameter
 from qconvert.core.roles import SHARED
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
@@ -23,6 +23,11 @@ _ANY_ATTENTION = r"re:.*\.self_attn\..*"
 # Families whose classes in sglang 0.5.23 have no packed_modules_mapping, or a part of one: a fused
 # module is looked up under its own name alone (`models/glm4_moe.py`, `models/deepseek_v2.py`).
 _UNMAPPED = ("deepseek_v3", "glm4_moe", "kimi_k2")
+# sglang 0.5.23 builds layers of these without a prefix (`models/hunyuan.py`): all have the names below
+# their layer, their shared expert's linears none but their own, and experts none but their numbers.
+_WITHOUT_LAYERS = ("hunyuan_v1_moe", "hunyuan_v1_dense")
+_SHARED_MLP = ".shared_mlp."
+_NUMBERS_ALONE = r"re:\.[0-9]+\."
 # Qwen3-Next's draft class in sglang 0.5.23 calls its one layer `model.layers.0`
 # (`models/qwen3_next_mtp.py`), which in the model itself has linear attention.
 _DRAFT_AS_FIRST_LAYER = ("qwen3_next",)
@@ -45,6 +50,11 @@ def expert_targets(paths: Iterable[str]) -> list[str]:
 def all_experts(paths: Iterable[str]) -> list[str]:
     """The same with the module that holds them, for lists of what is left."""
     return [rf"re:.*{escape(path)}(\..*)?$" for path in paths]
+
+
+def experts_of_class(plan: Plan) -> list[str]:
+    """Patterns of routed experts that a runtime asks for by less than their path."""
+    return [_NUMBERS_ALONE] if plan.family.name in _WITHOUT_LAYERS else []
 
 
 def shared_paths(plan: Plan) -> list[str]:
@@ -101,8 +111,9 @@ def ignored(
         for name, output in others.items()
     )
     if plan.family.name in _UNMAPPED or plan.family.class_name:
-        found = with_fused_names(found)
+        found = with_runtime_names(plan, others, with_fused_names(found))
         found += [f"{m[: -len(_Q_A)]}{_VLLM_QKV_A}" for m in drafts if m.endswith(_Q_A)]
+    found += tied_head(plan)
     attention = {name for name, output in plan.tensors.items()
                  if ".self_attn." in name and len(output.type.shape) == 2}  # fmt: skip
     if renames_lists(plan) and attention <= others.keys():
@@ -119,6 +130,60 @@ def ignored(
     if kept:
         found += all_experts(paths)
     return found
+
+
+def with_runtime_names(
+    plan: Plan, others: Named, modules: Iterable[str], *, start: str = ""
+) -> list[str]:
+    """The modules, and what else runtimes call them where their classes are not those of which names are
+    known: the class's own names (vLLM 0.33 and both runtimes' Transformers backends), and the names from
+    `layers` on, which classes in sglang 0.5.23 give no other beginning (`models/mixtral.py`,
+    `models/internvl.py`), which `start` begins. None that a quantized module would answer to, too.
+    Modules may be globs of what is below one, nothing of which is quantized."""
+    family = plan.family
+    known = list(modules)
+    if not family.class_name:
+        return known
+    coded = {split_parameter(name)[0] for name in plan.tensors if name not in others}
+    taken = {tail for module in with_fused_names(coded) for tail in _tails(plan, module)}
+    within = {name.rpartition(".")[0] + ".*" for name in taken}
+    found = dict.fromkeys(known)
+    for module in known:
+        place = plan.role_index.places.get(f"{module}.weight")
+        if family.is_mtp(f"{module}.weight", plan.role_index.dims):
+            continue
+        if place is not None and place.role.name.startswith("vision."):
+            continue
+        own = family.class_names.get(parse(module).template, "")
+        more = [own.replace("{L}", _layer(module))] if own else []
+        tails = [tail for name in (module, *more) for tail in _tails(plan, name)]
+        tails = [tail for tail in tails if tail not in taken and tail not in within]
+        found |= dict.fromkeys((*more, *(f"{start}{tail}" for tail in tails)))
+    return list(found)
+
+
+def tied_head(plan: Plan) -> list[str]:
+    """The head of a checkpoint that has none because it is tied: runtimes that build one ask for it."""
+    dims = plan.role_index.dims
+    return ["lm_head"] if dims.tied and plan.role_index.named("lm_head") is None else []
+
+
+def _tails(plan: Plan, module: str) -> list[str]:
+    """A module's name from `layers` on, and below its layer where a runtime's class leaves that out."""
+    _, layers, rest = module.rpartition(".layers.")
+    if not layers:
+        return []
+    found = [f"layers.{rest}"]
+    if plan.family.name in _WITHOUT_LAYERS:
+        found.append(f".{rest.partition('.')[2]}")
+        last = rest.rpartition(".")[2]
+        if _SHARED_MLP in rest and last != "*":
+            found.append(f".{last}")
+    return found
+
+
+def _layer(module: str) -> str:
+    return module.rpartition(".layers.")[2].partition(".")[0]
 
 
 def tower_of(name: str) -> str:

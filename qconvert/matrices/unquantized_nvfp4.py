@@ -15,7 +15,9 @@ from qconvert.matrices.unquantized import (
     ignored,
     renamed_towers,
     renames_lists,
+    tied_head,
     tower_of,
+    with_runtime_names,
 )
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
@@ -87,7 +89,9 @@ def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list
             found[f"{module.partition(tower)[0]}{tower}*"] = None
             found |= {f"{other}*": None for other in renamed_towers([name])}
         else:
-            found[module if not above or above in parents else f"{above}.*"] = None
+            entry = module if not above or above in parents else f"{above}.*"
+            found |= dict.fromkeys(with_runtime_names(plan, others, [entry], start="*"))
+    found |= dict.fromkeys(tied_head(plan))
     packed_drafts = not drafts and draft_as_first_layer(plan)
     if packed_drafts or any(".layers." in prefix for prefix in drafts):
         found[_DRAFT_HEAD] = None
@@ -104,7 +108,9 @@ def ignored_linears(plan: Plan, others: Named) -> list[str]:
     names = [name for name, output in others.items() if _is_matrix(plan, name, output)]
     places = plan.role_index.places
     towers = [n for n in names if n in places and places[n].role.name.startswith("vision.")]
-    return [*(split_parameter(name)[0] for name in names), *renamed_towers(towers)]
+    linears = [split_parameter(name)[0] for name in names]
+    found = with_runtime_names(plan, others, [*linears, *tied_head(plan)])
+    return [*found, *renamed_towers(towers)]
 
 
 def with_draft_names(plan: Plan, modules: Iterable[str]) -> list[str]:

@@ -21,6 +21,7 @@ from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
     Named,
     check_nothing_packed,
+    experts_of_class,
     fp8_block,
     ignored,
     shared_paths,
@@ -128,6 +129,7 @@ def compressed_block(
         paths = plan.family.expert_paths if chosen.experts and chosen.experts.projections else ()
         below = [f"{path}." for path in paths] + (shared_paths(plan) if chosen.shared else [])
         targets = [rf"re:{but}.*{escape(path)}.*" for path in below]
+        targets += experts_of_class(plan) if paths else []
         targets += with_fused_names(chosen.plain)
     first = group(targets)
     groups: dict[str, Mapping[str, Any]] = {"group_0": first}

@@ -9,6 +9,7 @@ sglang 0.5.23:
   of blocks have the first name there, too, so that none is read. compressed-tensors calls its own
   `weight_scale`.
 - `models/llama4.py` takes that loader over for the text model alone, which has nothing for experts.
+- `models/hunyuan.py` gives the linears of its shared experts no path.
 - `models/mllama4.py` moves rows of q_proj and k_proj for rotary embeddings, of tensors called `weight`.
 vLLM 0.33: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
 or zero points. GPTQ's names neither moves.
@@ -103,6 +104,20 @@ def _experts_of_text(name: str, config: Config, tensors: Tensors) -> Misread:
     return Misread(tuple(found), cure=cure)
 
 
+def _shared_without_a_name(name: str, config: Config, tensors: Tensors) -> Misread:
+    """Hunyuan's shared experts beside modelopt's NVFP4: asked for as `.gate_up_proj`, they are built so."""
+    block = config.get("quantization_config")
+    method = block.get("quant_method") if isinstance(block, Mapping) else None
+    if name != "HunYuanMoEV1ForCausalLM" or method != "modelopt":
+        return Misread()
+    plain = {
+        one: "the class asks for its form without a path, as no list can name it"
+        for one, type in tensors.items()
+        if ".shared_mlp." in one and one.endswith(".weight") and type.dtype != "U8"
+    }
+    return Misread(wrong=plain, cure="quantize shared experts, too (--shared-experts quantize)")
+
+
 def _rows_of(moved: Collection[str]) -> Callable[[str, Config, Tensors], Misread]:
     """The fact that a class moves rows of q_proj and k_proj in tensors that end so, and no others."""
 
@@ -120,7 +135,9 @@ def _rows_of(moved: Collection[str]) -> Callable[[str, Config, Tensors], Misread
             if which is None or "vision" in module or leaf in _ROWLESS or type.numel <= 1:
                 continue
             if not _right(leaf, type, _heads(sizes, which), _head(sizes), moved):
-                wrong[one] = "the class moves rows of q_proj and k_proj for rotary, not this tensor's"
+                wrong[one] = (
+                    "the class moves rows of q_proj and k_proj for rotary, not this tensor's"
+                )
         cure = (
             "leave q_proj and k_proj unquantized (w4a16 --ignore 're:.*(q|k)_proj.*', or experts "
             "alone), or choose fp8 in blocks or with a scale a matrix"
@@ -153,6 +170,6 @@ def _head(config: Config) -> int:
 
 
 _FACTS: Mapping[str, tuple[Callable[[str, Config, Tensors], Misread], ...]] = {
-    "sglang": (_experts_of_text, _block_scales, _rows_of(("weight",))),
+    "sglang": (_experts_of_text, _block_scales, _shared_without_a_name, _rows_of(("weight",))),
     "vllm": (_rows_of(("weight", "weight_packed", "weight_scale")),),
 }

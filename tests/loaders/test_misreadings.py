@@ -80,7 +80,9 @@ def _order(folder: Path, loaded: Loaded, leaf: str) -> str:
     def digests(*, moved: bool) -> set[str]:
         parts = []
         for part, one in stored.items():
-            rows = one.view(torch.uint8) if one.dtype.itemsize == 1 else one.to(getattr(torch, kind))
+            rows = (
+                one.view(torch.uint8) if one.dtype.itemsize == 1 else one.to(getattr(torch, kind))
+            )
             if moved and part in heads:
                 count = heads[part]
                 rows = rows.reshape(count, rows.shape[0] // count // 2, 2, -1)
@@ -89,7 +91,13 @@ def _order(folder: Path, loaded: Loaded, leaf: str) -> str:
         whole = torch.cat(parts)
         return {_digest(whole), _digest(whole.T)}
 
-    return "moved" if held in digests(moved=True) else "stored" if held in digests(moved=False) else "?"
+    return (
+        "moved"
+        if held in digests(moved=True)
+        else "stored"
+        if held in digests(moved=False)
+        else "?"
+    )
 
 
 def _digest(tensor: torch.Tensor) -> str:

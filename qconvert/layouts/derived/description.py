@@ -7,7 +7,7 @@ checkpoint: modules of one block (`self_attn`, the experts and their router) mus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,9 +151,27 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
             and not (description.stacks_alone and "{E}" in name)
         },
     )
+    family = replace(family, class_names=_class_names(description, there))
     stated = _stated(family, description) if description.layers else {}
     groups = {**_found(family, names), **stated}
     return replace(family, dims=_dims(description, groups, numbered_on=bool(joins)))
+
+
+def _class_names(description: Description, there: Collection[str]) -> Mapping[str, str]:
+    """The class's own names of modules that a checkpoint has under others: of a kind of which each has
+    one; of routed experts the first that the class has of any kind."""
+    by_kind: dict[Kind, tuple[list[str], list[str]]] = {}
+    for name, module in description.modules.items():
+        if module.tower or "{L}" not in name or module.kind is Kind.EXPERT_UNKNOWN:
+            continue
+        kind = Kind.EXPERT_DOWN if module.kind.routed else module.kind
+        by_kind.setdefault(kind, ([], []))[name not in there].append(name)
+    found: dict[str, str] = {}
+    for kind, (published, own) in by_kind.items():
+        if published and (len(published) == len(own) == 1 or (kind.routed and own)):
+            where = apart_experts if kind.routed else str
+            found |= {old: own[0] for old in published if where(old) != where(own[0])}
+    return found
 
 
 def _numbered_apart(description: Description, names: Iterable[str]) -> Description:
