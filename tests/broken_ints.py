@@ -132,9 +132,13 @@ def _asymmetric_called_symmetric(bench: Bench) -> Repo:
     return state(unhashed(bench.copy("gptq_v2")), sym=True)
 
 
-@broken("QC087")
-def _asymmetric_in_the_first_version(bench: Bench) -> Repo:
-    return state(bench.copy("gptq_v2"), checkpoint_format="gptq")
+@broken("QC087", level="sample")
+def _a_zero_point_of_0_in_the_first_version(bench: Bench) -> Repo:
+    """Stored as 15."""
+    folder = unhashed(state(bench.copy("gptq_v2"), checkpoint_format="gptq").folder)
+    name = f"{UP}.qzeros"
+    words = np.frombuffer(read_tensors(folder)[name].data, "<u4")
+    return Repo(overwrite(folder, name, (words | 0xF0).tobytes()))
 
 
 @broken("QC060", level="full")

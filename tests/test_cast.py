@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import PlanError
+from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Op
 from qconvert.ops.cast import TILE_ELEMENTS, ToBf16
 from qconvert.ops.constant import Constant, constant_i64
@@ -50,15 +50,14 @@ def test_golden_f32() -> None:
     3F80 0000 = 1 stays.   3F80 8000 is halfway between 3F80 and 3F81: the even one, 3F80.
     3F81 8000 is halfway between 3F81 and 3F82: 3F82.   3F80 8001 is above halfway: 3F81.
     8000 0000 = -0 stays.  0000 8000 (denormal, halfway between 0 and 0001): 0.
-    0000 8001: 0001, the smallest bf16.   7F7F 8000, halfway to what would be 2^128: infinity, 7F80.
-    7F7F 7FFF: the largest, 7F7F.   FF80 0000 = -infinity stays.
+    0000 8001: 0001, the smallest bf16.   7F7F 7FFF: the largest, 7F7F.   FF80 0000 = -infinity stays.
     7F80 0001, a signalling NaN: 7FC0.   FFFF FFFF, a NaN whose bits would carry over: FFC0.
     """
-    words = "3F800000 3F808000 3F818000 3F808001 80000000 00008000 00008001 7F7F8000 7F7F7FFF "
+    words = "3F800000 3F808000 3F818000 3F808001 80000000 00008000 00008001 7F7F7FFF "
     words += "FF800000 7F800001 FFFFFFFF"
     raw = b"".join(struct.pack("<I", int(word, 16)) for word in words.split())
-    expected = "3F80 3F80 3F82 3F81 8000 0000 0001 7F80 7F7F FF80 7FC0 FFC0"
-    assert [f"{x:04X}" for x in cast(raw, "F32", (3, 4))] == expected.split()
+    expected = "3F80 3F80 3F82 3F81 8000 0000 0001 7F7F FF80 7FC0 FFC0"
+    assert [f"{x:04X}" for x in cast(raw, "F32", (1, 11))] == expected.split()
 
 
 def test_golden_f16() -> None:
@@ -87,8 +86,33 @@ def test_every_f32_near_every_bf16() -> None:
     """Around every bf16 and every halfway point: denormals, infinities and NaNs among them."""
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
-        raw = (upper | lower).astype(np.uint32).tobytes()
+        raw = within((upper | lower).astype(np.uint32).tobytes())
         assert np.array_equal(cast(raw, "F32", (64, 1024)), by_torch(raw, "F32"))
+
+
+def within(raw: bytes) -> bytes:
+    """float32 with 0 for the finite ones that bf16 has no room for."""
+    bits = np.frombuffer(raw, np.uint32)
+    size = bits & np.uint32(0x7FFFFFFF)
+    return np.where((size >= 0x7F7F8000) & (size < 0x7F800000), np.uint32(0), bits).tobytes()
+
+
+@pytest.mark.parametrize("bits", [0x7F7F8000, 0xFF7F8000, 0x7F7FFFFF, 0xFF7FFFFF])
+@pytest.mark.parametrize("others", [[0x7F800000], [0x7FC00000], []])
+def test_what_bf16_has_no_room_for_is_refused_with_its_size(bits: int, others: list[int]) -> None:
+    """7F7F 8000 is halfway to what would be 2^128. Infinities and NaN beside it are no reason."""
+    words = np.zeros((5, 40_000), np.uint32)
+    words[4, 39_999] = bits
+    words[0, : len(others)] = others
+    (value,) = struct.unpack("<f", struct.pack("<I", bits))
+    ins = [buffer(TensorType("F32", words.shape), words.tobytes())]
+    for limit in LIMITS:
+        if limit is None:
+            said = f"row 4 has weights of up to {abs(value):.5g}, beyond bf16".replace("+", r"\+")
+        else:
+            said = r"row \d has weights of up to"  # of a part
+        with pytest.raises(RowError, match=said):
+            run_op(ToBf16(), ins, limit)
 
 
 def nearest_bf16(value: Fraction) -> int:
@@ -97,12 +121,11 @@ def nearest_bf16(value: Fraction) -> int:
     while value >= Fraction(2) ** (exponent + 1):
         exponent += 1
     units = round(value / Fraction(2) ** (exponent - 7))  # Python rounds ties to even
-    bits = ((exponent + 126) << 7) + units  # a hidden bit of one raises the exponent field by one
-    return min(bits, 0x7F80)
+    return ((exponent + 126) << 7) + units  # a hidden bit of one raises the exponent field by one
 
 
 @settings(max_examples=300)
-@given(bits=st.integers(0, 0x7F7FFFFF))
+@given(bits=st.integers(0, 0x7F7F7FFF))
 def test_the_nearest_is_taken(bits: int) -> None:
     raw = struct.pack("<I", bits)
     (value,) = struct.unpack("<f", raw)
@@ -120,6 +143,7 @@ def test_the_nearest_is_taken(bits: int) -> None:
 def test_any_shape(rows: int, columns: int, dtype: str, limit: int | None, seed: int) -> None:
     width = 4 if dtype == "F32" else 2
     raw = np.random.default_rng(seed).bytes(rows * columns * width)  # all kinds of numbers
+    raw = within(raw) if dtype == "F32" else raw
     found = cast(raw, dtype, (rows, columns), limit)
     assert np.array_equal(found, by_torch(raw, dtype) if raw else found)
 

@@ -118,12 +118,18 @@ def test_rounding_does_not_depend_on_parts(scheme: IntScheme) -> None:
         assert run_op(Recode(None, (op,)), [source], limit)[0] == whole
 
 
+def positive(source: Buffer) -> Buffer:
+    """Weights of which none is below 0: asymmetric groups start at their zero point."""
+    bits = np.frombuffer(source.data, np.uint16) & np.uint16(0x7FFF)
+    return buffer(source.type, bits.tobytes())
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("packing", ["compressed-tensors", "gptq", "gptq-v2"])
 def test_rounding_errs_by_half_a_step(scheme: IntScheme, packing: Packing) -> None:
     if packing == "gptq" and not scheme.symmetric:
-        with pytest.raises(PlanError, match="take gptq-v2"):
-            packer(packing, scheme)
+        with pytest.raises(RowError, match=r"zero point of 0 in group .*: take gptq-v2"):
+            run_op(encoder(scheme, packer(packing, scheme)), [positive(weight(56, 256))])
         return
     if packing != "compressed-tensors":
         scheme = IntScheme(scheme.bits, scheme.group, scheme.symmetric, scale_dtype="F16")
@@ -225,12 +231,14 @@ def test_golden_gptq() -> None:
 
 
 def test_golden_gptq_asymmetric() -> None:
-    """Zero -5 is 3 as stored in version 2; version 1 has no asymmetric form here."""
+    """Zero -5 is 3 as stored in version 2, and 2 in version 1, which has no room for one of 0."""
     scheme = IntScheme(4, 4, symmetric=False, scale_dtype="F16")
     parts = packed_parts(PackGptq(scheme, 2), golden_codes(-5), 8, 8)
     assert parts["qzeros"].data.hex() == "33333333" * 2
-    with pytest.raises(PlanError, match="take gptq-v2"):
-        PackGptq(scheme, 1)
+    parts = packed_parts(PackGptq(scheme, 1), golden_codes(-5), 8, 8)
+    assert parts["qzeros"].data.hex() == "22222222" * 2
+    with pytest.raises(RowError, match=r"zero point of 0 in group 0, .* take gptq-v2"):
+        packed_parts(PackGptq(scheme, 1), golden_codes(-8), 8, 8)
 
 
 def test_golden_zero_points_beyond_the_rows_are_nothing() -> None:

@@ -1,4 +1,5 @@
-"""FP8 whose product with its scale bf16 cannot hold: never written or quantized without a word."""
+"""Numbers, and products of codes and scales, that bf16 cannot hold: never written or quantized without a
+word, and not called broken."""
 
 from __future__ import annotations
 
@@ -6,8 +7,20 @@ import json
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import BLOCK, Model, Tensor, fp8_moe, published, read_tensors, run_cli
+from models import numbers_only, qwen3_moe
+from ops_harness import buffer, run_op
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import RowError
+from qconvert.core.graph import Buffer, Op
+from qconvert.formats.floats.decode import DequantTo
+from qconvert.ops.awq import DequantAwq
+from qconvert.ops.gptq_packed import DequantGptq
+from qconvert.ops.int8 import DequantInt8
+from qconvert.ops.ints import DequantInts
 
 HUGE = 2.0**120  # times the largest code, 448, it is beyond bf16; times 240 it is not
 WEIGHT = "model.layers.1.mlp.experts.1.gate_proj.weight"
@@ -175,3 +188,91 @@ def test_scales_without_blocks(shape: tuple[int, ...], place: str, tmp_path: Pat
     assert result.code == 1
     assert WEIGHT in result.err
     assert place in result.err
+
+
+# --- Numbers that are finite where they are stored -------------------------------------------------
+
+
+def in_f32(value: float) -> Model:
+    """A model of FP32 weights, one of which is `value`."""
+    model = numbers_only(qwen3_moe(hidden=256, intermediate=256))
+    for name, held in model.tensors.items():
+        wide = np.frombuffer(held.data, np.uint16).astype(np.uint32) << np.uint32(16)
+        values = np.clip(wide.view(np.float32), -1, 1)
+        if name == WEIGHT:
+            values[5 * held.shape[1] + 3] = value
+        model.tensors[name] = Tensor("F32", held.shape, values.tobytes())
+    return model
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("fp8",),
+        ("fp8", "--channel"),
+        ("nvfp4", "--dialect", "modelopt"),
+        ("nvfp4", "--dialect", "compressed-tensors"),
+        ("mx",),
+        ("w4a16", "--rtn"),
+        ("w4a16", "--rtn", "--scales", "search"),
+        ("int8",),
+        ("amx", "--method", "int8", "--numa", "1"),
+    ],
+)
+def test_fp32_beyond_bf16_is_refused_as_what_it_is(words: tuple[str, ...], tmp_path: Path) -> None:
+    """The weight is finite, the checkpoint not broken. Runtimes compute what is quantized in bf16."""
+    command, *rest = words
+    for value, said in (
+        (-3.4e38, "has weights of up to 3.4e+38, beyond bf16 (3.3895e+38 at most)"),
+        (float("inf"), "holds NaN or infinity; the checkpoint is broken"),
+    ):
+        source, out = in_f32(value).write(tmp_path / f"source{value}"), tmp_path / f"out{value}"
+        result = run_cli(command, source, out, *rest, "--jobs", "1")
+        assert result.code == 1, result.err
+        assert f"tensor '{WEIGHT}': row 5, " in result.err
+        assert said in result.err
+        assert published(out) == []
+
+
+def _integers(form: str) -> tuple[Op, list[Buffer]]:
+    """Eight rows of the codes 15 or 127, under scales of 1 but for row 6's: the largest bf16."""
+    scale = np.full(8, 1.0, np.float32)
+    scale[6] = np.float32(3.3895e38)
+    words = np.full((8, 8), 0xFFFFFFFF, np.uint32)
+    zeros = np.full((1, 1), 0x77777777, np.uint32)
+    parts: dict[str, list[tuple[str, tuple[int, ...], bytes]]] = {
+        "compressed-tensors": [
+            ("I32", (8, 8), words.tobytes()),
+            ("F32", (8, 1), scale.tobytes()),
+        ],
+        "int8": [("I8", (8, 64), b"\x7f" * 512), ("F32", (8, 1), scale.tobytes())],
+        "gptq": [
+            ("I32", (8, 8), words.tobytes()),
+            ("I32", (1, 1), zeros.tobytes()),
+            ("F32", (1, 8), scale.tobytes()),
+        ],
+        "awq": [("I32", (64, 1), words.tobytes()[:256]), ("F32", (1, 8), scale.tobytes())],
+    }
+    ops: dict[str, Op] = {
+        "compressed-tensors": DequantInts(4, None),
+        "int8": DequantInt8(),
+        "gptq": DequantGptq(4, None, 1, 0, 8),
+        "awq": DequantAwq(None, False, 0, 8),
+    }
+    ins = [buffer(TensorType(dtype, shape), data) for dtype, shape, data in parts[form]]
+    return ops[form], ins
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "int8", "gptq", "awq"])
+def test_integers_times_scales_beyond_bf16_are_refused(form: str) -> None:
+    """As FP8's and FP4's products are; they were written as infinite, without a word."""
+    op, ins = _integers(form)
+    with pytest.raises(RowError, match=r"6 has weights of up to inf, beyond bf16"):
+        run_op(op, ins)
+    _, scale, *_ = ins if form != "gptq" else ins[1:]
+    scale.data[:] = np.ones(8, np.float32).tobytes()
+    (found,), _ = run_op(op, ins)
+    assert np.isfinite(np.frombuffer(found, np.uint16).astype(np.uint32) << 16).all()
+    scale.data[:] = np.full(8, 65504, np.float32).tobytes()
+    with pytest.raises(RowError, match=r"beyond F16 \(65504 at most\); take another dtype$"):
+        run_op(DequantTo(op, "F16"), ins)  # type: ignore[arg-type]

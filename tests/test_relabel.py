@@ -5,6 +5,7 @@ compressed-tensors' own converters."""
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,40 @@ def test_gptqs_versions(tmp_path: Path) -> None:
     assert relabelled(tmp_path / "one", tmp_path / "back", "gptq-v2") == two
 
 
-def test_asymmetric_codes_are_none_of_gptqs_first_version(tmp_path: Path) -> None:
+def without_zero(model: Model) -> Model:
+    """Zero points of 0 are 5 now."""
+    for name, value in model.tensors.items():
+        if name.endswith(".qzeros"):
+            pairs = [(byte & 15, byte >> 4) for byte in value.data]
+            data = bytes((low or 5) | (high or 5) << 4 for low, high in pairs)
+            model.tensors[name] = Tensor(value.dtype, value.shape, data)
+    return model
+
+
+def test_a_zero_point_of_0_is_none_of_gptqs_first_version(tmp_path: Path) -> None:
     model, _ = encoded("qwen3_moe", "awq")
     said = refused(model.write(tmp_path / "awq"), "gptq", tmp_path)
-    assert "gptq-v2" in said
-    assert "down_proj" in said
+    assert re.search(r"_proj\.qweight'.*: row \d+.* has a zero point of 0 in group \d", said)
+    assert "take gptq-v2" in said
+
+
+@pytest.mark.parametrize("by", ["awq", "gptq-v2", "compressed-tensors"])
+def test_asymmetric_codes_become_gptqs_first_version_where_their_zero_points_fit(
+    by: str, tmp_path: Path
+) -> None:
+    """From each form there is, and back to the others."""
+    source = without_zero(encoded("qwen3_moe", "awq")[0]).write(tmp_path / "awq")
+    wanted = in_bf16(source, tmp_path / "bf16")
+    if by != "awq":
+        relabelled(source, tmp_path / "between", by)
+        source = tmp_path / "between"
+    made = relabelled(source, tmp_path / "one", "gptq")
+    config = json.loads((tmp_path / "one" / "config.json").read_bytes())["quantization_config"]
+    assert (config["checkpoint_format"], config["sym"]) == ("gptq", False)
+    assert in_bf16(tmp_path / "one", tmp_path / "a") == wanted
+    packed = relabelled(tmp_path / "one", tmp_path / "packed", "compressed-tensors")
+    assert any(name.endswith("weight_zero_point") for name in packed)
+    assert relabelled(tmp_path / "packed", tmp_path / "again", "gptq") == made
 
 
 def test_a_zero_point_that_the_config_denies(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ class Argument:
 
     @cached_property
     def fitted(self) -> Callable[[Any], Any]:
-        """What gives a loop a value: itself, of an array in another order a copy in C order, and None for
-        one of another type or number of dimensions, or that cannot be written."""
+        """Makes of a value what a loop takes: itself, of an array in another order a copy in C order,
+        None of one of another type or number of dimensions, or that cannot be written."""
         if not self.is_array:
             return lambda value: value
         import numpy as np

@@ -1,8 +1,8 @@
 """F16 or F32 -> BF16, and the parts of it that other ops share.
 
 Rounding is IEEE 754's to nearest, ties to even, on the bits of float32: what torch's
-`.to(torch.bfloat16)` gives. Values above the largest bf16 by half a step or more become
-infinity, denormals are kept, and every NaN becomes the quiet NaN with its sign.
+`.to(torch.bfloat16)` gives, denormals included; every NaN becomes the quiet NaN with its sign. A finite
+number above the largest bf16 by half a step or more, which torch makes infinite, is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import PlanError
+from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
 from qconvert.ops.rowwise import row_parts
@@ -31,13 +31,16 @@ TILE_ELEMENTS = 1 << 16
 _NAMES = {"F32": "fp32", "F16": "fp16"}
 _BF16_NAN = 0x7FC0
 _F16_INFINITY = 0x7C00
+# Half a step above bf16's largest number: from there on bf16 is infinite.
+BF16_OVERFLOW = (2.0 - 2.0**-8) * 2.0**127
+BEYOND = "they are finite in fp32, and runtimes compute in bf16: leave this tensor unquantized"
 
 
 @dataclass(frozen=True, slots=True)
 class ToBf16:
     """F16 or F32 [N, ...] -> BF16 [N, ...], rounded to nearest, ties to even.
 
-    Raises PlanError for other dtypes and for scalars.
+    Raises PlanError for other dtypes and for scalars, RowError for a number that bf16 has no room for.
     """
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
@@ -90,7 +93,10 @@ class ToBf16:
                 values = part.view(np.float32)
                 data = ins[0].data[width * start : width * stop]
                 decode(data, kind.dtype, values, beside)
-                nan = bool(np.isnan(values.max()))  # the maximum is NaN if any value is
+                largest = float(np.maximum(values.max(), -values.min()))  # NaN if any value is
+                if not largest < BF16_OVERFLOW:
+                    check_beyond(values, start, size // kind.shape[0], BEYOND)
+                nan = largest != largest
                 if nan:
                     found = np.flatnonzero(np.isnan(values))
                     signs = (part[found] < 0).astype(np.uint16)
@@ -132,6 +138,26 @@ def _decode_f16(data: memoryview, out: Float32s, spare: Int32s) -> None:
     np.multiply(bits, 1 << 13, out=bits)
     np.bitwise_and(bits, 0x8FFFE000 - (1 << 32), out=bits)
     np.multiply(out, np.float32(2.0**112), out=out)
+
+
+def check_beyond(
+    values: Float32s, first: int, width: int, what: str, *, infinite: bool = False
+) -> None:
+    """Raise RowError for numbers that bf16 has no room for, with `infinite` ones among them. Rows have
+    `width` numbers, and the first one here is number `first` of all. `what` says what to do."""
+    import numpy as np
+
+    sizes = np.abs(values).reshape(-1)
+    beyond = sizes >= np.float32(BF16_OVERFLOW)
+    if not infinite:
+        beyond &= np.isfinite(sizes)
+    found = np.flatnonzero(beyond)
+    if found.size:
+        raise RowError(
+            (first + int(found[0])) // width,
+            f"has weights of up to {float(sizes[found].max()):.5g}, beyond bf16 (3.3895e+38 at most); "
+            f"{what}",
+        )
 
 
 def round_to_bf16(bits: Int32s, spare: Int32s) -> None:

@@ -19,7 +19,7 @@ from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.fp4_scheme import NVFP4_BLOCK
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
-from qconvert.ops.cast import TILE_ELEMENTS, round_to_bf16
+from qconvert.ops.cast import BF16_OVERFLOW, TILE_ELEMENTS, round_to_bf16
 from qconvert.ops.compiled import done
 from qconvert.ops.ints import spread_nibbles
 from qconvert.ops.rowwise import row_parts
@@ -41,8 +41,6 @@ _HALFWAYS = (
 )  # fmt: skip
 _SIGN = 8
 _E4M3_NAN, _E4M3_MAX = 0x7F, 448.0
-# Half a step above bf16's largest number: from there on bf16 is infinite.
-_BF16_OVERFLOW = (2.0 - 2.0**-8) * 2.0**127
 
 
 def to_codes(values: Float32s, out: UInt8s, spare: UInt8s) -> None:
@@ -174,12 +172,12 @@ class DequantNvfp4:
         if not 0 < global_scale < float("inf"):
             raise RunError(f"its global scale is {global_scale}; the checkpoint is broken")
         factor = global_scale if self.dialect == "modelopt" else 1 / global_scale
-        if factor * _E4M3_MAX >= _BF16_OVERFLOW:
+        if factor * _E4M3_MAX >= BF16_OVERFLOW:
             raise RunError(
                 f"its global scale is {global_scale:g}, with which block scales are beyond bf16; look "
                 "whether it is of the other dialect"
             )
-        risky = factor * _E4M3_MAX * SIZES[-1] >= _BF16_OVERFLOW
+        risky = factor * _E4M3_MAX * SIZES[-1] >= BF16_OVERFLOW
         target = array(outs[0].data, np.uint16, (total, BLOCK))
         if not risky:
             codes, how = source.reshape(-1, BLOCK // 2), self.dialect == "modelopt"
@@ -214,7 +212,7 @@ class DequantNvfp4:
                 )
                 np.multiply(values, each[:, None], out=values)
                 if risky:
-                    beyond = ~(np.abs(values) < _BF16_OVERFLOW)
+                    beyond = ~(np.abs(values) < BF16_OVERFLOW)
                     if beyond.any() and not self.overflow:
                         row = (start + int(np.flatnonzero(beyond.any(axis=1))[0])) // blocks
                         raise RowError(

@@ -24,7 +24,7 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, ScaleError
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.buffers import array
-from qconvert.ops.cast import round_to_bf16
+from qconvert.ops.cast import BF16_OVERFLOW, round_to_bf16
 from qconvert.ops.compiled import done, may_be_done
 
 if TYPE_CHECKING:
@@ -58,9 +58,8 @@ _PLAIN_SCALE = 2.0**-117  # times the smallest code, 2^-9, it is still a normal 
 _LARGEST_CODE = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7C}
 _LARGEST_NUMBER = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}
 _E5M2_INFINITY = 0x7C
-# Half a step above bf16's largest number: as a float32, and its bits. From there on bf16 is infinite.
+# The bits of BF16_OVERFLOW.
 _OVERFLOW_BITS = 0x7F7F8000
-_OVERFLOW = (2.0 - 2.0**-8) * 2.0**127
 _BF16_NAN = 0x7FC0
 
 
@@ -182,7 +181,7 @@ class DequantFp8:
             # Whether any product can overflow is told from the scales: hardly any checkpoint has such
             # scales.
             infinite = 0
-            risky = largest * _LARGEST_NUMBER[dtype] >= _OVERFLOW
+            risky = largest * _LARGEST_NUMBER[dtype] >= BF16_OVERFLOW
             biased = dtype == "F8_E4M3" and largest < _SAFE_SCALE
             ties = not biased or _may_tie(factors)
             if biased:

@@ -17,7 +17,14 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part, aligned
 from qconvert.ops.buffers import array
-from qconvert.ops.cast import FLOAT_DTYPES, TILE_ELEMENTS, decode, round_to_bf16
+from qconvert.ops.cast import (
+    BF16_OVERFLOW,
+    FLOAT_DTYPES,
+    TILE_ELEMENTS,
+    check_beyond,
+    decode,
+    round_to_bf16,
+)
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import row_parts
 
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
     Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 _WORD_BITS = 32
+_BEYOND = "look whether its scales are meant to multiply, or take `dequant --dtype f32`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +170,9 @@ class Products:
         if not finite.all():
             row = int(np.argwhere(~finite)[0][0])
             raise RowError(row, "has a scale of NaN or infinity; the checkpoint is broken")
+        # Hardly any checkpoint has such scales.
+        largest = float(np.maximum(scale.max(initial=0), -scale.min(initial=0)))
+        self._risky = largest * (1 << bits) >= BF16_OVERFLOW
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self._rows, max(1, self._height)):
@@ -177,14 +188,15 @@ class Products:
     ) -> None:
         """Codes [n, K] of the rows from `start` on, packed in bytes, times their scales, as bf16 bits.
         `zero` has all rows' [rows, groups] as stored codes; None: all are the middle one. Where there is
-        no `column_group` groups are columns side by side."""
+        no `column_group` groups are columns side by side. Raises RowError for a product that bf16 has no
+        room for."""
         import numpy as np
 
         count = packed.shape[0]
         codes, values, spare = self._codes[:count], self._values[:count], self._spare[:count]
         scale = self._scale[start : start + count]
         zeros = None if zero is None else zero[start : start + count].astype(np.float32)
-        if column_group is None:
+        if column_group is None and not self._risky:
             middle = np.float32(1 << (self._bits - 1))
             given = np.full(scale.shape, middle)
             if zeros is not None:
@@ -216,6 +228,9 @@ class Products:
                     np.subtract(values, each, out=values)
                 np.take(scale, column_group, axis=1, out=each)
                 np.multiply(values, each, out=values)
+        if self._risky:
+            first = start * self._columns
+            check_beyond(values, first, self._columns, _BEYOND, infinite=True)
         bits = values.view(np.int32)
         round_to_bf16(bits, spare)
         np.copyto(target, bits, casting="unsafe")

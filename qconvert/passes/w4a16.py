@@ -140,7 +140,13 @@ class ExpertsToW4A16:
         return IntScheme(self.bits, self.group, self.symmetric, self.actorder, dtype)
 
     def packer(self, *, draft: bool = False) -> Packer:
-        """What packs a matrix's codes."""
+        """What packs a matrix's codes. Raises PlanError for asymmetric codes in GPTQ's first version:
+        which zero points new codes need is not known before they are made."""
+        if self.packing == "gptq" and not self.symmetric:
+            raise PlanError(
+                "GPTQ's first version stores zero points less one and has no room for 0, which "
+                "asymmetric weights need: take gptq-v2, or symmetric weights"
+            )
         return packer(self.packing, self.scheme, draft=draft)
 
     def encoder(self, *, draft: bool = False) -> RowOp:

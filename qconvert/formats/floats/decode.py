@@ -90,12 +90,14 @@ class DequantTo:
             for start, stop, values in self._values(ins, tiles, columns, scratch):
                 infinite = np.abs(values) > _LARGEST[self.dtype]
                 if infinite.any():
-                    if not getattr(self.decoder, "overflow", False):
+                    allowed = getattr(self.decoder, "overflow", None)
+                    if not allowed:
                         row = start + int(np.flatnonzero(infinite.any(axis=1))[0])
+                        may = ", or write infinities with `dequant --allow-overflow`"
                         raise RowError(
                             row,
                             f"has weights beyond {self.dtype} ({_LARGEST[self.dtype]:g} at most); take "
-                            "another dtype, or write infinities with `dequant --allow-overflow`",
+                            f"another dtype{'' if allowed is None else may}",
                         )
                     counts[beyond] += int(np.count_nonzero(infinite))
                 counts[nans] += int(np.count_nonzero(np.isnan(values)))

@@ -134,19 +134,12 @@ class PackGptq:
     """GPTQ's form: qweight I32 [K / word, N], qzeros I32 [groups, N / word], scales [groups, N] and
     g_idx I32 [K]; `version` 1 or 2 says how zero points are stored.
 
-    Raises PlanError for asymmetric codes in version 1: a zero point of 0 cannot be stored, and
-    readers differ on what is stored instead.
+    `pack` raises RowError for a zero point of 0 in version 1: it cannot be stored, and readers differ on
+    what is stored instead.
     """
 
     scheme: IntScheme
     version: Literal[1, 2] = 1
-
-    def __post_init__(self) -> None:
-        if self.version == 1 and not self.scheme.symmetric:
-            raise PlanError(
-                "GPTQ's first version stores zero points less one and has no room for 0, which "
-                "asymmetric weights need: take gptq-v2, or symmetric weights"
-            )
 
     def scheme_of(self, columns: int) -> IntScheme:
         return self.scheme
@@ -249,8 +242,12 @@ def _zero_words(codes: Codes, scheme: IntScheme, less: int) -> UInt32s:
     fields[:, :rows] = zero.T
     if less:
         if int(fields[:, :rows].min(initial=0)) == lowest:
-            row = int(np.argwhere(zero == lowest)[0][0])
-            raise RowError(row, "has a zero point that GPTQ's first version cannot hold")
+            row, group = np.argwhere(zero == lowest)[0]
+            raise RowError(
+                int(row),
+                f"has a zero point of 0 in group {int(group)}, and GPTQ's first version stores zero "
+                "points less one: take gptq-v2",
+            )
         fields[:, :rows] -= np.int8(less)
     return along_rows(fields, scheme.bits)
 

@@ -16,7 +16,7 @@ from qconvert.ops.awq import BITS, DequantAwq, awq_rows
 from qconvert.ops.base import Exact, Uncut
 from qconvert.ops.buffers import array
 from qconvert.ops.gptq_packed import DequantGptq
-from qconvert.ops.ints import DequantInts, unpacked
+from qconvert.ops.ints import DequantInts, group_of_columns, unpacked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,7 +118,7 @@ def taken_apart(
             fields = unpacked(np.ascontiguousarray(words[:, start:stop].T), stored.bits)
             codes[start:stop] = (fields - np.uint16(middle)).astype(np.int8)
         _gptq_zeros(ins[1], stored, zero)
-        order = array(ins[3].data, np.int32, ins[3].type.shape) if len(ins) > 3 else None
+        order = group_of_columns(ins[3], zero.shape[1]) if len(ins) > 3 else None
         return _numbers(ins[2]).T, order
     words = array(ins[0].data, np.uint32, ins[0].type.shape)
     for start, stop in tiles:
@@ -128,8 +128,7 @@ def taken_apart(
         at = array(ins[2].data, np.uint32, ins[2].type.shape)
         fields = unpacked(np.ascontiguousarray(at.T), stored.bits).T[:rows]
         zero[:] = (fields - np.uint16(middle)).astype(np.int8)
-    last = ins[-1]
-    order = array(last.data, np.int32, last.type.shape) if stored.g_idx else None
+    order = group_of_columns(ins[-1], zero.shape[1]) if stored.g_idx else None
     return _numbers(ins[1]), order
 
 

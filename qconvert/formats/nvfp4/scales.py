@@ -14,7 +14,7 @@ from qconvert.core.graph import Buffer, Part
 from qconvert.formats.nvfp4.config import RANGE
 from qconvert.ops.base import Exact, Uncut
 from qconvert.ops.buffers import array
-from qconvert.ops.cast import FLOAT_DTYPES, TILE_ELEMENTS, round_to_bf16
+from qconvert.ops.cast import BEYOND, FLOAT_DTYPES, TILE_ELEMENTS, check_beyond, round_to_bf16
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import Recode, row_parts
 
@@ -32,7 +32,8 @@ _INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 class RowMaxima(Exact):
     """A matrix [N, K] in BF16, F16 or F32 -> the largest size in each row [N], in the same dtype.
 
-    Raises PlanError for anything else, RowError where a row holds NaN or infinity.
+    Raises PlanError for anything else, RowError where a row holds NaN, infinity, or a number that bf16
+    has no room for.
     """
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
@@ -78,6 +79,8 @@ class RowMaxima(Exact):
         broken = np.flatnonzero(target >= _INFINITY[weight.dtype])
         if broken.size:
             raise RowError(int(broken[0]), "holds NaN or infinity; the checkpoint is broken")
+        if weight.dtype == "F32":
+            check_beyond(target.view(np.float32), 0, 1, BEYOND)
         return {}
 
 

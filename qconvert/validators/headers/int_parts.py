@@ -3,7 +3,6 @@
 QC088 zero points or group indices (g_idx) are present and not stated, or stated and not present.
 QC089 a part of packed integers has a type or shape that bits and group size do not give.
 QC091 routed experts of one layer are stored in more than one format.
-QC087 (see zero_points) asymmetric weights are stated in GPTQ's first version.
 
 compressed-tensors 0.19 (`compressors/pack_quantized/`): weight_zero_point I32 [ceil(N / word), groups],
 weight_g_idx I32 [K]. GPTQ (AutoGPTQ 0.7, GPTQModel; read by sglang 0.5.23 and vLLM 0.33): qweight I32
@@ -121,13 +120,7 @@ def _gptq(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Iterator[Findi
         )
         yield Finding("QC089", "error", config.where, message)
         return
-    stated, version = found
-    if not stated.symmetric and version == 1:
-        message = (
-            "states asymmetric weights (sym: false) in checkpoint_format gptq, which cannot store a "
-            "zero point of 0: expected gptq_v2"
-        )
-        yield Finding("QC087", "error", config.where, message)
+    stated, _ = found
     role_index = checkpoint.role_index
     for name in names:
         module = name.removesuffix(".qweight")

@@ -4,7 +4,7 @@ QC026 a tensor's shape is not the one that the config gives.
 QC027 a quantized weight, or a part of it, has a type or shape that its format does not allow.
 QC038 packed weights have a scale for another number of columns than the config states.
 QC047 there is linear attention, but the config does not state its sizes.
-QC087, QC088, QC089, QC091: see int_parts.
+QC088, QC089, QC091: see int_parts.
 
 Packed INT4 is compressed-tensors' (0.19, `compressors/pack_quantized/base.py`): `weight_packed` I32
 [N, K / 8], `weight_scale` [N, K / group], `weight_shape` [2]. Linear attention: transformers 5.17,

@@ -5,7 +5,8 @@ QC087 zero points are not those of the config's symmetry and version.
 GPTQ (AutoGPTQ 0.7, GPTQModel) stores zero points for symmetric weights too: the middle of the range,
 8 or 128, which its first version (`checkpoint_format: gptq`) stores minus one. Exllama kernels compute
 with the stored values, Marlin's and KTransformers' assume the middle (read in sglang 0.5.23,
-kt-kernel 0.7.2).
+kt-kernel 0.7.2). Asymmetric weights of the first version may have any zero point but 0, which is stored
+as 15 or 255: who adds 1 within the field reads 0, who adds it to a wider number 16 or 256.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ RULES = (
         "checkpoint_format is of the other version (gptq stores zero points minus one: 7 for symmetric "
         "4-bit weights; gptq_v2 stores 8), or sym is true for asymmetric weights. Some kernels read "
         "zero points and some do not, so the model is correct in one runtime and generates garbage in "
-        "another. Asymmetric weights in the first version cannot store a zero point of 0, and readers "
-        "interpret the stored value differently.",
+        "another. A zero point of 0 has no place in the first version: what is stored for it, 15 or "
+        "255, some readers take for 0 and others for 16 or 256.",
         "State the version that the words have; convert asymmetric weights again with gptq-v2.",
     ),
 )
@@ -42,8 +43,8 @@ class ZeroPoints:
 
     name: str = "zero_points"
     proves: str = (
-        "GPTQ's zero points of symmetric weights are the middle, as the stated version stores it, where "
-        "there are any"
+        "GPTQ's zero points of symmetric weights are the middle, as the stated version stores it, and "
+        "readers agree on those of asymmetric ones in the first version, where there are any"
     )
     needs: frozenset[Need] = frozenset({"model", "data"})
 
@@ -51,14 +52,15 @@ class ZeroPoints:
         checkpoint = folder.checkpoint
         found = gptq_ints(checkpoint.quantization_configs)
         names = [name for name in checkpoint if name.endswith(".qzeros")]
-        if found is not None and found[0].symmetric:  # else QC012, QC089
+        # Else QC012, QC089, or asymmetric weights of the second version, which has a field for each.
+        if found is not None and (found[0].symmetric or found[1] == 1):
             yield from folder.some(list(_tasks(checkpoint, names, *found)), _A_FEW)
 
 
 def _tasks(
     checkpoint: Checkpoint, names: list[str], stated: PackedInts, version: int
 ) -> Iterator[Middles]:
-    middle = (1 << (stated.bits - 1)) - (1 if version == 1 else 0)
+    middle = (1 << (stated.bits - 1)) - (1 if version == 1 else 0) if stated.symmetric else None
     for name in names:
         kind = checkpoint[name].type
         scales = checkpoint.get(f"{name.removesuffix('.qzeros')}.scales")
@@ -70,12 +72,13 @@ def _tasks(
 
 @dataclass(frozen=True, kw_only=True)
 class Middles(Watch):
-    """Zero points of symmetric weights of `rows` rows: each must be `middle`."""
+    """Zero points of weights of `rows` rows: each must be `middle`, or, where that is None, less than
+    the largest number of its bits."""
 
     bits: int
-    middle: int
+    middle: int | None
     rows: int
-    scratch: ClassVar[int] = 8 * CHUNK
+    scratch: ClassVar[int] = 18 * CHUNK
 
     def look(self) -> _Looking:
         return _Looking(self)
@@ -93,24 +96,29 @@ class _Looking:
         task = self._task
         word, line = 32 // task.bits, task.tensor.type.shape[1]
         words = np.frombuffer(data, "<u4")
-        whole = sum(task.middle << (task.bits * i) for i in range(word))
-        wrong = words != whole
+        if task.middle is not None:
+            whole = sum(task.middle << (task.bits * i) for i in range(word))
+            if bool((words == np.uint32(whole)).all()):  # nearly always
+                return
+        most = (1 << task.bits) - 1
+        fields = words[:, None] >> (task.bits * np.arange(word, dtype=np.uint32)) & np.uint32(most)
+        wrong = fields == most if task.middle is None else fields != task.middle
         if task.rows % word:  # in the last word of a line, values beyond the rows do not count
             ends = (at // 4 + np.arange(words.size)) % line == line - 1
-            mask = np.uint32((1 << (task.bits * (task.rows % word))) - 1)
-            wrong[ends] = (words[ends] & mask) != (np.uint32(whole) & mask)
+            wrong[ends, task.rows % word :] = False
         if not wrong.any():
             return
-        first = int(np.argmax(wrong))
-        stored = [
-            int(words[first]) >> (task.bits * i) & ((1 << task.bits) - 1) for i in range(word)
-        ]
+        first, number = np.argwhere(wrong)[0].tolist()
         group, place = divmod(at // 4 + first, line)
-        number = next((i for i, zero in enumerate(stored) if zero != task.middle), 0)
-        self._fault = (
-            f"group {group}, row {place * word + number}: expected the middle, stored as "
-            f"{task.middle}, found {stored[number]}"
-        )
+        where = f"group {group}, row {place * word + number}"
+        if task.middle is None:
+            self._fault = (
+                f"{where}: checkpoint_format gptq, sym false: expected a zero point that is stored as "
+                f"{most - 1} at most, found {most}"
+            )
+            return
+        found = int(fields[first, number])
+        self._fault = f"{where}: expected the middle, stored as {task.middle}, found {found}"
 
     def end(self, folders: Folders) -> Iterator[Finding]:
         if self._fault:
