@@ -112,7 +112,7 @@ def test_what_is_not_simulated_is_not_called_too_large(models: Path) -> None:
     found = api.advise(models / "qwen3-30b-a3b-fp8", "vllm", machine)
     assert found.best is None
     said = list(lines_of(found))
-    assert said[1].startswith("not known: the simulator of vllm's loader has no rule for ")
+    assert said[1].startswith("not known: vllm's loader is not simulated for this: ")
     assert "nothing that was considered" not in "\n".join(said)
 
 

@@ -1,13 +1,17 @@
-"""Counts are spelled by one function, so that nothing is `1 files`."""
+"""Counts are spelled by one function, so that nothing is `1 files`; options that texts name are there."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from checkpoints import bf16_moe, run_cli
 
+from qconvert.cli.main import cli
 from qconvert.core.shown import count
 
 _THINGS = (
@@ -62,3 +66,61 @@ def test_one_of_each(tmp_path: Path) -> None:
     assert run_cli("diff", source, other).out.splitlines()[-1] == "1 difference"
     report = run_cli("validate", other).out.splitlines()[-1]
     assert re.fullmatch(r"(1 error|\d+ errors), (1 warning|\d+ warnings)", report), report
+
+
+# --- Options -------------------------------------------------------------------------------------
+
+# Of other programs: servers' launch lines, pip, ray.
+_OTHERS = {
+    "--disable-shared-experts-fusion", "--disaggregation-mode", "--head", "--init-expert-location",
+    "--kt-cpuinfer", "--kt-expert-placement-strategy", "--kt-max-deferred-experts-per-token",
+    "--kt-method", "--kt-num-gpu-experts", "--kt-threadpool-count", "--kt-weight-path",
+    "--kv-cache-dtype", "--model", "--model-path", "--moe-runner-backend", "--no-deps",
+    "--pipeline-parallel-size", "--pp-size", "--speculative-algorithm", "--speculative-config",
+    "--speculative-draft-model-path", "--tensor-parallel-size", "--tp-size",
+}  # fmt: skip
+_OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
+
+
+def _options(command: click.Command) -> set[str]:
+    """What a command, or any of a group, takes today: not the spellings of before."""
+    found = {"--help"}
+    for one in command.params:
+        if isinstance(one, click.Option):
+            found |= {*one.opts, *one.secondary_opts} - {*getattr(one, "old", ())}
+    if isinstance(command, click.Group):
+        found |= {name for part in command.commands.values() for name in _options(part)}
+    return found
+
+
+def _literals() -> Iterator[tuple[str, str]]:
+    """The product's texts, docstrings too, and where they stand; not earlier spellings that are taken."""
+    package = Path(__file__).parent.parent / "qconvert"
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        old = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.keyword) and node.arg == "old"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in old
+            ):
+                yield f"{path.relative_to(package)}:{node.lineno}", node.value
+
+
+def test_options_that_texts_name_exist() -> None:
+    """`--target` was renamed, and refusals went on to ask for it."""
+    known = _options(cli) | _OTHERS
+    assert "--target" not in known
+    found = [
+        f"{where}: {option}"
+        for where, text in _literals()
+        for option in _OPTION.findall(text)
+        if option not in known
+    ]
+    assert found == []

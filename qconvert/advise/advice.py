@@ -178,8 +178,8 @@ def lines_of(found: Advice) -> Iterator[str]:
     else:
         unknown = next((o.unknown for o in found.others if isinstance(o, Choice) and o.unknown), "")
         yield (
-            f"not known: the simulator of {found.runtime}'s loader has no rule for {unknown}; start the "
-            "server to try"
+            f"not known: {found.runtime}'s loader is not simulated for this: {unknown}; start the server "
+            "to try"
             if unknown
             else "nothing that was considered loads and fits"
         )
@@ -203,7 +203,7 @@ def _said(choice: Choice, machine: Machine) -> Iterator[str]:
         yield f"  refused: {choice.refused}"
         return
     if choice.unknown:
-        yield f"  not known: the simulator has no rule for {choice.unknown}"
+        yield f"  not known: not simulated for this: {choice.unknown}"
         return
     if choice.written:
         moved = choice.read + choice.written

@@ -75,7 +75,7 @@ def routed_experts(plan: Plan) -> Experts:
     """Find every routed expert of a plan. Raises PlanError for a family that layouts/ has not, a
     dense model, a matrix that is missing, of another shape than the config says, or in a form that
     is not read."""
-    check_experts(plan, "use it as it is, or quantize other layers (w4a16 --target Linear)")
+    check_experts(plan, "use it as it is, or quantize other layers (w4a16 --targets Linear)")
     _check_dims(plan)
     found, read = _found(plan)
     kind_of = plan.role_index.kind

@@ -260,7 +260,7 @@ class ExpertsToW4A16:
     def _routed(self, plan: Plan) -> Experts | None:
         """The model's routed experts, targets or not; None where it has none and needs none."""
         if self.targets == (EXPERTS,):
-            check_experts(plan, "quantize its other layers: --target Linear")
+            check_experts(plan, "quantize its other layers: --targets Linear")
         else:
             check_described(plan)
             if not plan.role_index.dims.num_experts:
