@@ -7,7 +7,8 @@ addresses, as in a mapped file. A loop declines an array of a type that it has n
 error.
 
 QCONVERT_TEST_FORMS says what the other form is: `loops` (the default), `gpu` (the kernels of
-qconvert/ops/gpu in Triton's interpreter, for which TRITON_INTERPRET=1 has to be set), or `none`.
+qconvert/ops/gpu in Triton's interpreter; TRITON_INTERPRET=1 has to be set), or `none`, which is also
+for tests of wrong products (mutants.py).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Outcome = tuple[list[bytes], dict[str, int]] | tuple[type[Exception], str]
 
 def begin(patch: pytest.MonkeyPatch) -> None:
     """From now on, in this process."""
-    if _asked() != "none" and is_installed("numba"):
+    if is_installed("numba"):
         patch.setattr(Job, "_run", _run)
         patch.setattr(workers, "_together", _together)
         patch.setattr(_Lazy, "__call__", _called)
@@ -62,6 +63,8 @@ class Both:
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
+        if _asked() == "none":
+            return self._op.run(ins, outs, scratch)
         other = _other_form(self._op, ins)
         counts: Mapping[str, int] = {}
         failed: QConvertError | None = None
@@ -118,6 +121,8 @@ def _together(group: Sequence[Numbered], folders: Folders) -> Iterator[tuple[int
     for item in _really_together(group, folders):
         found.append(item)
         yield item
+    if _asked() == "none":
+        return
     on = LOOPS.on
     LOOPS.use(not on)
     try:

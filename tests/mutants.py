@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import both_forms
 import gdn_models
 import numpy as np
 import pytest
@@ -71,6 +72,7 @@ def applied(mutant: Mutant) -> Iterator[None]:
     right = getattr(owner, name)
     wrong = _mutated(module, mutant)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(both_forms.VARIABLE, "none")  # the two forms of an op differ now
         _forget(modules.values())
         patch.setattr(owner, name, wrong)
         for other in modules.values() if not above else ():

@@ -1,4 +1,4 @@
-"""Counts are spelled by one function, so that nothing is `1 files`; options that texts name are there."""
+"""Counts are spelled by one function, so that nothing is `1 files`; options that texts name exist."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _options(command: click.Command) -> set[str]:
 
 
 def _literals() -> Iterator[tuple[str, str]]:
-    """The product's texts, docstrings too, and where they stand; not earlier spellings that are taken."""
+    """The product's texts, docstrings too, and where they stand; not earlier spellings of options."""
     package = Path(__file__).parent.parent / "qconvert"
     for path in sorted(package.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -178,8 +178,8 @@ def lines_of(found: Advice) -> Iterator[str]:
     else:
         unknown = next((o.unknown for o in found.others if isinstance(o, Choice) and o.unknown), "")
         yield (
-            f"not known: {found.runtime}'s loader is not simulated for this: {unknown}; start the server "
-            "to try"
+            f"not known: {found.runtime}'s loader is not simulated for this: {unknown}; start the "
+            "server to try"
             if unknown
             else "nothing that was considered loads and fits"
         )

@@ -213,11 +213,12 @@ def _sizes(said: Loads) -> list[str]:
             text = f"{who} on H200s loads it whole{with_option} at tensor parallel {sizes}"
             lines += ["", f"{text}, as simulated from headers and config."]
         if one.failed:
-            lines += ["", plain(f"It does {one.failed.replace('not', 'not load', 1)}.")]
+            failed = one.failed.replace("not", "not load it", 1)
+            lines += ["", plain(f"{who} does {failed}.")]
         if one.draft:
-            lines += ["", plain(f"It {one.draft}.")]
+            lines += ["", plain(f"{who} {one.draft}.")]
         if one.unknown:
-            lines += ["", plain(f"{one.runtime} {one.version}: {one.unknown}.")]
+            lines += ["", plain(f"{who}: {one.unknown}.")]
     return lines
 
 
