@@ -3,19 +3,24 @@ refused, with its line."""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import read_tensors, run_cli
+from loaders.published import published
 
+from qconvert.checkpoint.open import open_source
 from qconvert.cli.demo_checkpoint import write_sample
-from qconvert.core.errors import RecipeError
+from qconvert.core.errors import PlanError, RecipeError
 from qconvert.core.int_scheme import Actorder, IntScheme
 from qconvert.core.yaml_lines import compose
 from qconvert.matrices.linears import matches
 from qconvert.passes.w4a16 import ExpertsToW4A16
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.llmcompressor import Foreign, is_foreign, parse_foreign, pattern_of
 from qconvert.recipe.llmcompressor_options import Group
 from qconvert.recipe.recipe import parse_recipe
@@ -438,7 +443,7 @@ def test_rounding_becomes_the_pass() -> None:
     assert parse_recipe(text, "r").passes == (
         ExpertsToW4A16(
             bits=8, group=128, symmetric=True, actorder=None,
-            targets=(_EXPERTS, r"re:a\.b$"), ignore=(r"re:c\.d$",), shared_experts="keep",
+            targets=(_EXPERTS, r"re:a\.b$"), ignore=(r"re:c\.d$",), shared_experts="named",
         ),
     )  # fmt: skip
 
@@ -461,7 +466,7 @@ def test_gptq_becomes_a_calibrated_pass() -> None:
         actorder="static",
         targets=(_EXPERTS,),
         calibrate=asked,
-        shared_experts="keep",
+        shared_experts="named",
     )
     assert parse_recipe(below("GPTQModifier", options), "r", given).passes == (step,)
     # What is said on the command line is said last.
@@ -558,3 +563,50 @@ def test_a_recipe_runs_as_it_is(tmp_path: Path) -> None:
     ).read_bytes()
     packed = made["model.layers.0.mlp.experts.0.down_proj.weight_packed"]
     assert packed.shape == (256, 256 // 8)
+
+
+# --- Shared experts -------------------------------------------------------------------------------
+
+_SHARED = "re:.*shared_experts?[.].*proj$"
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("targets", "ignore", "taken"),
+    [
+        (["Linear"], [], True),
+        ([_EXPERTS, _SHARED], [], True),
+        (["re:.*(down|gate|up)_proj$"], ["re:.*self_attn.*"], True),
+        (["Linear"], [_SHARED], False),
+        ([_EXPERTS], [], False),
+    ],
+)
+def test_shared_experts_are_quantized_as_the_recipe_names_them(
+    family: str, targets: list[str], ignore: list[str], taken: bool, tmp_path: Path
+) -> None:
+    """All of the model's own where a target matches them and no entry of ignore does, else none, as in
+    llm-compressor: it knows nothing of runtimes that fuse them."""
+    source = published(family).write(tmp_path / "source")
+    left = ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", *ignore]
+    options = f"targets: {json.dumps(targets)}\nscheme: W4A16\nignore: {json.dumps(left)}"
+    recipe = parse_recipe(below("QuantizationModifier", options), "r")
+    plan = Plan.identity(open_source(source))
+    shared = {
+        name.removesuffix(".weight")
+        for name in plan.tensors
+        if re.search(r"shared_experts?\..*proj\.weight$", name)
+        and not plan.family.is_mtp(name, plan.role_index.dims)
+    }
+    assert shared
+    made = run_passes(plan, recipe.passes)
+    packed = {name for name in shared if f"{name}.weight_packed" in made.tensors}
+    assert packed == (shared if taken else set())
+    left_out = tuple(made.config["quantization_config"]["ignore"])
+    assert not any(matches(name, left_out) for name in packed)
+
+
+def test_kept_shared_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
+    source = published("glm4_moe").write(tmp_path / "source")
+    step = ExpertsToW4A16(targets=(_EXPERTS, _SHARED), shared_experts="keep")
+    with pytest.raises(PlanError, match="shared_experts says keep: leave this target out"):
+        run_passes(Plan.identity(open_source(source)), [step])

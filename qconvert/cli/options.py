@@ -582,8 +582,9 @@ STATS = click.option(
 )  # fmt: skip
 SHARED_EXPERTS = click.option(
     "--shared-experts", type=click.Choice(["quantize", "keep"]), default=None,
-    help="Quantize shared experts as the routed ones, or keep them. [default: quantize where sglang "
-    "fuses them with the routed ones, so that it loads the result without options; keep elsewhere]",
+    help="Quantize shared experts as the routed ones, or keep them. [default: as --targets names them; "
+    "where it names none, keep them beside calibrated experts (--gptq, NVFP4's --stats), and beside "
+    "rounded ones quantize where sglang fuses both, so that it loads the result without options]",
 )  # fmt: skip
 TP = click.option(
     "--tp", type=click.IntRange(1, MOST), metavar="N",

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
 from qconvert.matrices.linears import matches
@@ -23,9 +25,11 @@ _WHY = {
 _UNSEEN = "; nor could it be calibrated, because samples hold no images: nothing goes through it"
 
 
-def why_left(plan: Plan, target: str, *, calibrated: bool) -> str | None:
+def why_left(
+    plan: Plan, target: str, *, calibrated: bool, kept: Container[Kind] = ()
+) -> str | None:
     """Why no linear that a target matches is quantized, with the first of them; None where it matches
-    none. Raises PlanError for an invalid pattern."""
+    none. `kept` are shared experts where they shall be kept. Raises PlanError for an invalid pattern."""
     dims = plan.role_index.dims
     for name, output in plan.tensors.items():
         module, parameter = split_parameter(name)
@@ -38,6 +42,8 @@ def why_left(plan: Plan, target: str, *, calibrated: bool) -> str | None:
             return (
                 f"{module}: a draft layer's linears stay, as codes cost it more guesses than bytes"
             )
+        if kind in kept:
+            return f"{module}: shared_experts says keep"
         why = _WHY.get(kind, "no runtime is known to load it quantized")
         return f"{module}: {why}{_UNSEEN if calibrated and kind is Kind.VISION else ''}"
     return None

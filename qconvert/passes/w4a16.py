@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
@@ -80,8 +80,9 @@ class ExpertsToW4A16:
     whose columns are not whole groups stays as it is (an expert never does). `tp` is a tensor-parallel
     size that the result must load at. With `calibrate` GPTQ finds the codes of all that is targeted,
     but not of draft layers, for which transformers has no class. `shared_experts` says whether shared
-    experts are quantized with the routed ones, or kept whatever targets name; None: quantized only
-    where sglang would otherwise fuse them and not read them, and kept beside calibrated ones. `scales`
+    experts are quantized with the routed ones, or kept whatever targets name; None: as targets name
+    them, and where none does, beside rounded ones, where sglang would otherwise fuse them and not read
+    them; `named`: as targets name them alone, as llm-compressor has it. `scales`
     of rounding to nearest are each group's amax over half the range, or with `search` those whose codes
     have the least squared error; `signs` of symmetric INT4's says whether scales below 0 are tried, too.
 
@@ -103,7 +104,7 @@ class ExpertsToW4A16:
     leave_bf16: bool = False
     tp: int | None = None
     calibrate: Calibration | None = None
-    shared_experts: SharedExperts | None = None
+    shared_experts: SharedExperts | Literal["named"] | None = None
     scales: Scales = "amax"
     signs: Signs = "both"
 
@@ -239,16 +240,19 @@ class ExpertsToW4A16:
 
     def _with_shared(self, plan: Plan, chosen: Selection) -> Selection:
         """The same with shared experts that no target names, where they are to be quantized."""
-        if chosen.experts is None or self.shared_experts == "keep":
+        asked = self.shared_experts
+        if asked == "named":  # draft layers' have no other target than those of the model's own
+            asked = None if chosen.names_shared else "keep"
+        if chosen.experts is None or asked == "keep":
             return chosen
         drafts = any(projection.draft for projection in chosen.experts.projections)
         shared = shared_experts(plan, chosen.linears, drafts=drafts)
         if not shared:
-            check_any_shared(chosen, self.shared_experts)
+            check_any_shared(chosen, asked)
             return chosen
-        if self.shared_experts is None and any(matches(module, self.ignore) for module in shared):
+        if asked is None and any(matches(module, self.ignore) for module in shared):
             return chosen
-        if self.shared_experts is None:
+        if asked is None:
             block = self._block(plan, chosen, chosen.others(plan))
             # Targets that name shared experts never take those of draft layers.
             lost = chosen.names_shared and would_fuse(plan.config, block)
@@ -273,7 +277,8 @@ class ExpertsToW4A16:
         for target in self.targets:
             named = any(matches(module, (target,)) for module in (*modules, *first))
             if not named and not (target == EXPERTS and experts is not None):
-                why = why_left(plan, target, calibrated=self.calibrate is not None)
+                kept = {*SHARED} if self.shared_experts == "keep" else set()
+                why = why_left(plan, target, calibrated=self.calibrate is not None, kept=kept)
                 raise PlanError(
                     f"target {target!r} matches no weight that can be quantized"
                     + (f"; {why}: leave this target out" if why else "")

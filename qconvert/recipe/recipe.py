@@ -172,7 +172,7 @@ def _foreign(node: Any, name: str, data: Mapping[str, Any] | None) -> Recipe:
         "actorder": scheme.actorder,
         "targets": targets,
         "ignore": ignore,
-        "shared_experts": "keep",  # the recipe itself says what is quantized
+        "shared_experts": "named",  # the recipe itself says what is quantized
     }
     if asked.kind == "gptq":
         if not data:
