@@ -464,7 +464,7 @@ def test_which_folders_may_hold_scales_below_0(step: ExpertsToW4A16, signed: boo
         ("qwen3_moe", 256, ["w4a16", "--rtn"], "--model-path REPO --tp-size 1",
          r"at tensor parallel 1 \(\S+ MB a rank\), 2 \(\S+ MB a rank\), as simulated"),
         ("qwen3_next", 512, ["w4a16", "--rtn", "--asymmetric"], "",
-         r"vllm 0.33 does not load it at tp 1: .*weight\\_zero\\_point"),
+         r"sglang 0.5.23 does not load it at tp 1: .*weight\\_zero\\_point"),
     ],
 )  # fmt: skip
 def test_a_simulated_runtime_is_listed_as_it_loads(

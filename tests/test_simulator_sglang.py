@@ -515,6 +515,40 @@ def test_a_version_known_to_serve_it_wrong(tmp_path: Path) -> None:
     assert advisories(parse_consumer("vllm==0.20"), config) == ()
 
 
+@pytest.mark.parametrize(
+    ("block", "concerned"),
+    [
+        ({"config_groups": {"g": {"weights": {"num_bits": 4, "type": "int"}}}}, True),
+        ({"config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}}}}, False),
+        ({"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}}, False),
+        ({"quant_method": "gptq", "bits": 4}, True),
+        ({"quant_method": "awq", "w_bit": 4}, True),
+        ({"quant_method": "fp8"}, False),
+    ],
+)
+def test_int4_experts_are_not_for_int8_inputs_of_marlin(
+    block: dict[str, Any], concerned: bool
+) -> None:
+    for version in ("", "==0.33.0"):
+        for more in ({"num_experts": 8}, {"text_config": {"n_routed_experts": 8}}):
+            config = {"quantization_config": block, **more}
+            found = advisories(parse_consumer(f"vllm{version}"), config)
+            assert [one.setting for one in found] == ["VLLM_MARLIN_INPUT_DTYPE=int8"] * concerned
+            assert advisories(parse_consumer("sglang"), config) == ()
+        assert advisories(parse_consumer(f"vllm{version}"), {"quantization_config": block}) == ()
+
+
+def test_a_setting_that_serves_it_wrong_is_told_of(tmp_path: Path) -> None:
+    """Not as a warning: who does not set it is served right."""
+    source = published("qwen3_moe").write(tmp_path / "source")
+    assert run_cli("w4a16", source, tmp_path / "out", "--rtn", "--jobs", "1").code == 0
+    _, found, report = validated(tmp_path / "out", "--for", "vllm==0.33.0")
+    assert "QC134" not in {finding["rule"] for finding in found}
+    assert any(
+        "that VLLM_MARLIN_INPUT_DTYPE=int8 is not set" in one for one in report["not_checked"]
+    )
+
+
 def test_sizes_without_a_runtime_are_a_mistake(tmp_path: Path) -> None:
     where = published("qwen3_moe").write(tmp_path / "qwen")
     assert run_cli("validate", where, "--tp", "2").code == 2

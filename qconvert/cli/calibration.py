@@ -109,8 +109,7 @@ SIGNS = click.option(
     help="Of scales that are searched for in symmetric INT4 (--gptq, or w4a16 --rtn --scales search). "
     "`both`: below 0 too, which turns codes of -8 to 7 around where that loses less: .87 to .95 of the "
     "squared error of rounding, for 1.4 times the search. Runtimes multiply by scales, whatever their "
-    "sign; but with VLLM_MARLIN_INPUT_DTYPE=int8 vLLM divides by the largest first. AMX, asymmetric "
-    "codes and INT8 have positive ones. [default: both]",
+    "sign. AMX, asymmetric codes and INT8 have positive ones. [default: both]",
 )  # fmt: skip
 # The steps of --solver best. How much each gains and costs: benchmarks/README.md.
 _STEPS: Callable[[F], F] = stacked(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qconvert import __version__
 from qconvert.checkpoint.hub_cache import Repo, parse_repo
+from qconvert.checkpoint.open import stage_folders
 from qconvert.core.errors import OutputError, QConvertError, UsageError
 from qconvert.core.shown import count
 from qconvert.hub.readme import (
@@ -84,9 +85,15 @@ def check_upload(
     events: Events | None = None,
 ) -> CheckedFolder:
     """Validate a folder before it is uploaded. Without `dry_run` its receipt is brought up to date with
-    its README.md first, which people edit. Raises OutputError for a folder that is not finished, and as
-    `validate` does."""
+    its README.md first, which people edit. Raises UsageError for the folder of all stages of a split,
+    OutputError for one that is not finished, and as `validate` does."""
     where = Path(folder)
+    stages = stage_folders(where)
+    if stages:
+        raise UsageError(
+            f"{where}: holds {count(len(stages), 'pipeline stage')}, and each is a repo of its own: "
+            f"upload {stages[0]} to ORG/NAME-{stages[0].name}, and the others likewise"
+        )
     local_files(
         where, follow_links=follow_links
     )  # what is not finished is refused before it is read

@@ -17,7 +17,7 @@ from qconvert.runtimes.consumers import Consumer
 @dataclass(frozen=True, slots=True)
 class Advisory:
     """What a runtime gets wrong, for which folders: `concerns` is asked with the config. `unreleased`:
-    only builds between releases have it."""
+    only builds between releases have it. `setting`: it is so with this environment variable alone."""
 
     runtime: str
     since: str
@@ -26,6 +26,7 @@ class Advisory:
     source: str
     concerns: Callable[[Mapping[str, Any]], bool]
     unreleased: bool = False
+    setting: str = ""
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -49,6 +50,25 @@ def _nvfp4_weights_alone(config: Mapping[str, Any]) -> bool:
     )
 
 
+def _int4_experts(config: Mapping[str, Any]) -> bool:
+    """Whether experts may be INT4 of compressed-tensors, GPTQ or AWQ: a config with experts and codes of
+    four bits."""
+    texts = (config, config.get("text_config"))
+    counts = [text.get(key) for text in texts if isinstance(text, Mapping) for key in _COUNTS]
+    block = config.get("quantization_config")
+    if not any(counts) or not isinstance(block, Mapping):
+        return False
+    groups = block.get("config_groups")
+    each = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [group.get("weights") for group in each if isinstance(group, Mapping)]
+    return block.get("bits", block.get("w_bit")) == 4 or any(
+        isinstance(one, Mapping) and (one.get("type", "int"), one.get("num_bits")) == ("int", 4)
+        for one in weights
+    )
+
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 ADVISORIES: tuple[Advisory, ...] = (
     Advisory(
         "sglang", "", "",
@@ -60,6 +80,13 @@ ADVISORIES: tuple[Advisory, ...] = (
         "vllm", "", "0.33",
         "weight-only NVFP4 experts are computed wrong; use 0.33 or newer",
         "https://github.com/vllm-project/vllm/issues/54189", _nvfp4_weights_alone,
+    ),
+    Advisory(
+        "vllm", "", "",
+        "Marlin's kernels for experts then compute garbage of INT4, whatever the signs of its scales; "
+        "leave it unset",
+        "0.33 on an H100: experts of W4A16 with scales above 0 alone, and of both signs", _int4_experts,
+        setting="VLLM_MARLIN_INPUT_DTYPE=int8",
     ),
 )  # fmt: skip
 

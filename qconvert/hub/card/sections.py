@@ -27,8 +27,7 @@ _SIGNED = (
     "- scales of both signs: transformers, compressed-tensors and kt-kernel were run on such; sglang "
     "and vLLM hold them in memory as stored. Of kernels for GPUs, the sources of Marlin, ExLlama, "
     "Machete and Triton's were only read: they multiply by the scale. Not read: FlashInfer's INT4 "
-    "experts for Blackwell, Humming. vLLM with VLLM_MARLIN_INPUT_DTYPE=int8 divides by the largest "
-    "scale first"
+    "experts for Blackwell, Humming"
 )
 _DRAFT = """\
 This is the draft of a model, which is served beside the model itself. With MODEL as that one's

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.graph import Source
 from qconvert.validation.compiled import LOOPS, done
-from qconvert.validation.findings import Finding, Measure, Rule
-from qconvert.validation.runner import Folder, Need
-from qconvert.validation.workers import Folders, Task
+from qconvert.validation.findings import Finding, Measure, Proved, Rule, Skipped
+from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validation.workers import Folders
 from qconvert.validators.amx.reading import (
     Block,
     matching_source,
@@ -66,8 +66,14 @@ class AmxWeights:
     proves: str = "the experts' weights are the source's within the format's rounding"
     needs: frozenset[Need] = frozenset({"amx", "data", "source"})
 
-    def __call__(self, folder: Folder) -> Iterator[Task]:
+    def __call__(self, folder: Folder) -> Iterator[Yield]:
         block = sound_block(folder.checkpoint)
+        if block.rounding == "gptq":  # of codes that calibration chose no rounding is asked
+            yield Proved("calibrated experts have rows that follow the source's")
+            yield Skipped(
+                "how good the codes of calibrated experts are, or whether they are better than rounding "
+                "(`qconvert eval` measures what the model computes)"
+            )
         sources = matching_source(block, folder)
         everything = folder.request.level == "full"
         for layer in block.layers:

@@ -14,7 +14,7 @@ from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.loading.offering import Simulated
 from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.serving import SIMULATED, Answer, Serving, draft_alone, drafted, served
-from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity
+from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.matrices import FUSED, gdn_groups
 from qconvert.validators.reading.model import stage_of
@@ -73,6 +73,9 @@ class ForRuntime:
         assert serving is not None
         checkpoint = folder.checkpoint
         for row in advisories(serving.consumer, checkpoint.config):
+            if row.setting:
+                yield Skipped(f"that {row.setting} is not set: {row.what} ({row.source})")
+                continue
             text = f"{serving}: {row.what} ({row.source})"
             yield Finding("QC134", "warning", "config.json", text)
         if serving.consumer.name not in SIMULATED:

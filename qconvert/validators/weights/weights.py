@@ -11,7 +11,7 @@ a few matrices of each kind are checked, and a few ranges of the long ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ RULES = (
 
 _A_FEW = 8  # matrices of each kind
 _MOST_MISSING = 20
+_CALIBRATED: tuple[How, ...] = ("calibrated", "solved")
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,30 @@ class Weights:
             first, reason = unread[0]
             text = f"{count(len(unread), 'tensor')} not compared; {first.tensor}: {reason}"
             yield Skipped(text)
-            if kinds:
-                yield Proved("every weight that was compared is the source's within its rounding")
+        found = [task for tasks in kinds.values() for task in tasks]
+        if any(task.how in _CALIBRATED for task in found):
+            yield from _calibrated(found)
+        elif unread and kinds:
+            yield Proved("every weight that was compared is the source's within its rounding")
         for tasks in kinds.values():
             yield from folder.some(tasks, _A_FEW)
+
+
+def _calibrated(tasks: Sequence[Compare]) -> Iterator[Proved | Skipped]:
+    """Codes that calibration chose need not be the nearest: what is compared, and what is not judged."""
+    solved = sum(task.how in _CALIBRATED for task in tasks)
+    yield Proved(
+        "calibrated weights have scales that fit the source's, and rows and groups of columns that "
+        "follow the source's"
+    )
+    if solved < len(tasks):
+        yield Proved(
+            "every other weight that was compared is the source's within its format's rounding"
+        )
+    yield Skipped(
+        f"how good the codes of {count(solved, 'calibrated matrix', 'calibrated matrices')} are, or "
+        "whether they are better than rounding (`qconvert eval` measures what the model computes)"
+    )
 
 
 def _is_text_alone(folder: Folder) -> bool:
