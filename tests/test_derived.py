@@ -3,8 +3,11 @@ that describes another config."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -15,8 +18,9 @@ import pytest
 from checkpoints import Model, run_cli, tensor
 
 from qconvert.checkpoint.family import Family, family_for, role_index
+from qconvert.core import own_process
 from qconvert.core.roles import Kind
-from qconvert.layouts.derived import find
+from qconvert.layouts.derived import find, transformers_class
 from qconvert.layouts.derived.description import family_of, parsed
 from qconvert.layouts.derived.find import derive, representatives
 from qconvert.layouts.derived.kinds import Parameter, kind_of
@@ -26,6 +30,9 @@ MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2,
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
 }  # fmt: skip
+
+
+CLASSES = Path(str(resources.files("qconvert.layouts.derived"))) / "classes"
 
 
 def mixtral_names(layers: int = 2) -> Iterator[str]:
@@ -227,13 +234,88 @@ def test_a_class_of_no_models_size_is_not_built(
 
 
 def test_a_class_that_takes_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "_SECONDS", 0.01)
-    assert find._run("{}") == {"cannot": "it was not built within 0.01 s"}
+    """Of CPU: its imports alone take more than a second of it."""
+    monkeypatch.setattr(find, "_SECONDS", 1)
+    assert find._run("{}") == {"failed": "it took more than 1 s of CPU"}
+
+
+# What a process does in place of describing the class, and what is said of it.
+ENDS = {
+    "killed": ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL, as where the machine's memory"),
+    "ended": ("import os; os.kill(os.getpid(), 15)", "killed by SIGTERM"),
+    "crashed": ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+    "memory": ("raise MemoryError", "it had too little memory: MemoryError"),
+    "torch": ("raise RuntimeError('DefaultCPUAllocator: not enough memory')", "too little memory"),
+    "import": ("import no_such_module", "what it imports is not as installed: ModuleNotFoundError"),
+    "exit": ("raise SystemExit(3)", "exit status 3: no message"),
+    "torn": ("print('{', end='')", "the class's description"),
+}  # fmt: skip
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Have the class's process run this."""
+    start = {"args": [sys.executable, "-I", "-c", code], "env": dict(os.environ)}
+    monkeypatch.setattr(own_process, "python", lambda *words, **variables: start)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_only_answers_are_kept(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that did not answer says nothing of the class: the next one may."""
+    monkeypatch.setattr(find, "_cache", lambda: tmp_path / "kept")
+    code, said = ENDS[end]
+    with monkeypatch.context() as once:
+        instead(once, code)
+        found = derive({"model_type": "dbrx"}, mixtral_names())
+    assert isinstance(found, str)
+    assert said in found
+    assert found.endswith("run the command again")
+    assert "cannot build" not in found
+    assert not (tmp_path / "kept").exists()
+    instead(monkeypatch, f"print({json.dumps(json.dumps(ANSWER))})")
+    assert isinstance(derive({"model_type": "dbrx"}, mixtral_names()), Family)
+    monkeypatch.setattr(find, "_run", None)
+    assert isinstance(derive({"model_type": "dbrx"}, mixtral_names()), Family)
+
+
+ANSWER = json.loads((CLASSES / "mixtral.json").read_bytes())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"class": "Acme"}', '{"modules": 3}'])
+def test_a_kept_file_without_an_answer_is_written_anew(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a machine leaves it that lost its power, or whose disk was full."""
+    monkeypatch.setattr(find, "_cache", lambda: tmp_path)
+    monkeypatch.setattr(find, "_run", lambda request: ANSWER)
+    assert isinstance(derive({"model_type": "dbrx"}, mixtral_names()), Family)
+    (kept,) = tmp_path.iterdir()
+    kept.write_text(text)
+    assert isinstance(derive({"model_type": "dbrx"}, mixtral_names()), Family)
+    assert json.loads(kept.read_bytes()) == ANSWER
+
+
+@pytest.mark.parametrize("cause", [MemoryError(), ImportError("no mamba_ssm"), OSError(5, "disk")])
+def test_what_the_machine_lacks_is_no_answer_about_a_class(
+    cause: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(values: Any, names: Any) -> Any:
+        try:
+            raise cause
+        except Exception as error:
+            raise transformers_class.CannotBuild(str(error)) from error
+
+    monkeypatch.setattr(transformers_class, "described", fails)
+    monkeypatch.setattr(transformers_class.resource, "setrlimit", lambda *limits: None)
+    monkeypatch.setattr(sys, "argv", ["transformers_class", "1", "1"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"config": {}}'))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    with pytest.raises(type(cause)):
+        transformers_class.main()
+    assert "cannot" not in capsys.readouterr().out
 
 
 # --- Towers --------------------------------------------------------------------------------------
 
-CLASSES = Path(str(resources.files("qconvert.layouts.derived"))) / "classes"
 # Components of names of towers, and of what joins one to the language model.
 _SEES = re.compile(
     r"(^|[._])(vision|visual|image|img|audio|speech|tower|patch|projector|multi_modal|mm|qformer"

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -18,7 +19,7 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.family import Config, Family, families, generic_dims
 from qconvert.core import own_process
-from qconvert.core.errors import UsageError
+from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.extras import pip_line
 from qconvert.core.json_text import parse_object
 from qconvert.core.names import parse, split_parameter
@@ -31,10 +32,13 @@ from qconvert.layouts.derived.description import (
     without_prefix,
 )
 
-_SECONDS = 120  # imports and the meta device take 5 to 10 on two cores
+# Of CPU: imports and the meta device take 5 to 20, and the clock says nothing under load. Nothing waits
+# on purpose in the process; one that hangs is ended in the end.
+_SECONDS, _MOST_WAIT = 120, 3600
 # A class is built layer by layer, and its experts one by one in a few: no model has more.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 1024, 4096, 16 << 30
 _FORM = 5  # of the answers; those of another form are asked for anew
+_FAILED = "failed"  # the key of what is no answer, and is not kept
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"
 _ROW = re.compile(r'\("([\w.-]+)", "(\w+)"\)')  # of transformers' tables: model_type, class
@@ -138,11 +142,14 @@ def _asked(config: Config, names: list[str]) -> Description | str:
     text = json.dumps(request, sort_keys=True)
     digest = hashlib.sha256(f"{_FORM} {version} {text}".encode()).hexdigest()
     file = _cache() / f"{digest}.json"
-    answer: Mapping[str, Any]
-    if file.is_file():
-        answer = parse_object(file.read_bytes(), file)
-    else:
+    answer = _kept(file)
+    if answer is None:
         answer = _run(text)
+        if _FAILED in answer:  # it says nothing of the class: the next time it may be another
+            return (
+                f"{unknown}, and its class in transformers {version} was not described this time "
+                f"({answer[_FAILED]}): run the command again"
+            )
         _keep(file, answer)
     if "cannot" in answer:
         return f"transformers {version} cannot build model_type {kind!r} ({answer['cannot']})"
@@ -196,19 +203,53 @@ def _excess(config: Mapping[str, Any]) -> str | None:
 
 
 def _run(request: str) -> Mapping[str, Any]:
+    """The answer of the class's process: a description, or why it `cannot` be built; or why there is no
+    answer (_FAILED)."""
     # No GPU is asked for: its driver maps more addresses than the process may have.
-    words = ["-m", _MODULE, str(_MOST_BYTES)]
+    words = ["-m", _MODULE, str(_MOST_BYTES), str(_SECONDS)]
     start = own_process.python(*words, HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     try:
         done = subprocess.run(
-            **start, input=request, capture_output=True, text=True, timeout=_SECONDS, check=False,
+            **start, input=request, capture_output=True, text=True, timeout=_MOST_WAIT, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"cannot": f"it was not built within {_SECONDS} s"}
+        return {_FAILED: f"it waited for more than {_MOST_WAIT} s"}
+    except OSError as error:
+        return {_FAILED: f"no process could be started: {error.strerror or error}"}
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {"cannot": f"exit status {done.returncode}: {last}"}
-    return parse_object(done.stdout, "the class's description")
+        return {_FAILED: _why_ended(done.returncode, done.stderr)}
+    try:
+        return parse_object(done.stdout, "the class's description")
+    except CheckpointError as error:
+        return {_FAILED: str(error)}
+
+
+def _why_ended(code: int, stderr: str) -> str:
+    """Why the class's process ended before it answered."""
+    if code == -signal.SIGXCPU:
+        return f"it took more than {_SECONDS} s of CPU"
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        memory = ", as where the machine's memory runs out" if code == -signal.SIGKILL else ""
+        return f"it was killed by {name}{memory}"
+    last = (stderr.strip().splitlines() or ["no message"])[-1]
+    if last.startswith("MemoryError") or re.search("(allocate|out of|not enough) memory", last):
+        return f"it had too little memory: {last}"
+    if last.startswith(("ImportError", "ModuleNotFoundError")):
+        return f"what it imports is not as installed: {last}"
+    return f"exit status {code}: {last}"
+
+
+def _kept(file: Path) -> Mapping[str, Any] | None:
+    """An earlier answer; None where there is none, or where the file holds no answer (of a machine that
+    lost its power, or a full disk): then the class is asked anew, and the file is written over."""
+    try:
+        answer = parse_object(file.read_bytes(), file)
+        if "cannot" not in answer:
+            parsed(answer)
+    except (OSError, CheckpointError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+    return answer
 
 
 def _cache() -> Path:

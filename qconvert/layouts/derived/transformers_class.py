@@ -1,12 +1,12 @@
 """Read what a model's tensors are from its class in transformers, on the meta device.
 
-    python -m qconvert.layouts.derived.transformers_class BYTES < REQUEST > ANSWER
+    python -m qconvert.layouts.derived.transformers_class BYTES SECONDS < REQUEST > ANSWER
 
-A process of its own, of at most BYTES of address space: it imports torch and transformers, which
-nothing else here does. It builds the class that a config names, without weights and without remote
-code, asks transformers' own conversion (`get_model_conversion_mapping`, `rename_source_key`;
-transformers 5.17, core_model_loading.py) which parameter a published name becomes, and describes each
-published name by the module that owns it.
+A process of its own, of at most BYTES of address space and SECONDS of CPU: it imports torch and
+transformers, which nothing else here does. It builds the class that a config names, without weights and
+without remote code, asks transformers' own conversion (`get_model_conversion_mapping`,
+`rename_source_key`; transformers 5.17, core_model_loading.py) which parameter a published name becomes,
+and describes each published name by the module that owns it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ _BIASES = (
 _UNNAMED = "its experts are stored under another name than `experts`"
 _GATE_FIRST = re.compile(r"gate, up = .*\.chunk\(2, dim=-1\)")
 _SILU = ("SiLU", "SiLUActivation", "silu")
+
+
+# What says nothing of a class or a config, but of this machine at this moment.
+_OF_THE_MACHINE = (MemoryError, ImportError, OSError)
+_NO_MEMORY = re.compile("(allocate|out of|not enough) memory", re.IGNORECASE)  # as torch says it
 
 
 class CannotBuild(Exception):
@@ -446,6 +451,9 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     # The config is anybody's: what it asks for must not take the machine's memory.
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    seconds = int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds if most < 0 else min(seconds, most), most))
     # transformers prints remarks about classes as it imports them; the answer stands alone.
     out, sys.stdout = sys.stdout, sys.stderr
     import transformers
@@ -456,6 +464,8 @@ def main() -> None:
     try:
         answer = described(request["config"], request.get("names"))
     except CannotBuild as reason:
+        if isinstance(reason.__cause__, _OF_THE_MACHINE) or _NO_MEMORY.search(str(reason)):
+            raise reason.__cause__ or reason from None  # no answer about the class
         answer = {"cannot": str(reason)}
     json.dump(answer, out)
 
