@@ -23,7 +23,9 @@ from checkpoints import (
     watched_reads,
     without,
 )
+from loaders.published import published as of_release
 
+from qconvert import api
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.main import cli
 from qconvert.core.errors import PlanError
@@ -249,6 +251,20 @@ def test_a_warning_is_shown_and_does_not_refuse(tmp_path: Path) -> None:
     result = run_cli("fuse", source, tmp_path / "out", "--groups", "2", "--dry-run")
     assert result.code == 0, result.err
     assert "warning QC052 of the result: " in result.out
+
+
+@pytest.mark.parametrize("name", ["mlp.gate.smooth_factor", "self_attn.q_proj.pre_quant_scale"])
+def test_a_copied_tensor_that_nobody_knows_or_reads_is_a_warning(name: str, tmp_path: Path) -> None:
+    """Of the run, with -q too, and for programs."""
+    model = of_release("qwen3_moe")
+    extra = f"model.layers.0.{name}"
+    model.tensors[extra] = tensor("F32", 64)
+    source = model.write(tmp_path / "source")
+    done = run_cli("run", "copy", source, tmp_path / "out", "-q")
+    assert done.code == 0
+    assert f"QC132 of the result: {extra}: a tensor of unknown role" in done.err
+    found = api.plan("copy", source).warnings
+    assert [text for text in found if "QC132" in text and extra in text]
 
 
 def test_the_message_names_the_first_and_counts_the_others(tmp_path: Path) -> None:

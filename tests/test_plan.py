@@ -16,17 +16,21 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source, Value, apply, concat
+from qconvert.core.names import ACTIVATIONS
 from qconvert.formats.amx.encode import Amx
 from qconvert.ops.cast import ToBf16
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import STALE_RULE, Dequant
 from qconvert.passes.drop import Drop
+from qconvert.passes.fp8 import ToFp8
+from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import LogEntry, Plan, run_passes
 from qconvert.plan.units import Compute, Copy, _unit, units
 from qconvert.plan.walk import nodes, only_node
 from qconvert.repair.blocks import methods_of
 from qconvert.run.memory import searched
 from qconvert.validation.runner import Folder, judge_headers
+from qconvert.validators.reading import parts
 
 
 def fp8(rows: int, columns: int, name: str = "a") -> dict[str, TensorType]:
@@ -175,6 +179,58 @@ def test_a_scale_of_a_lost_weight_is_found(end: str, lost: int) -> None:
     with pytest.raises(PlanError, match=rf"'{names[lost]}\.{end}' has no weight"):
         Plan.identity(of).check()
     assert f"QC011 {names[lost]}.{end}" in judged(of)
+
+
+# Of AutoFP8, modelopt, compressed-tensors, transformers (Ministral 3, Gemma) and Mistral's own form.
+SPELLED = (
+    "input_scale", "activation_scale", "act_scale", "qscale_act", "input_zero_point",
+    "input_activation_scale", "output_activation_scale", "input_scale_inv",
+)  # fmt: skip
+REPLACES: dict[str, Any] = {
+    "dequant": Dequant(),
+    "fp8": ToFp8(block=64),
+    "w4a16": ExpertsToW4A16(targets=("Linear",)),
+    "experts": ExpertsToW4A16(),
+}
+
+
+CASES = [*((end, "dequant") for end in SPELLED), *(("activation_scale", step) for step in REPLACES)]
+
+
+@pytest.mark.parametrize(("end", "step"), CASES)
+def test_what_is_known_of_activations_leaves_with_the_codes(end: str, step: str) -> None:
+    model = headers.few("qwen3-30b-a3b-fp8")
+    one = TensorType("F32", ())
+    codes = [name for name, kind in model.tensors.items() if kind.dtype == "F8_E4M3"]
+    static = {f"{name.removesuffix('weight')}{end}": one for name in codes}
+    own = {"model.layers.0.mixer.gain.input_scale": one, "model.layers.0.k_proj.k_scale": one}
+    of = checkpoint({**model.tensors, **static, **own}, model.config)
+    done = run_passes(Plan.identity(of), (REPLACES[step],))
+    left = [name for name in static if name in done.tensors]
+    if step == "experts":
+        assert not any(".experts." in name for name in left)
+    else:
+        assert left == []
+    assert own.keys() <= done.tensors.keys()
+
+
+@pytest.mark.parametrize("end", ["input_scale", "activation_scale"])
+def test_what_is_known_of_the_inputs_of_a_stack_leaves_with_it(end: str) -> None:
+    """As transformers stores FP8 experts with static activations."""
+    stack = "layers.0.experts.gate_up_proj"
+    kinds = {
+        stack: TensorType("F8_E4M3", (2, 128, 128)),
+        f"{stack}_scale_inv": TensorType("F32", (2, 1, 1)),
+        f"{stack}_{end}": TensorType("F32", (2,)),
+        f"layers.0.gain_{end}": TensorType("F32", (2,)),
+    }
+    done = run_passes(Plan.identity(checkpoint(kinds, FP8_BLOCKS)), (Dequant(),))
+    assert done.tensors.keys() == {stack, f"layers.0.gain_{end}"}
+
+
+def test_validators_have_the_same_spellings_of_their_own() -> None:
+    assert set(ACTIVATIONS) == set(parts.ACTIVATIONS)
+    assert set(SPELLED) < set(ACTIVATIONS)
 
 
 def test_a_drop_rule_for_a_tensor_in_use_is_refused() -> None:

@@ -39,6 +39,7 @@ from qconvert.layouts.derived.transformers_class import (
     read_class,
     untagged,
 )
+from qconvert.matrices.experts import STALE
 from qconvert.matrices.reading import read_matrix
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
@@ -62,8 +63,6 @@ _CLASSES = {
 _NOT_TEXT = ("text_config", "vision_config", "auto_map", "architectures", "dtype", "torch_dtype")
 # Stored by some, computed by all.
 _COMPUTED = "rotary_emb.inv_freq"
-# Stored next to weights and not computed with: shapes of packed weights, scales of activations.
-_STALE = (".weight_shape", ".input_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +404,7 @@ class Model:
                 continue
             for plain, _, _ in sources:
                 name = self._names[plain]
-                if name not in used and not plain.endswith((_COMPUTED, *_STALE)):
+                if name not in used and not plain.endswith((_COMPUTED, *STALE)):
                     raise PlanError(
                         f"{name!r}: unexpected tensor: transformers' "
                         f"{type(self._class.model).__name__} has no parameter for it; calibrate the "

@@ -14,6 +14,14 @@ from typing import NamedTuple
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
+# What is stored of the activations of a quantized layer, mostly of its inputs: by compressed-tensors,
+# modelopt, AutoFP8, Quark; transformers' FP8 (Mistral's releases) and Gemma; Mistral's own form. Ends
+# of a module's parameters or, behind `_`, of a stack's name. (An `output_scale` of k_proj is a cache's.)
+ACTIVATIONS = (
+    "input_scale", "input_scale_inv", "input_global_scale", "input_zero_point", "activation_scale",
+    "act_scale", "qscale_act", "input_activation_scale", "output_activation_scale",
+)  # fmt: skip
+
 # Last components that belong to a module's parameters. `weight_scale_inv` of DeepSeek and Qwen FP8
 # (a multiplier despite its name); `weight_scale`, `weight_packed`, ... of compressed-tensors;
 # `scale` of DeepSeek-V4.
@@ -30,8 +38,7 @@ PARAMETERS = frozenset(
         "weight_shape",
         "weight_zero_point",
         "weight_g_idx",
-        "input_scale",
-        "input_global_scale",
+        *ACTIVATIONS,
         "k_scale",
         "v_scale",
         "q_scale",
@@ -59,6 +66,9 @@ _WEIGHT_OF_SCALE: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 # Suffixes that models have for parameters of their own: a router's `scale`, the gain of a projection.
 _OWN_TOO = (".scale", "_proj_scale")
+
+
+_BY_LENGTH = sorted(ACTIVATIONS, key=len, reverse=True)
 
 
 class Parsed(NamedTuple):
@@ -197,6 +207,16 @@ def scales_alone(names: Collection[str]) -> list[str]:
         else:
             found.append(name)
     return found
+
+
+def activations_of(name: str) -> tuple[str, str] | None:
+    """The module, or stack of experts, whose activations a tensor describes by its name, and how that
+    ends; None for any other name. Models have parameters of such names too."""
+    last = name.rpartition(".")[2]
+    for end in _BY_LENGTH:
+        if last == end or last.endswith(f"_{end}"):
+            return name[: -len(end) - 1], end
+    return None
 
 
 def is_ambiguous(scale: str) -> bool:

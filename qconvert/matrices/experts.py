@@ -10,7 +10,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, apply
 from qconvert.core.int_scheme import CodePacker
-from qconvert.core.names import apart_experts, split_parameter
+from qconvert.core.names import ACTIVATIONS, apart_experts, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.matrices.calibrated import Calibrated
 from qconvert.matrices.causes import check_experts
@@ -29,9 +29,9 @@ _STACKED: Mapping[Kind, tuple[str, ...]] = {
 _READ = frozenset((*_PROJECTION, *_STACKED))
 # Of a matrix stored alone, the parameter that holds its numbers or codes.
 _PARAMETERS = ("weight", "weight_packed", "qweight")
-# Ends of names beside a quantized weight that describe it alone: the shape of a packed one, the scale of
+# Ends of names beside a quantized weight that describe it alone: the shape of a packed one, scales of
 # its activations.
-STALE = (".weight_shape", ".input_scale")
+STALE = (".weight_shape", *(f"{mark}{end}" for mark in "._" for end in ACTIVATIONS))
 STALE_RULE = f"{ELSEWHERE} what was noted beside expert weights, and is not of the new ones"
 
 

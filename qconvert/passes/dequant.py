@@ -8,14 +8,13 @@ about weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from qconvert.core.encodings import NVFP4
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Op, Output, apply, stack
-from qconvert.core.names import is_scale
+from qconvert.core.names import activations_of, is_scale, split_parameter
 from qconvert.matrices.encodings.fp8 import fp8_reading, fp8_scale_name, fp8_scheme_of
 from qconvert.matrices.encodings.mxfp4 import stacks
 from qconvert.matrices.reading import encoded
@@ -26,15 +25,6 @@ from qconvert.passes.replace_weights import replace_weights, sources_of
 from qconvert.plan.plan import LogEntry, Plan
 
 STALE_RULE = "dequant: activation scales and shapes beside quantized weights"
-_STALE = tuple(
-    f".{name}"
-    for name in (
-        "input_scale",
-        "input_zero_point",
-        "weight_shape",
-        *(names.input for names in NVFP4.values()),
-    )
-)
 # DeepSeek-V4's own statement of what its experts are stored in; without it vLLM 0.33 takes FP4
 # (models/deepseek_v41/amd/model.py).
 _EXPERTS = "expert_dtype"
@@ -79,7 +69,8 @@ class Dequant:
             raise PlanError(_why_none(plan))
         scales = {name: fp8_scale_name(plan, name) for name in fp8}
         consumed = {*scales.values(), *taken, *(n for _, names in stacked.values() for n in names)}
-        stale = {name: STALE_RULE for name in plan.tensors if name.endswith(_STALE)}
+        weights = {weight for weight, _, _ in others.values()}
+        stale = _stale(plan, {*fp8, *weights, *(stem for stem, _ in stacked.values())})
         tensors: dict[str, Output] = {}
         made = []
         for name, output in plan.tensors.items():
@@ -143,6 +134,26 @@ class Dequant:
             return apply(self._op(name, op), *args)[0].reshape(weight.type.shape)
         except PlanError as error:
             raise PlanError(f"weight {name!r} with scale {scale_name!r}: {error}") from error
+
+
+def _stale(plan: Plan, weights: Collection[str]) -> list[str]:
+    """Shapes, and what is known of activations, of these weights, or left by another conversion beside
+    weights in floats. Models have parameters of such names that belong to no weight, or to one that was
+    never quantized in this way."""
+    shape, found, ends = "weight_shape", list[tuple[str, str, str]](), set[str]()
+    for name in plan.tensors:
+        module, parameter = split_parameter(name)
+        of = (module, shape) if parameter == shape else activations_of(name)
+        if of is not None:
+            stem, end = of
+            found.append((name, stem, end))
+            if stem in weights or f"{stem}.weight" in weights:
+                ends.add(end)
+    return [
+        name for name, stem, end in found
+        if stem in weights or f"{stem}.weight" in weights
+        or (end in (*ends, shape) and f"{stem}.weight" in plan.tensors)
+    ]  # fmt: skip
 
 
 def _is_fp8_weight(name: str, output: Output) -> bool:

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value
-from qconvert.core.names import PARAMETERS
+from qconvert.core.names import ACTIVATIONS, PARAMETERS
 from qconvert.core.row_order import RowOrder
 
 Params = Mapping[str, Output]
 
 _ROWWISE = ("weight", "bias", "weight_packed")
 _SCALES = ("weight_scale_inv", "weight_scale")
-_SCALARS = ("weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
+_SCALARS = ("weight_scale_2", "weight_global_scale", *ACTIVATIONS)
 _ZERO = "weight_zero_point"
 _FP8 = ("F8_E4M3", "F8_E5M2")
 # Repeats the size of a packed matrix, which no row has a part in: it is made anew for a module.

@@ -26,7 +26,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import IntScheme
-from qconvert.core.names import split_parameter
+from qconvert.core.names import activations_of, split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.fp8.config import fp8_config, fp8_group_config
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
@@ -269,7 +269,8 @@ class Relabel:
                 f"{missing!r} is missing: its scales have the names of DeepSeek and Qwen already, or "
                 "others than compressed-tensors'"
             )
-        static = next((n for n in plan.tensors if n.endswith(".input_scale")), None)
+        activations = ((n, activations_of(n)) for n in plan.tensors)
+        static = next((n for n, of in activations if of and f"{of[0]}.weight" in weights), None)
         if static is not None:
             raise PlanError(
                 f"{static!r}: activations have static scales, which this relabel would lose; dequantize "

@@ -55,15 +55,16 @@ class Serving:
 class Answer:
     """What all ranks of a server say together. `ignored` are tensors that no rank reads though one
     looked for their parameter, and `of_cache` the scales of a KV cache among all that none reads: it is
-    served with a scale of 1 then; `nbytes` is what the fullest rank holds; `mended_by` is an option with
-    which the folder loads whole, where it does not without; `cure` is what to do about a folder that the
-    class is known to misread (runtimes/misreadings.py), of which nothing else is said."""
+    served with a scale of 1 then; `unread`, all of those; `nbytes` is what the fullest rank holds;
+    `mended_by` is an option with which the folder loads whole, where it does not without; `cure` is
+    what to do about a folder that the class is known to misread (runtimes/misreadings.py), of which nothing else is said."""
 
     ranks: tuple[Simulated, ...]
     ignored: tuple[str, ...]
     mended_by: str = ""
     of_cache: tuple[str, ...] = ()
     cure: str = ""
+    unread: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -192,6 +193,7 @@ def _served(
         tuple(ranks),
         tuple(name for name in left if name in looked and name not in cache),
         of_cache=cache,
+        unread=tuple(left),
     )
 
 
@@ -205,7 +207,8 @@ class Loading:
     option with which it does ("" for none), with the bytes of weights that a rank then holds; `cache`:
     what it leaves of the KV cache's scales there. `failed`:
     at which it does not, and why; `draft`: why it does not load the draft in the folder; `unknown`: why
-    nothing is said of its other sizes, or of any."""
+    nothing is said of its other sizes, or of any; `unread`: tensors that it reads nowhere at the first
+    size, or the one for which it refuses the folder."""
 
     runtime: str
     version: str
@@ -214,6 +217,7 @@ class Loading:
     draft: str = ""
     unknown: str = ""
     cache: str = ""
+    unread: frozenset[str] = frozenset()
 
     @property
     def simulated(self) -> bool:
@@ -310,6 +314,7 @@ def _loading(
     number, partition = stage or (None, None)
     whole: dict[str, dict[int, int]] = {}
     failed = draft = unknown = cache = ""
+    unread: frozenset[str] | None = None
     for tp in _SIZES:
         setting = Setting(tp=tp, rank=tp - 1)
         if partition is not None:
@@ -327,6 +332,9 @@ def _loading(
             at = f" at tp {tp}" if whole or failed else ""
             unknown = f"not simulated{at}: {_short(str(reason))}"
             break
+        if unread is None:
+            end = answer.refused.refused if answer.refused is not None else None
+            unread = frozenset(answer.unread if end is None else (end.where,))
         try:
             if not alone:
                 beside = drafted(
@@ -349,7 +357,9 @@ def _loading(
                 failed = f"does not load it right: {_why(answer)}; {answer.cure}"
                 break
             failed = f"not at tp {tp}: {_why(answer)}"
-    return Loading(runtime, SIMULATED[runtime], whole, failed, draft, unknown, cache)
+    return Loading(
+        runtime, SIMULATED[runtime], whole, failed, draft, unknown, cache, unread or frozenset()
+    )
 
 
 def _why(answer: Answer) -> str:

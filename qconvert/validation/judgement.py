@@ -31,7 +31,7 @@ from qconvert.core.profiling import phase
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
 from qconvert.run.prepare import Prepared
-from qconvert.runtimes.serving import loads
+from qconvert.runtimes.serving import Loading, loads
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Folder, judge_headers, rules
 
@@ -95,16 +95,26 @@ def judged(parts: Sequence[Prepared], source: Checkpoint, *, serving: bool = Tru
         errors = [finding for finding in added if finding.severity == "error"]
         if errors:
             raise PlanError(_refusal(errors))
-        verdicts.append(
-            Verdict(tuple(added), tuple(carried), _loads(ready, here) if serving else ())
-        )
+        lines: tuple[str, ...] = ()
+        if serving:
+            # At which sizes runtimes whose loaders are simulated load the folder.
+            said = loads(here.config, TypesOf(here.sources), ready.plan.facts).values()
+            lines = tuple(line for loading in said for line in loading.lines())
+            added += _unread(here, [loading for loading in said if loading.simulated])
+        verdicts.append(Verdict(tuple(added), tuple(carried), lines))
     return verdicts
 
 
-def _loads(ready: Prepared, here: PlannedCheckpoint) -> tuple[str, ...]:
-    """At which sizes runtimes whose loaders are simulated load the folder."""
-    said = loads(here.config, TypesOf(here.sources), ready.plan.facts)
-    return tuple(line for loading in said.values() for line in loading.lines())
+def _unread(here: PlannedCheckpoint, said: Sequence[Loading]) -> Iterator[Finding]:
+    """Tensors of unknown role that none of the simulated runtimes reads, or for which one refuses the
+    folder: nobody knows what they are for. Frequencies of positions are computed by all."""
+    if not said:
+        return
+    who = " and ".join(f"{one.runtime} {one.version}" for one in said)
+    for name in here.role_index.unknown:
+        if all(name in one.unread for one in said) and not name.endswith(".inv_freq"):
+            message = f"a tensor of unknown role, as it is in the source, which {who} read nowhere"
+            yield Finding("QC132", "warning", name, message)
 
 
 def planned_checkpoint(ready: Prepared) -> PlannedCheckpoint:

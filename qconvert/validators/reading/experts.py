@@ -14,7 +14,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.roles import Kind as RoleKind
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Matrix, each_matrix, matrices
-from qconvert.validators.reading.nvfp4 import is_part
+from qconvert.validators.reading.parts import is_of_activations
 
 Kind = Literal["gate", "up", "down"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -129,7 +129,7 @@ def _routed(checkpoint: Checkpoint, candidates: Iterable[Matrix]) -> Iterator[_F
 
 def _is_beside(checkpoint: Checkpoint, name: str) -> bool:
     """Whether a tensor is a scale of activations, or the shape of packed weights."""
-    return name.endswith((".input_scale", ".weight_shape")) or is_part(checkpoint, name)
+    return name.endswith(".weight_shape") or is_of_activations(checkpoint, name)
 
 
 def _why_not(matrix: Matrix) -> str:

@@ -173,13 +173,6 @@ def is_part(tensors: Mapping[str, Source], name: str) -> bool:
     )
 
 
-def is_input_scale(tensors: Mapping[str, Source], name: str) -> bool:
-    """Whether a tensor is the input scale of an NVFP4 or FP8 matrix."""
-    weight = tensors.get(f"{name.removesuffix('.input_scale')}.weight")
-    coded = weight is not None and weight.type.dtype == "F8_E4M3"
-    return is_part(tensors, name) or (name.endswith(".input_scale") and coded)
-
-
 # --- What the config says ------------------------------------------------------------------------
 
 

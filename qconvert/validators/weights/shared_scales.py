@@ -22,6 +22,7 @@ from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Folders
 from qconvert.validators.reading.decode import SCALES, scale_floats
 from qconvert.validators.reading.forms import Forms
+from qconvert.validators.reading.parts import ACTIVATIONS
 
 RULES = (
     Rule(
@@ -34,7 +35,6 @@ RULES = (
 )
 
 _TWO_LEVEL = ("weight_scale_2", "weight_global_scale")
-_ACTIVATIONS = ("input_scale", "input_global_scale")
 _BATCH = 256  # groups per task
 
 
@@ -68,7 +68,7 @@ def _groups(checkpoint: Checkpoint) -> Iterator[Group]:
         module, parameter = split_parameter(name)
         if parameter == "weight_scale" and blocks:
             continue  # the only block of a small matrix
-        if parameter not in (*_TWO_LEVEL, *_ACTIVATIONS, "weight_scale"):
+        if parameter not in (*_TWO_LEVEL, *ACTIVATIONS, "weight_scale"):
             continue
         kind = checkpoint.role_index.kind(name)
         joined = joined_with(kind)

@@ -24,7 +24,8 @@ from qconvert.validators.headers.conversions import FACT as CALIBRATION
 from qconvert.validators.reading.decode import FLOATS
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Key, Matrix, matrices
-from qconvert.validators.reading.nvfp4 import FP4, MXFP4, NVFP4, is_input_scale
+from qconvert.validators.reading.nvfp4 import FP4, MXFP4, NVFP4
+from qconvert.validators.reading.parts import is_of_activations
 from qconvert.validators.reading.prepared import bases, prepared_tensors
 from qconvert.validators.weights.compare import Compare, How, described
 from qconvert.validators.weights.searched import CompareSearched, is_searched
@@ -85,7 +86,7 @@ class Weights:
                 continue
             yours = _counterpart(folder, key, theirs)
             hole = mine.note or holes.get(_whole(mine), "")
-            if yours is None and is_input_scale(folder.checkpoint, mine.tensor):
+            if yours is None and is_of_activations(folder.checkpoint, mine.tensor):
                 inputs += 1
                 continue
             if yours is None and mine.tensor.endswith(KV_SCALES):
