@@ -16,15 +16,19 @@ from typing import Any
 
 import pytest
 from checkpoints import Model, run_cli, tensor
+from header_checkpoints import checkpoint
 
 from qconvert.checkpoint.family import Family, family_for, role_index
 from qconvert.core import own_process
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
 from qconvert.core.roles import Kind
 from qconvert.layouts.derived import find, transformers_class
 from qconvert.layouts.derived.description import family_of, parsed
 from qconvert.layouts.derived.find import derive, representatives
 from qconvert.layouts.derived.kinds import Parameter, kind_of
 from qconvert.layouts.derived.transformers_class import kind
+from qconvert.plan.plan import Plan
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2,
@@ -312,6 +316,17 @@ def test_what_the_machine_lacks_is_no_answer_about_a_class(
     with pytest.raises(type(cause)):
         transformers_class.main()
     assert "cannot" not in capsys.readouterr().out
+
+
+def test_experts_under_names_that_a_class_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "_run", lambda request: {"failed": "not in this test"})
+    kind = TensorType("BF16", (64, 64))
+    at = re.compile(r"experts\.(\d)\.(w\d)")
+    names = {at.sub(r"experts.\2.\1", name): kind for name in mixtral_names()}
+    plan = Plan.identity(checkpoint(names, MIXTRAL))
+    read = r"lacks 'model\.layers\.0\.block_sparse_moe\.experts\.0\.w1\.weight'"
+    with pytest.raises(PlanError, match=rf"experts\.w1\.0\.weight' \(and 11 more\).* {read}"):
+        plan.check()
 
 
 # --- Towers --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -237,6 +238,38 @@ def test_a_drop_rule_for_a_tensor_in_use_is_refused() -> None:
     plan = Plan.identity(checkpoint({"a.weight": TensorType("BF16", (4, 4))}))
     with pytest.raises(PlanError, match="is dropped by 'x' and used as well"):
         replace(plan, dropped={"a.weight": "x"}).check()
+
+
+# Names that no loader reads, in place of those that were published.
+OTHER_NAMES = {
+    "experts behind the projection": (r"experts\.(\d+)\.(\w+)\.", r"experts.\2.\1."),
+    "experts before their module": (r"mlp\.experts\.(\d+)\.", r"mlp.\1.experts."),
+    "w1, w2, w3": (r"(experts\.\d+)\.(gate|up|down)_proj", r"\1.w_\2"),
+    "attention": (r"self_attn\.q_proj", r"self_attn.query"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_NAMES)
+@pytest.mark.parametrize("step", ["copy", "experts"])
+@pytest.mark.parametrize("name", ["glm-4.5-air", "qwen3-30b-a3b-fp8"])
+def test_matrices_under_names_that_no_loader_reads(kind: str, step: str, name: str) -> None:
+    model = headers.few(name)
+    renamed = {re.sub(*OTHER_NAMES[kind], one): of for one, of in model.tensors.items()}
+    assert renamed.keys() != model.tensors.keys()
+    plan = Plan.identity(checkpoint(renamed, model.config))
+    with pytest.raises(PlanError, match="has no tensor of this name, so loaders skip it") as said:
+        run_passes(plan, () if step == "copy" else (ExpertsToW4A16(),))
+    first, read = re.findall(r"'([^']+)'", str(said.value))[:2]
+    assert first in renamed.keys() - model.tensors.keys()
+    assert read in model.tensors.keys() - renamed.keys()
+    if kind.startswith("experts"):
+        assert sorted(first.split(".")) == sorted(read.split("."))
+
+
+def test_matrices_of_no_family_are_copied_under_any_name() -> None:
+    names = ["layers.0.mlp.experts.gate.0.weight", "layers.0.mlp.experts.gate.1.weight"]
+    of = checkpoint(dict.fromkeys(names, TensorType("BF16", (4, 4))))
+    assert Plan.identity(of).check().tensors.keys() == set(names)
 
 
 def test_ties_must_stay_alike() -> None:

@@ -327,13 +327,13 @@ class RoleIndex:
         suffix = f".{parameter}" if parameter else ""
         if bare:  # a 3-D stack without `.weight`: its scale is a suffix of its own name
             suffix = parameter.removeprefix("weight")
-        template = self._spelled(role) + suffix
+        template = self.module_of(role) + suffix
         return [
             template.replace("{L}", str(layer)).replace("{E}", str(expert))
             for layer, expert in lacking
         ]
 
-    def _spelled(self, role: Role) -> str:
+    def module_of(self, role: Role) -> str:
         """The role's module under the prefix this checkpoint uses, also when the role is absent."""
         if not role.module.startswith("@"):
             return role.module

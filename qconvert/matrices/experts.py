@@ -16,7 +16,7 @@ from qconvert.matrices.calibrated import Calibrated
 from qconvert.matrices.causes import check_experts
 from qconvert.matrices.reading import read_matrix, read_of_stack
 from qconvert.matrices.stored import Format, Stored, added_formats
-from qconvert.plan.plan import ELSEWHERE, Plan
+from qconvert.plan.plan import ELSEWHERE, Plan, check_names
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 KINDS = dict(zip(PROJECTIONS, (Kind.EXPERT_GATE, Kind.EXPERT_UP, Kind.EXPERT_DOWN), strict=True))
@@ -128,6 +128,7 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
             found[key] = projection
             read.update(names)
     if not found:
+        check_names(plan)
         raise PlanError("no routed expert found, although the config counts some")
     return found, frozenset(read)
 

@@ -15,13 +15,16 @@ from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
 from qconvert.checkpoint.family import Family, RoleIndex, family_for, role_index
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
+from qconvert.checkpoint.stored_formats import own_role
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Apply, Output, Several, Source
 from qconvert.core.manifest_keys import LASTING_FACTS
 from qconvert.core.names import (
     apart_experts,
+    experts_module,
     in_model_order,
     is_ambiguous,
+    is_number,
     is_scale,
     parse,
     scale_candidates,
@@ -30,6 +33,7 @@ from qconvert.core.names import (
     weight_candidates,
 )
 from qconvert.core.profiling import phase
+from qconvert.core.roles import Kind
 from qconvert.plan.walk import nodes, ports
 
 if TYPE_CHECKING:
@@ -153,8 +157,9 @@ class Plan:
         """Prove the plan sound; returns it. Raises PlanError naming the first tensor at fault.
 
         Every source byte reaches an output or a named drop rule, no byte is copied twice, every
-        output is filled exactly, no scale or quantized weight stands alone, tied embeddings stay
-        alike, and routed experts and MTP layers are kept or dropped whole.
+        output is filled exactly, no scale or quantized weight stands alone, no matrix has a name that no
+        loader reads in place of one that is read, tied embeddings stay alike, and routed experts and MTP
+        layers are kept or dropped whole.
         """
         if not self.tensors:
             raise PlanError("nothing is left to write: the passes drop every tensor")
@@ -167,6 +172,7 @@ class Plan:
         _check_filled(self)
         _check_conservation(self)
         _check_scales(self)
+        check_names(self)
         _check_ties(self)
         _check_whole_groups(self)
         return self
@@ -460,6 +466,66 @@ def _scales_lost(plan: Plan, *, quantized: bool) -> frozenset[str]:
         if parse(name).template in beside or ((quantized or beside) and likely):
             found.add(name)
     return frozenset(found)
+
+
+def check_names(plan: Plan) -> None:
+    """Matrices that the family knows under other names: its loaders would skip them, most without an
+    error. Some exporters count experts behind the projection (`experts.gate_proj.0.weight`)."""
+    found, family = plan.role_index, plan.family
+    unknown = [
+        name for name in found.unknown
+        if len(plan.tensors[name].type.shape) > 1 and _block(name) and own_role(name) is None
+    ]  # fmt: skip
+    if not unknown or family.name == "generic":
+        return
+    absent: dict[str, list[str]] = {}
+    for name in found.absent():
+        absent.setdefault(_block(name), []).append(name)
+    with_experts = {_block(name) for name, place in found.places.items() if place.role.kind.routed}
+    wrong: dict[str, str] = {}
+    for name in unknown:
+        block, parts = _block(name), sorted(name.split("."))
+        read = absent.get(block, [])
+        if not read and block not in with_experts and experts_module(name) is not None:
+            read = _expert_names(plan, name)
+        if read:
+            wrong[name] = next((one for one in read if sorted(one.split(".")) == parts), read[0])
+    if wrong:
+        name, read = next(iter(wrong.items()))
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise PlanError(
+            f"{name!r}{more}: {family.name} has no tensor of this name, so loaders skip it, and lacks "
+            f"{read!r}, which they read; rename the tensors of the source (their headers and the index) "
+            "to the names that the model was published with, and convert that"
+        )
+
+
+def _expert_names(plan: Plan, name: str) -> list[str]:
+    """The weights that the family has in place of one of an expert, in the layer and of the expert that
+    its last two numbers say; those of the same projection first."""
+    found, parts = plan.role_index, name.split(".")
+    roles = {
+        r.kind: r for r in plan.family.roles if r.kind.routed and not r.name.startswith("mtp.")
+    }
+    modules = dict(plan.family.expert_templates) or {
+        kind: found.module_of(role) for kind, role in roles.items()
+    }
+    modules.pop(Kind.EXPERT_UNKNOWN, None)
+    layer, expert, *_ = [*(part for part in parts if is_number(part)), "0", "0"]
+    written = [
+        module.replace("{L}", layer).replace("{E}", expert) + (".weight" if "{E}" in module else "")
+        for module in modules.values()
+    ]
+    return sorted(
+        written, key=lambda one: one.removesuffix(".weight").rpartition(".")[2] not in parts
+    )
+
+
+def _block(name: str) -> str:
+    """The part of a layer that a tensor is in, `model.layers.3.mlp`; "" for one in no layer."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if is_number(part)), 0)
+    return ".".join(parts[: at + 2]) if 0 < at < len(parts) - 2 else ""
 
 
 def _check_ties(plan: Plan) -> None:
