@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import tracemalloc
 from collections.abc import Callable
 from functools import cache
@@ -28,7 +29,7 @@ from checkpoints import (
 from hostile_inputs import device, escapes, huge, no_hang, pipe
 
 import qconvert
-from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint, index_limit
 from qconvert.checkpoint.safetensors import read_header
 from qconvert.core.errors import CheckpointError, DataError, OutputError
 from qconvert.hub.trees import local_files
@@ -207,6 +208,45 @@ SPECIAL: tuple[Change, ...] = (pipe, huge)
 READ_WHOLE = ("config.json", INDEX, "hf_quant_config.json", MANIFEST)
 
 
+@pytest.mark.parametrize(
+    ("length", "size"),
+    [(99_999_999, 8), (99_999_999, 1000), (99_999_999, 100_000_007), (2**63, 8), (0, 8)],
+)
+def test_a_shard_that_claims_a_header_allows_no_larger_index(
+    length: int, size: int, source: Path, tmp_path: Path
+) -> None:
+    """Of an index the limit grows with the headers next to it: with what they hold, and not for ever."""
+    if length == 99_999_999 and size > length:  # true, of zeros that take no disk
+        length = size - 8
+    claims = source / "model-00009-of-00009.safetensors"
+    with claims.open("wb") as stream:
+        stream.write(struct.pack("<Q", length))
+        stream.truncate(size)
+    huge(source / INDEX)
+    limit = index_limit(source, follow_links=False)
+    assert limit <= 256 << 20
+    if size < 10_000:
+        assert limit < 17 << 20
+    refused("inspect", source, says=(INDEX, f"expected at most {limit} bytes"))
+
+
+@pytest.mark.parametrize("what", ["validate json", "validate html", "profile", "log"])
+def test_a_full_disk_names_the_file(what: str, made: Path, tmp_path: Path) -> None:
+    """The system's error of a write names none: which of several disks is it?"""
+    suffix = {"validate html": ".html", "log": ".jsonl"}.get(what, ".json")
+    full = tmp_path / f"full{suffix}"
+    full.symlink_to("/dev/full")
+    out = tmp_path / "out"
+    words: tuple[str | Path, ...] = ("run", "copy", made, out, "--jobs", "1")
+    words = ("validate", made, "--report", full) if what.startswith("validate") else words
+    more: dict[str, tuple[str | Path, ...]] = {
+        "profile": ("--profile", full), "log": ("--log-json", full),
+    }  # fmt: skip
+    result = run_cli(*words, *more.get(what, ()))
+    assert result.code == 1
+    assert f"{full}: cannot be written: No space left on device" in result.err
+
+
 @pytest.mark.parametrize("name", READ_WHOLE)
 @pytest.mark.parametrize("change", SPECIAL, ids=["pipe", "huge"])
 def test_what_is_read_whole_is_a_file_of_a_stated_size(
@@ -324,6 +364,7 @@ def test_a_large_readme_is_no_reason_not_to_convert(source: Path, tmp_path: Path
 _READERS = {
     "core/regular.py": "the reader of small files",
     "core/links.py": "the reader of files of a foreign folder",
+    "core/own_process.py": "/dev/null for a process without streams",
     "core/discovery.py": "what installed packages add",
     "checkpoint/checkpoint.py": "gives descriptors of both",
     "checkpoint/safetensors.py": "descriptors",

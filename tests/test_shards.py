@@ -10,14 +10,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import faults
 import pytest
 from checkpoints import Result, bf16_moe, run_cli
 from faults import Tree, convert, differing, tree
+from hostile_inputs import no_hang
 from models import qwen3_moe
 
 from qconvert import api
 from qconvert.checkpoint.checkpoint import WORK_DIR
+from qconvert.cli.main import cli
+from qconvert.cli.shards import REFUSED
 from qconvert.core.errors import OutputError, UsageError
 from qconvert.plan.plan import Plan
 from qconvert.run import leases, staging
@@ -316,7 +320,7 @@ def test_a_run_without_shards_keeps_shards_out(source: Path, tmp_path: Path) -> 
     "more",
     [
         ("--family", "mine.py"), ("--family=x.py",), ("--follow-links",), ("--engine", "ray"),
-        ("--address=head:6379",),
+        ("--address=head:6379",), ("--save-stats", "mine"), ("--work-dir=mine",),
     ],
 )  # fmt: skip
 def test_some_options_are_not_taken_from_a_journal(
@@ -326,6 +330,73 @@ def test_some_options_are_not_taken_from_a_journal(
     command = ("dequant", str(source), str(out), *more)
     convert(source, out, replace(faults.options("sharded"), shard=Shard(0, 1), command=command))
     assert "which is not taken from a journal" in run_cli("finish", out).err
+
+
+def test_options_that_name_a_place_are_not_taken_from_a_journal() -> None:
+    """Of every conversion with --shard: what an option writes, or takes for code, is refused."""
+    read_only = {"--stats"}  # numbers of a calibration, as a source is
+    found: set[str] = set()
+
+    def walk(command: click.Command) -> None:
+        if isinstance(command, click.Group):
+            for name in command.list_commands(click.Context(command)):
+                inner = command.get_command(click.Context(command), name)
+                assert inner is not None
+                walk(inner)
+        elif {"shard", "dry_run"} <= {param.name for param in command.params}:
+            for param in command.params:
+                if isinstance(param, click.Option) and not str(param.name).endswith("_out"):
+                    kind = type(param.type).__name__
+                    if kind in ("Folder", "File", "Path", "Address") or kind.endswith("File"):
+                        found.update(param.opts)
+
+    walk(cli)
+    assert found - read_only <= set(REFUSED)
+    assert {"--save-stats", "--family", "--work-dir"} <= found
+
+
+def test_a_pair_whose_other_side_lies_where_no_shard_was(tmp_path: Path) -> None:
+    """The journal of the folder for CPUs names one for GPUs, which `finish` would make."""
+    source = qwen3_moe(layers=1).write(tmp_path / "source")
+    sides = ("--cpu", "int8", "--numa", "1", "--gpu", "w4a16")
+    places = ("--cpu-out", tmp_path / "cpu", "--gpu-out", tmp_path / "home" / "gpu")
+    done = run_cli("kt", source, *sides, *places, "--shard", "0/1")
+    assert done.code == 0, done.err
+    (tmp_path / "home").rename(tmp_path / "away")
+    done = run_cli("finish", tmp_path / "cpu")
+    assert done.code == 1
+    assert f"its journal holds a command for {tmp_path}/cpu, {tmp_path}/home/gpu" in done.err
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("start", ["999999", "0999999", "000001"])
+def test_a_journal_whose_name_has_all_digits(start: str, source: Path, tmp_path: Path) -> None:
+    """The next start has a name, or the shard is refused: it does not look for one for ever."""
+    out = tmp_path / "out"
+    words = ("dequant", source, out, "--jobs", "1", "--shard", "0/2")
+    assert run_cli(*words).code == 0
+    shards = out / WORK_DIR / "shards"
+    (shards / "0-of-2.1.jsonl").rename(shards / f"0-of-2.{start}.jsonl")
+    with no_hang():
+        done = run_cli(*words)
+    if start == "999999":
+        assert done.code == 1
+        assert "was started 999999 times" in done.err
+    else:
+        assert done.code == 0, done.err
+
+
+def test_a_name_that_is_taken_by_no_journal(source: Path, tmp_path: Path) -> None:
+    """link(2) finds something of the name, and the list of journals does not."""
+    out = tmp_path / "out"
+    how = replace(faults.options("sharded"), shard=Shard(0, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qconvert.run.sharing.begin_lease", lambda *of: None)
+        patch.setattr("qconvert.run.sharing._LISTED_AFTER", 0)
+        with pytest.raises(
+            OutputError, match="what has the name of start 1 of shard 0/2 is no jour"
+        ):
+            convert(source, out, how)
 
 
 def test_a_journal_cannot_send_a_command_elsewhere(source: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from qconvert.checkpoint.store import (
 )
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.own_process import make_private
+from qconvert.core.regular import writing
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 
@@ -187,7 +188,7 @@ def _write(
     store: Store, file: Stored, target: Path, budget: _Budget, *, hole: bool
 ) -> tuple[int, int]:
     nbytes = requests = 0
-    with target.open("xb") as stream:
+    with writing(target), target.open("xb") as stream:
         if _is_shard(file.name):
             for data in _header(store, file, budget):
                 stream.write(data)

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,15 +131,18 @@ def checked(
 
 def _check_finishing(planned: Planned, whole: Path) -> None:
     """Raise OutputError where a command that a journal holds would write elsewhere."""
+    from qconvert.checkpoint.checkpoint import MANIFEST, WORK_DIR
     from qconvert.core.errors import OutputError
 
     root = whole.resolve()
     outs = [folder.out.resolve() for folder in planned.folders if folder.out is not None]
-    # A stage of a split lies in the folder, the GPU side of a pair beside it.
-    if not any(root in (out, out.parent) for out in outs):
+    # A stage of a split lies in the folder; the GPU side of a pair elsewhere, where shards began it.
+    within = [root in (out, out.parent) for out in outs]
+    begun = [any((out / name).exists() for name in (WORK_DIR, MANIFEST)) for out in outs]
+    if not any(within) or not all(map(or_, within, begun)):
         raise OutputError(
-            f"{whole}: its journal holds a command for {outs[0]}; if the folder was moved, run the "
-            "command of the shards with its new name and without --shard"
+            f"{whole}: its journal holds a command for {', '.join(map(str, outs))}; if the folder was "
+            "moved, run the command of the shards with its new name and without --shard"
         )
 
 

@@ -34,6 +34,7 @@ from qconvert.cli.options import (
 )
 from qconvert.cli.profile import PROFILE, profile_json
 from qconvert.cli.progress import Bar
+from qconvert.core.regular import writing
 from qconvert.core.say import say, say_all, say_json, say_report
 from qconvert.core.shown import shortened
 
@@ -446,7 +447,8 @@ def _show_report(report: Report, form: str | None, files: Mapping[Path, str]) ->
     else:
         say_report(render(report, form, terminal=styled), form, styled=styled)
     for file, kind in files.items():
-        file.write_text(render(report, kind), encoding="utf-8")
+        with writing(file):
+            file.write_text(render(report, kind), encoding="utf-8")
     try:
         append_step_summary(report)
     except OSError as error:  # no fault of the folder

@@ -25,6 +25,7 @@ from qconvert.cli.options import (
     report,
 )
 from qconvert.cli.progress import Bar
+from qconvert.core.regular import writing
 from qconvert.core.say import say, say_json, say_report
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ def evaluate(
     else:
         say_report(_rendered(found, ".txt"), "text")
     for file in files:
-        file.write_text(_rendered(found, file.suffix.lower()) + "\n", encoding="utf-8")
+        with writing(file):
+            file.write_text(_rendered(found, file.suffix.lower()) + "\n", encoding="utf-8")
 
 
 def _check_forms(files: Sequence[Path]) -> None:

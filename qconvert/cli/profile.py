@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from qconvert.core.profiling import phase
+from qconvert.core.regular import writing
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ def _report(profile: Profile, path: Path | None, *, table: bool) -> None:
 
     if path is not None:
         text = json.dumps(profile.as_json(), indent=2) + "\n"
-        path.write_text(text, encoding="utf-8")
+        with writing(path):
+            path.write_text(text, encoding="utf-8")
     if table:
         say("", *profile_lines(profile), err=True)
 

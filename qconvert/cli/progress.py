@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from qconvert.cli.loudness import is_quiet, is_verbose
+from qconvert.core.regular import writing
 from qconvert.core.say import log_line, say, say_log, shown_line
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ class Bar:
             self._tell("end", ok=error is None)
         finally:
             if self._stream is not None:
-                self._stream.close()
+                with writing(Path(str(self._log))):
+                    self._stream.close()
 
     def _drawn(self) -> tqdm[Any]:
         from tqdm import tqdm
@@ -206,8 +208,9 @@ class Bar:
         if self._stream is None:
             say_log(found)
         else:
-            self._stream.write(log_line(found))
-            self._stream.flush()
+            with writing(Path(str(self._log))):
+                self._stream.write(log_line(found))
+                self._stream.flush()
 
 
 def spell(seconds: float | None) -> str:

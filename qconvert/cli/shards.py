@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from qconvert.run.status import FolderStatus
 
 # What a folder that is anyone's must not ask for: to run a file of Python, to read beyond a source, to
-# write a file (commands are noted without --profile, --log-json), to take orders of a cluster.
-_REFUSED = ("--family", "--follow-links", "--profile", "--log-json", "--engine", "--address")
+# write elsewhere (commands are noted without --profile, --log-json), to take orders of a cluster.
+REFUSED = (
+    "--family", "--follow-links", "--profile", "--log-json", "--save-stats", "--work-dir", "--engine",
+    "--address",
+)  # fmt: skip
 
 
 @click.command()
@@ -63,7 +66,7 @@ def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
         raise OutputError(
             f"{out}: its journal names no conversion; run the command of the shards without --shard"
         )
-    for option in _REFUSED:
+    for option in REFUSED:
         if any(word.partition("=")[0] == option for word in words):
             raise OutputError(
                 f"{out}: the shards were run with {option}, which is not taken from a journal; run "

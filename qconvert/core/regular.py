@@ -1,4 +1,4 @@
-"""Small files read whole, whatever is stored under their names.
+"""Small files read whole, whatever is stored under their names; errors of writing that name the file.
 
 A pipe named config.json would block for ever, /dev/zero and a file of 3 GiB would fill the memory.
 So only regular files are read, and only up to a stated size.
@@ -7,10 +7,12 @@ So only regular files are read, and only up to a stated size.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISDIR, S_ISFIFO, S_ISREG
 
-from qconvert.core.errors import CheckpointError, QConvertError
+from qconvert.core.errors import CheckpointError, OutputError, QConvertError
 
 # Files that qconvert reads whole: a config, an index, a manifest, ... The index and the receipt have a
 # line per tensor, so their limit grows with the tensors. The largest published index, DeepSeek-V3's
@@ -68,3 +70,13 @@ def read_regular(
     if size > limit or len(data) > limit:
         raise error(f"{path}: expected at most {limit} bytes, found {max(size, len(data))}")
     return data
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within this a file is written that the user named. Raises OutputError naming it: where a disk is
+    full, the system's own error names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error

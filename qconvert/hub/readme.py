@@ -16,7 +16,7 @@ from qconvert.core.errors import CheckpointError
 from qconvert.core.json_text import parse_json, parse_object
 from qconvert.core.links import read_inside
 from qconvert.core.manifest_keys import checked_manifest
-from qconvert.core.regular import SMALL
+from qconvert.core.regular import SMALL, writing
 from qconvert.hub.card import README, card, split_front_matter
 from qconvert.hub.card.front import base_model_of
 from qconvert.runtimes.serving import Loading, loads
@@ -194,7 +194,7 @@ def _read_object(folder: Path, name: str, limit: int = SMALL) -> dict[str, Any] 
 def _replace(file: Path, data: bytes) -> None:
     """Replace a file atomically; a hard link of another folder to it keeps the old content."""
     partial = file.with_name(file.name + ".partial")
-    with partial.open("wb") as stream:
+    with writing(file), partial.open("wb") as stream:
         if file.exists():  # who may not read the old one may not read the new one
             os.fchmod(stream.fileno(), file.stat().st_mode & 0o777)
         stream.write(data)

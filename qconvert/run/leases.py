@@ -36,6 +36,7 @@ BEAT_SECONDS = 5.0
 STALE_SECONDS = 40.0
 _POLL_SECONDS = 0.5
 _NAME = re.compile(r"([0-9]{1,5})-of-([0-9]{1,5})\.([0-9]{1,6})\.jsonl")
+_MOST_STARTS = 999_999  # what names have digits for
 # Differ on machines that work on one folder.
 _OF_MACHINE = ("stat",)
 
@@ -316,6 +317,11 @@ def begin_lease(
     folder = work / SHARDS
     files.make_folder(folder)
     path = folder / f"{shard.index}-of-{shard.count}.{start}.jsonl"
+    if start > _MOST_STARTS:
+        raise OutputError(
+            f"{folder}: shard {shard} was started {_MOST_STARTS} times, as its journals are named; run "
+            "the same command without --shard, or remove the last one"
+        )
     first = lines_of([{**header, "by": asdict(this_process())}])
     if not appear(path, unfinished(work, shard), first, len(first), files):
         return None

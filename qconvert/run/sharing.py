@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from qconvert.run.backend import Backend
 
 _SHOWN_SHARDS = 5
+
+_LISTED_AFTER = 90  # seconds: NFS clients keep the names of a folder for up to 60
 
 
 class SharedWorkspace(Workspace):
@@ -153,10 +156,19 @@ def _lease(target: Target, shard: Shard, division: Division, told: Events, files
         "shares": [list(pair) for pair in (*division.shares, division.rest)],
         "experts": len(experts_in(target.ready)),
     }  # fmt: skip
+    taken: list[int] = []
     while True:
         journals = journals_in(space.work)
         _refuse_busy(target, shard, journals, told)
         start = 1 + max((j.start for j in journals if j.shard == shard), default=0)
+        if start in taken:  # a file server may list another process's journal later
+            if taken.count(start) > _LISTED_AFTER:
+                raise OutputError(
+                    f"{space.work / SHARDS}: what has the name of start {start} of shard {shard} is no "
+                    "journal; remove it"
+                )
+            time.sleep(1)
+        taken.append(start)
         lease = begin_lease(space.work, shard, start, header, files)
         if lease is not None:
             break
