@@ -283,7 +283,12 @@ def _gate_and_up_under_two_global_scales(bench: Bench) -> Repo:
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group"},
+                "weights": {
+                    "num_bits": 4,
+                    "type": "float",
+                    "strategy": "tensor_group",
+                    "group_size": 16,
+                },
             }
         },
         "ignore": ["lm_head", "re:.*self_attn.*"],

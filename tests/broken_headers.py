@@ -30,6 +30,7 @@ from broken_repos import (
 from checkpoints import (
     INDEX,
     Tensor,
+    copied,
     edit_header,
     edit_json,
     fp8_moe,
@@ -565,6 +566,29 @@ def _a_norm_in_fp8(bench: Bench) -> Repo:
         tensors[name + "_scale_inv"] = tensor("F32", 1)
 
     return Repo(change(bench.copy("moe_fp8"), cast))
+
+
+@broken("QC135")
+def _a_group_without_its_size(bench: Bench) -> Repo:
+    """Both loaders refuse it; a rule that knows sizes alone passes it."""
+    folder = bench.copy("moe_int4")
+    return Repo(
+        edit_config(
+            folder,
+            lambda config: config["quantization_config"]["config_groups"]["group_0"][
+                "weights"
+            ].update(group_size=None),
+        )
+    )
+
+
+@broken("QC135")
+def _an_order_that_nobody_states(bench: Bench) -> Repo:
+    """GPTQ's readers ask for desc_act, whatever the tensors have."""
+    from commands import written
+
+    folder = copied(written("gptq", bench.scratch), bench.scratch / "repo")
+    return Repo(edit_config(folder, lambda config: config["quantization_config"].pop("desc_act")))
 
 
 @broken("QC038")

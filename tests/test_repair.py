@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints import INDEX, edit_json, run_cli, tree
+from commands import written
 from hub_client import hub_and_client
 from loaders.published import published
 from models import qwen3_moe, with_exponents
@@ -488,3 +489,179 @@ def test_a_runtime_must_load_the_result(tmp_path: Path) -> None:
     mended = run_cli("repair", folder, "--for", "sglang==0.5.23", "--tp", "2")
     assert mended.code == 0, mended.err
     assert run_cli("repair", folder, "--tp", "2").code == 2
+
+
+# --- Numbers that a block leaves out, or states otherwise than the tensors -------------------------
+
+
+def _numbers(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    """Of the weights of the first group."""
+    return lambda config: change(
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    )
+
+
+def _of_block(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    return lambda config: change(config["quantization_config"])
+
+
+def _in_text_alone(config: dict[str, Any]) -> None:
+    block = config.pop("quantization_config")
+    config["text_config"]["quantization_config"] = block
+
+
+W4A16 = ("w4a16", "--rtn")
+# The source and the command that make a folder, what is done to its config, the rule that finds it, and
+# whether qconvert.json is needed to say what holds (else shapes do, in a folder of anyone).
+NUMBERS: dict[str, tuple[str, tuple[str, ...], Callable[[dict[str, Any]], object], str, bool]] = {
+    "no group_size": ("moe", W4A16, _numbers(lambda w: w.pop("group_size")), "QC135", False),
+    "group_size of null": (
+        "moe", W4A16, _numbers(lambda w: w.update(group_size=None)), "QC135", False
+    ),
+    "no num_bits": ("moe", W4A16, _numbers(lambda w: w.pop("num_bits")), "QC135", False),
+    "other num_bits": ("moe", W4A16, _numbers(lambda w: w.update(num_bits=8)), "QC026", False),
+    "other group_size": ("moe", W4A16, _numbers(lambda w: w.update(group_size=64)), "QC038", False),
+    "strategy of rows": (
+        "moe", W4A16, _numbers(lambda w: w.update(strategy="channel", group_size=None)), "QC038", False,
+    ),
+    "not symmetric": ("moe", W4A16, _numbers(lambda w: w.update(symmetric=False)), "QC088", False),
+    "symmetric": (
+        "moe", (*W4A16, "--asymmetric"), _numbers(lambda w: w.update(symmetric=True)), "QC088", False,
+    ),
+    "no format": ("moe", W4A16, _of_block(lambda b: b.pop("format")), "QC135", False),
+    "rows as a group": (
+        "moe", (*W4A16, "--group-size", "channel"),
+        _numbers(lambda w: w.update(strategy="group", group_size=None)), "QC135", False,
+    ),
+    "nvfp4": (
+        "moe", ("nvfp4", "--dialect", "compressed-tensors"), _numbers(lambda w: w.pop("group_size")),
+        "QC135", False,
+    ),
+    "modelopt": (
+        "moe", ("nvfp4", "--dialect", "modelopt"), _of_block(lambda b: b.pop("group_size")), "QC135",
+        False,
+    ),
+    "modelopt's algorithm": (
+        "moe", ("nvfp4", "--dialect", "modelopt"), _of_block(lambda b: b.pop("quant_algo")), "QC103",
+        False,
+    ),
+    "mxfp4": ("moe", ("mx",), _numbers(lambda w: w.pop("group_size")), "QC135", False),
+    "mxfp8": (
+        "moe", ("mx", "--bits", "8", "--targets", "Linear"), _numbers(lambda w: w.pop("scale_dtype")),
+        "QC135", False,
+    ),
+    "fp8 rows": ("moe", ("fp8", "--channel"), _numbers(lambda w: w.pop("strategy")), "QC135", False),
+    "fp8 blocks": ("moe", ("fp8",), _of_block(lambda b: b.pop("weight_block_size")), "QC015", False),
+    "gptq bits": ("gptq", (), _of_block(lambda b: b.pop("bits")), "QC089", False),
+    "gptq group_size": ("gptq", (), _of_block(lambda b: b.pop("group_size")), "QC089", False),
+    "gptq sym": ("gptq", (), _of_block(lambda b: b.pop("sym")), "QC135", True),
+    "gptq order": ("gptq", (), _of_block(lambda b: b.pop("desc_act")), "QC135", True),
+    "no drafts counted": (
+        "draft", (), lambda c: c.pop("num_nextn_predict_layers"), "QC019", False,
+    ),
+    "a draft too many": (
+        "draft", (), lambda c: c.update(num_nextn_predict_layers=2), "QC013", False,
+    ),
+    "drafts that are gone": (
+        "no draft", (), lambda c: c.update(num_nextn_predict_layers=1), "QC053", False,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("numbers")
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_a_number_is_found_and_mended(what: str, sources: Path, tmp_path: Path) -> None:
+    """To the same config, also where no qconvert.json tells it."""
+    name, words, change, rule, told = NUMBERS[what]
+    source = written(name, sources)
+    folder = tmp_path / "folder"
+    if words:
+        assert run_cli(words[0], source, folder, *words[1:], "--jobs", "1").code == 0
+    else:
+        shutil.copytree(source, folder)
+    whole = json.loads((folder / CONFIG).read_bytes())
+    edit_json(folder / CONFIG, lambda config: (change(config), None)[1])
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    for file in (MANIFEST, RECEIPT, "hf_quant_config.json"):
+        (bare / file).unlink(missing_ok=True)
+    for broken in (folder, bare):
+        if broken == bare and what == "drafts that are gone":
+            continue  # a warning there: another tool may count what another folder has
+        found = run_cli("validate", broken)
+        assert found.code == 3, found.out
+        assert f"error   {rule} " in found.out, found.out
+        done = run_cli("repair", broken)
+        if broken == bare and told:
+            assert done.code == 1, done.out
+            assert "convert again from the source" in done.err
+            continue
+        assert done.code == 0, done.err
+        mended = json.loads((broken / CONFIG).read_bytes())
+        if "strategy" not in what and "drafts" not in what and "rows as" not in what:
+            assert mended == whole
+        assert "0 errors" in run_cli("validate", broken).out
+        assert run_cli("repair", broken).out.endswith("nothing to repair\n")
+
+
+def test_a_size_that_shapes_leave_open_is_not_guessed(sources: Path, tmp_path: Path) -> None:
+    """Matrices of one group a row: of any size that is as wide, and no qconvert.json tells it."""
+    from qconvert.checkpoint.checkpoint import Checkpoint
+    from qconvert.validators.headers.stated_numbers import wrong_numbers
+
+    folder = tmp_path / "folder"
+    # Rows of 96 columns in groups of 32 or of 40 have 3 scales each.
+    source = published("qwen3_moe", experts=2, inner=96).write(tmp_path / "source")
+    done = run_cli("w4a16", source, folder, "--rtn", "--group-size", "32", "--jobs", "1")
+    assert done.code == 0, done.err
+    edit_json(folder / CONFIG, lambda c: (_numbers(lambda w: w.pop("group_size"))(c), None)[1])
+    (number,) = wrong_numbers(Checkpoint.open(folder))
+    assert (number.value, number.proof) == (32, "qconvert.json says so")
+
+
+def test_a_block_in_text_config_alone(tmp_path: Path) -> None:
+    """sglang 0.5.23 does not take the model for quantized (KeyError of its first packed name); a class
+    whose config takes the block from there is whole."""
+    source, folder = (
+        published("qwen3_5_moe", experts=2, inner=128).write(tmp_path / "s"),
+        tmp_path / "f",
+    )
+    done = run_cli("w4a16", source, folder, "--rtn", "--jobs", "1")
+    assert done.code == 0, done.err
+    edit_json(folder / CONFIG, lambda config: (_in_text_alone(config), None)[1])
+    found = run_cli("validate", folder, "--for", "sglang==0.5.23", "--tp", "1")
+    assert found.code == 3
+    assert "QC037 config.json: text_config: quantization_config: is the only block" in found.out
+    assert "QC13" in found.out
+    done = run_cli("repair", folder, "--for", "sglang==0.5.23", "--tp", "1")
+    assert done.code == 0, done.err
+    mended = json.loads((folder / CONFIG).read_bytes())
+    assert "quantization_config" in mended
+    assert "quantization_config" not in mended["text_config"]
+
+
+def test_names_that_patterns_do_not_spell_are_listed(tmp_path: Path) -> None:
+    """modelopt's patterns name q, k and v; both loaders ask for the module that they fuse them to. So do
+    they for gate and up."""
+    room = tmp_path / "sources"
+    room.mkdir()
+    source = written("moe", room)
+    for parts in (("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")):
+        folder = tmp_path / "-".join(parts)
+        done = run_cli("nvfp4", source, folder, "--dialect", "modelopt", "--jobs", "1")
+        assert done.code == 0, done.err
+        names = ["lm_head", "*.mlp.gate", *(f"*.self_attn.{part}" for part in parts)]
+        if "o_proj" not in parts:
+            names.append("*.self_attn.o_proj")
+        for file in ("qconvert.json", "qconvert.receipt.jsonl", "hf_quant_config.json"):
+            (folder / file).unlink(missing_ok=True)
+        edit_json(folder / CONFIG, lambda c, n=names: c["quantization_config"].update(ignore=n))  # type: ignore[misc]
+        assert run_cli("validate", folder, "--for", "sglang==0.5.23", "--tp", "1").code == 3
+        mended = run_cli("repair", folder, "--for", "sglang==0.5.23", "--tp", "1")
+        assert mended.code == 0, mended.err
+        assert run_cli("validate", folder, "--for", "sglang==0.5.23", "--tp", "1").code == 0
+        assert run_cli("validate", folder, "--for", "vllm==0.33.0", "--tp", "1").code == 0
+        assert "any config" not in mended.err

@@ -9,7 +9,7 @@ Which block describes which tensors: compressed-tensors 0.19 (`weight_packed`), 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from qconvert.matrices.linears import runtime_linears
 from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
+from qconvert.validators.headers.quantization_config import nested_alone
+from qconvert.validators.headers.stated_numbers import wrong_numbers
 
 _CODES = frozenset({"I8", "U8", "I32", "F4", *WEIGHT_DTYPES})
 _GPTQ = frozenset({"gptq", "awq", "gptq_marlin", "awq_marlin", "auto-round"})
@@ -118,6 +120,42 @@ def without_stale_blocks(checkpoint: Checkpoint) -> Mended | None:
             f"{': '.join(path)} states {one.method or 'no method'}, and no tensor is stored so"
         )
     return Mended(config, tuple(why))
+
+
+def with_root_block(checkpoint: Checkpoint) -> Mended | None:
+    """The quantization block of text_config at the root, where every runtime and transformers look for
+    it; not of a class whose own config takes it from there."""
+    config = checkpoint.config
+    if nested_alone(config) is None:
+        return None
+    block = config["text_config"]["quantization_config"]
+    moved = _without(config, ["text_config", "quantization_config"])
+    why = (
+        "quantization_config stood in text_config alone, where sglang and transformers do not look"
+    )
+    return Mended({**moved, "quantization_config": block}, (why,))
+
+
+def with_true_numbers(checkpoint: Checkpoint) -> Mended | None:
+    """Numbers that config.json leaves out, or states otherwise than the tensors' shapes or
+    qconvert.json."""
+    config: Mapping[str, Any] = checkpoint.config
+    why = []
+    for number in wrong_numbers(checkpoint):
+        if not number.proof:
+            continue
+        config = _with(config, number.path, number.value)
+        why.append(
+            f"{': '.join(number.path)} {number.value!r} instead of "
+            f"{'nothing' if number.stated is None else repr(number.stated)}: {number.proof}"
+        )
+    return Mended(config, tuple(why)) if why else None
+
+
+def _with(config: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """With a value at a path."""
+    first, *rest = path
+    return {**config, first: _with(config[first], rest, value) if rest else value}
 
 
 def with_fp8_linears(checkpoint: Checkpoint) -> Mended | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.checkpoint.ignore import complete_ignore_lists
+from qconvert.core.fused_names import with_fused_names
 from qconvert.core.names import split_parameter
 from qconvert.core.shown import count
 from qconvert.matrices.unquantized import ignored, shared_paths
@@ -28,9 +29,10 @@ from qconvert.validators.reading.quantization import LISTS, Listed
 _KEY = "quantization_config"
 
 
-def true_ignore_list(checkpoint: Checkpoint) -> Mended | None:
+def true_ignore_list(checkpoint: Checkpoint, *, every: bool = False) -> Mended | None:
     """config.json with the list of its block mended; None where it is right, or where the block is of
-    a method whose lists are not known here."""
+    a method whose lists are not known here. `every`: each unquantized linear by its own name, and by
+    that of the module that runtimes fuse it to, whatever patterns name."""
     own = _own_block(checkpoint)
     if own is None or own.method not in LISTS:
         return None
@@ -41,11 +43,12 @@ def true_ignore_list(checkpoint: Checkpoint) -> Mended | None:
     listed, literal = Listed(own.method, tuple(entries)), frozenset(entries)
     linears = _plain_linears(checkpoint)
     stored = {split_parameter(name)[0] for name in checkpoint}
+    fused = with_fused_names(linears) if every else []
     added = [
         entry
-        for entry in dict.fromkeys(wanted)
+        for entry in dict.fromkeys([*wanted, *fused])
         if entry not in literal
-        and not listed.names(entry.replace("*", "any"))
+        and (entry in fused or not listed.names(entry.replace("*", "any")))
         # modelopt's readers ask for embeddings and heads too, others for linears alone. Names that are
         # not stored are those of fused modules and of draft models.
         and (own.method == "modelopt" or entry in linears or entry not in stored)

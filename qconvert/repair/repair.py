@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import unified_diff
+from functools import partial
 from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import (
@@ -33,6 +34,8 @@ from qconvert.repair.blocks import (
     hf_quant_config,
     with_fp8_linears,
     with_mixed_precision,
+    with_root_block,
+    with_true_numbers,
     without_stale_blocks,
 )
 from qconvert.repair.ignore_lists import true_ignore_list
@@ -40,16 +43,18 @@ from qconvert.repair.index import true_index
 from qconvert.repair.sealed import edited, hash_of, resealed
 from qconvert.runtimes.serving import loads
 from qconvert.validation.findings import Finding
+from qconvert.validation.runner import validate_folder
 
 CONFIG = "config.json"
 # All that a repair, or an evaluation that is noted, ever writes or removes.
 METADATA = frozenset({INDEX, CONFIG, HF_QUANT_CONFIG, README, MANIFEST, RECEIPT})
-# In this order: a list is mended for the block that is left.
+# In this order, and the ignore list last: it is mended for the block that is left.
 _MENDS: tuple[Callable[[Checkpoint], Mended | None], ...] = (
+    with_root_block,
     without_stale_blocks,
+    with_true_numbers,
     with_mixed_precision,
     with_fp8_linears,
-    true_ignore_list,
 )
 # An index and a receipt have a line a tensor: those of 95,000 tensors have some 60 MB.
 MOST = 1 << 30
@@ -88,15 +93,16 @@ class Repair:
     steps: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise CheckpointError for what only a new conversion can mend."""
+        """Raise CheckpointError where an error is left."""
         if not self.left:
             return
         first = self.left[0]
         more = f" ({count(len(self.left) - 1, 'more error')})" if len(self.left) > 1 else ""
         steps = f" ({' | '.join(self.steps)})" if self.steps else ""
         raise CheckpointError(
-            f"{first.rule}: {first.where}: {first.message}{more}: the weights are not what any config "
-            f"could describe, so nothing is written; convert again from the source{steps}"
+            f"{first.rule}: {first.where}: {first.message}{more}: no block, number, list or index that "
+            "repair can prove from the tensors or qconvert.json ends that, so nothing is written; state "
+            f"what holds in config.json by hand, or convert again from the source{steps}"
         )
 
 
@@ -112,17 +118,29 @@ def repair_of(root: Path, judge: Judge, *, follow_links: bool = False) -> Repair
             "qconvert clean"
         )
     before = judge(root, follow_links)
-    with _linked(root, follow_links=follow_links) as copy:
-        changes = _changes(root, copy, follow_links=follow_links)
-        if not changes:
-            return Repair(root, (), (), tuple(_errors(before)), _steps(root))
-        after = [_renamed(finding, copy, root) for finding in judge(copy, True)]
-    known = {(finding.rule, finding.where) for finding in after}
-    fixed = [finding for finding in before if (finding.rule, finding.where) not in known]
-    return Repair(root, changes, tuple(fixed), tuple(_errors(after)), _steps(root))
+    best = Repair(root, (), (), tuple(_errors(before)), _steps(root))
+    # Where an error is left, runtimes may look modules up by other names than patterns spell.
+    for every in (False, True):
+        with _linked(root, follow_links=follow_links) as copy:
+            changes = _changes(root, copy, follow_links=follow_links, every=every)
+            if not changes:
+                if best.left:
+                    continue
+                return best
+            after = [_renamed(finding, copy, root) for finding in judge(copy, True)]
+        known = {(finding.rule, finding.where) for finding in after}
+        fixed = [finding for finding in before if (finding.rule, finding.where) not in known]
+        found = replace(best, changes=changes, fixed=tuple(fixed), left=tuple(_errors(after)))
+        if not best.changes or len(found.left) < len(best.left):
+            best = found
+        if not best.left:
+            break
+    return best
 
 
-def _changes(root: Path, copy: Path, *, follow_links: bool) -> tuple[Change, ...]:
+def _changes(
+    root: Path, copy: Path, *, follow_links: bool, every: bool = False
+) -> tuple[Change, ...]:
     changes: dict[str, Change] = {}
 
     def change(name: str, data: bytes | None, why: Sequence[str]) -> None:
@@ -136,7 +154,7 @@ def _changes(root: Path, copy: Path, *, follow_links: bool) -> tuple[Change, ...
         change(INDEX, index.data, index.why)
     checkpoint = Checkpoint.open(copy, follow_links=True)
     why: list[str] = []
-    for mend in _MENDS:
+    for mend in (*_MENDS, partial(true_ignore_list, every=every)):
         mended = mend(checkpoint)
         if mended is not None:
             checkpoint = replace(checkpoint, config=mended.config)
@@ -187,6 +205,17 @@ def _renamed(finding: Finding, copy: Path, root: Path) -> Finding:
         text.replace(str(copy), str(root)) for text in (finding.where, finding.message)
     )
     return replace(finding, where=where, message=message)
+
+
+def errors_with(
+    root: Path, changes: Sequence[Change], *, follow_links: bool = False
+) -> list[Finding]:
+    """Errors that a folder's headers and small files would have after changes. Writes nothing."""
+    with _linked(root, follow_links=follow_links) as copy:
+        for each in changes:
+            _put(copy / each.file, each.after)
+        found = validate_folder(copy, follow_links=True).findings
+        return [_renamed(finding, copy, root) for finding in _errors(found)]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
 from qconvert.runtimes.loading.building import Build, Config
-from qconvert.runtimes.loading.groups import block_of
+from qconvert.runtimes.loading.groups import root_block
 from qconvert.runtimes.loading.offering import Finder
 from qconvert.runtimes.loading.parameters import Wrapped
 from qconvert.runtimes.loading.refusal import LoadRefused
@@ -61,7 +61,7 @@ def runner_of(kind: ModelClass, config: Mapping[str, Any], setting: Setting) -> 
     """The runner of experts: what is asked for, or what the class chooses on a B200."""
     if setting.moe_runner != "auto" or setting.capability[0] != 10 or setting.a2a != "none":
         return setting.moe_runner
-    block = block_of(config)
+    block = root_block(config)
     method = "" if block is None else str(block.get("quant_method") or "modelopt")
     name = {"modelopt": "modelopt_fp4"}.get(method, method)
     if block is not None and block.get("quant_algo") == "MIXED_PRECISION":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.core.patterns import compiled
-from qconvert.runtimes.loading.groups import Group, block_of, is_group, names_of, pair_of
+from qconvert.runtimes.loading.groups import Group, is_group, names_of, pair_of, root_block
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.schemes import (
     BlockFp8,
@@ -522,7 +522,7 @@ def quantization_of(
 ) -> Quantization:
     """What a config states, for a class that maps fused names as in `fused`. Raises NotSimulated."""
     plain = Unquantized(dtype)
-    block = block_of(config)
+    block = root_block(config)
     if block is None:
         return NoQuantization(plain)
     try:

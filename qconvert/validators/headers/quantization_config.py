@@ -14,14 +14,16 @@ by others, so its sets need the names of all parts and of the fused whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.names import is_scale
 from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validators.headers.stated_numbers import missing_numbers
 from qconvert.validators.reading.int8 import int8_scale
 from qconvert.validators.reading.model import FP8, readable_quantization
 from qconvert.validators.reading.quantization import (
@@ -68,7 +70,7 @@ RULES = (
         "quantization blocks contradict each other",
         "A conversion changed one block and left another: nested in text_config (it overrides the "
         "root's in some runtimes), or hf_quant_config.json of an earlier quantization.",
-        "Remove the stale block; only the weights' own block may be present.",
+        "Remove the stale block; only the weights' own block may be present, at config.json's root.",
     ),
     Rule(
         "QC039",
@@ -94,6 +96,9 @@ _FUSED_BY_SGLANG = {
 # Read as floats by every runtime, whatever the config says.
 _NEVER_QUANTIZED = ("router", "shared_expert_gate")
 _DRAFT = "model.decoder"
+# Whose config classes take text_config's block to the root: sglang 0.5.23 (`configs/`). vLLM 0.33 reads
+# it for all classes (`transformers_utils/model_arch_config_convertor.py`).
+_TAKE_FROM_TEXT = ("kimi_k25", "kimi_k3", "glm5_next")
 
 
 @dataclass(frozen=True)
@@ -108,9 +113,13 @@ class QuantizationConfig:
         checkpoint = folder.checkpoint
         configs = checkpoint.quantization_configs
         quantized = _quantized(checkpoint)
+        if quantized and (where := nested_alone(checkpoint.config)) is not None:
+            message = "is the only block, and sglang and transformers read the root's alone"
+            yield Finding("QC037", "error", where, message)
         readable_quantization(checkpoint)
         if not quantized:
             return  # QC012: a block without quantized tensors
+        yield from missing_numbers(checkpoint)
         contradictions = list(_contradictions(checkpoint))
         yield from contradictions
         for config in configs:
@@ -138,6 +147,18 @@ class QuantizationConfig:
             yield from _draft_names(checkpoint, listed, named, plain)
             if not _all_linear(taken):
                 yield from _fused_names(checkpoint, listed, plain)
+
+
+def nested_alone(config: Mapping[str, Any]) -> str | None:
+    """Where the only quantization block stands, if that is in text_config, and no class takes it from
+    there to the root."""
+    text = config.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, Mapping) else None
+    keys = ("quantization_config", "compression_config")
+    if not isinstance(inner, Mapping) or any(config.get(key) is not None for key in keys):
+        return None
+    taken = config.get("model_type") in _TAKE_FROM_TEXT
+    return None if taken else "config.json: text_config: quantization_config"
 
 
 def _quantized(checkpoint: Checkpoint) -> dict[str, str]:

@@ -177,13 +177,21 @@ def packed_ints(checkpoint: Checkpoint, module: str) -> Ints | None:
     return _stated_for(checkpoint, module, _ints)
 
 
+def _by_row(g: Mapping[str, Any]) -> bool:
+    """Whether a group states a scale a row: compressed-tensors 0.19 infers that from a size of -1."""
+    strategy = g.get("strategy")
+    return strategy == "channel" or (strategy is None and g.get("group_size") == -1)
+
+
 def _ints(g: Mapping[str, Any]) -> Ints | None:
-    size, by_row = g.get("group_size"), g.get("strategy") == "channel"
-    if g.get("type") != "int" or g.get("num_bits") not in (2, 4, 8):
+    size, by_row = g.get("group_size"), _by_row(g)
+    if g.get("type", "int") != "int" or g.get("num_bits") not in (2, 4, 8):
         return None
     if not by_row and (type(size) is not int or size < 1):
         return None
-    return Ints(g["num_bits"], size if g.get("strategy") == "group" else None)
+    return Ints(
+        g["num_bits"], size if g.get("strategy", "group") == "group" and not by_row else None
+    )
 
 
 def _stated_for(
@@ -249,6 +257,25 @@ def _group_of(
     return min(fits, key=lambda fit: fit[:2])[2] if fits else None
 
 
+def group_names(config: QuantConfig) -> Callable[[str], str | None]:
+    """Which of compressed-tensors' groups covers a module, by name; None: no group does."""
+    groups = config.block.get("config_groups")
+    by_target: dict[str, str] = {}
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        named = group.get("targets") if isinstance(group, Mapping) else None
+        for target in named if isinstance(named, list) else ():
+            if isinstance(target, str):
+                by_target[target] = name
+    listed = tuple((Listed(config.method, (target,)), name) for target, name in by_target.items())
+    as_weights = tuple((target, {"name": name}) for target, name in listed)
+
+    def of(module: str) -> str | None:
+        found = _group_of(config, as_weights, module)
+        return None if found is None else str(found["name"])
+
+    return of
+
+
 def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
     """The block of a module's FP8 scales: of several that of the compressed-tensors group that covers
     the module, else the first that is stated; None if there is none."""
@@ -295,8 +322,8 @@ def ints_of(checkpoint: Checkpoint, module: str) -> PackedInts | None:
 
 def _packed(weights: Mapping[str, Any]) -> PackedInts | None:
     size, bits = weights.get("group_size"), weights.get("num_bits")
-    by_row = weights.get("strategy") == "channel"
-    if weights.get("type") != "int" or bits not in (4, 8):
+    by_row = _by_row(weights)
+    if weights.get("type", "int") != "int" or bits not in (4, 8):
         return None
     if not by_row and (type(size) is not int or size < 1):
         return None
