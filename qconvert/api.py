@@ -1248,10 +1248,8 @@ def repair(
     def judge(part: Path, follow_links: bool) -> list[Finding]:
         request = Request(serving=serving)
         report = validate_folder(part, request=request, follow_links=follow_links)
-        if notice is not None and serving is not None:
-            for text in report.not_checked:
-                if "not simulated" in text:
-                    notice(f"not checked: {text}")
+        if notice is not None and report.not_known:
+            notice(f"not checked: {report.not_known}")
         return report.findings
 
     with place_of(str(folder)) as place:

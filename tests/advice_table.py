@@ -13,6 +13,7 @@ from qconvert.advise.hybrid import hybrids
 from qconvert.advise.machine import Machine
 from qconvert.advise.options import candidates, considered
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.runtimes.consumers import Consumer
 
 _FOLDERS = (Path(headers.__file__).parent, Path(__file__).parent / "families" / "published")
 GB = 10**9
@@ -66,9 +67,9 @@ def _cell(checkpoint: Checkpoint, runtime: str, machine: Machine) -> str:
         refused = all(one.refused for one in found)
         return "not for its experts" if refused else "does not fit"
     for candidate in candidates(checkpoint, machine, runtime):
-        choice = considered(checkpoint, candidate, machine.sizes, machine, runtime)
+        choice = considered(checkpoint, candidate, machine.sizes, machine, Consumer(runtime))
         if choice.unknown:
-            return "not simulated"
+            return "not known"
         if sizes := choice.fits_at(machine):
             option = choice.answers[max(sizes)].mended_by
             return _said(candidate.command, f"TP {max(sizes)}") + (f" `{option}`" if option else "")

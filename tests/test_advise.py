@@ -17,6 +17,7 @@ from qconvert.advise.machine import FOR_WEIGHTS
 from qconvert.advise.options import Choice, candidates, considered, cpu_candidates
 from qconvert.cli.main import cli
 from qconvert.core.errors import PlanError, UsageError
+from qconvert.runtimes.consumers import Consumer
 
 GB = 10**9
 
@@ -104,7 +105,7 @@ def test_nvfp4_beside_fp8_is_in_the_names_that_the_runtime_reads(
         if "nvfp4" in one.command
     )
     assert one.command.endswith("modelopt" if runtime == "sglang" else "compressed-tensors")
-    assert considered(source, one, (2,), api.Machine(2), runtime).loads_at == (2,)
+    assert considered(source, one, (2,), api.Machine(2), Consumer(runtime)).loads_at == (2,)
 
 
 def test_what_is_not_simulated_is_not_called_too_large(models: Path) -> None:
@@ -112,7 +113,7 @@ def test_what_is_not_simulated_is_not_called_too_large(models: Path) -> None:
     found = api.advise(models / "qwen3-30b-a3b-fp8", "vllm", machine)
     assert found.best is None
     said = list(lines_of(found))
-    assert said[1].startswith("not known: vllm's loader is not simulated for this: ")
+    assert said[1].startswith("not known for Qwen3MoeForCausalLM: another GPU than an H200")
     assert "nothing that was considered" not in "\n".join(said)
 
 

@@ -14,6 +14,7 @@ from qconvert.core.errors import PlanError
 from qconvert.hub.card import split_front_matter
 from qconvert.hub.card.loaders import command, library, takers
 from qconvert.runtimes.consumers import CHECKED, parse_consumer
+from qconvert.runtimes.serving import loads
 
 # --- Versions -------------------------------------------------------------------------------------
 
@@ -147,18 +148,21 @@ def block(**weights: Any) -> dict[str, Any]:
         ({}, {}, ("sglang", "vllm", "transformers"), "transformers"),
         ({}, block(), ("sglang", "vllm", "transformers"), "transformers"),
         ({}, block(symmetric=False), ("sglang", "vllm"), "sglang"),
-        ({}, block(actorder="group"), ("sglang", "vllm"), "sglang"),
+        ({}, block(actorder="group"), ("sglang",), "sglang"),
         ({}, block(type="float"), ("sglang", "vllm"), "sglang"),
         ({}, {"quantization_config": {"quant_method": "modelopt"}}, ("sglang", "vllm"), "sglang"),
         ({"trtllm_gen": {}}, {}, (), None),
         ({"amx": {"method": "AMXINT4"}}, {}, ("ktransformers",), "ktransformers"),
     ],
 )
-def test_who_takes_what(
+def test_who_may_take_what(
     changes: dict[str, Any], config: dict[str, Any], by: tuple[str, ...], name: str | None
 ) -> None:
-    assert takers({**MANIFEST, **changes}, config) == by
-    assert library({**MANIFEST, **changes}, config) == name
+    made = {**MANIFEST, **changes}
+    said = loads({"architectures": ["OtherForCausalLM"], **config}, {}, made)
+    assert takers(made, said, "not known") == by
+    assert not [one for one in said.values() if one.verdict == "loads"]
+    assert library(made, said) == name
 
 
 def test_a_shared_expert_beside_quantized_ones_keeps_its_form() -> None:

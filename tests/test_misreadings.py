@@ -149,5 +149,67 @@ def test_sizes_are_not_said_of_a_folder_that_is_misread() -> None:
     config = {"architectures": ["LlamaForCausalLM"]}
     scales = {f"{_AT}.o_proj.weight_scale_inv": TensorType("F32", (2, 2))}
     said = loads(config, scales, {})["sglang"]
-    assert said.simulated
+    assert said.verdict == "does not load"
     assert not said.sizes
+
+
+_MLP, _MLA = "model.layers.0.mlp", "model.layers.0.self_attn"
+_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
+# Rows of matrices in FP8 blocks of 128, and which of them puts what follows out of step.
+PARTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "heads": ({f"{_AT}.{p}_proj": n for p, n in zip("qkv", (576, 192, 192), strict=True)},
+              ("q_proj", "k_proj")),
+    "keys alone": ({f"{_AT}.{p}_proj": n for p, n in zip("qkv", (512, 64, 64), strict=True)},
+                   ("k_proj",)),
+    "gate and up": ({f"{_MLP}.gate_proj": 704, f"{_MLP}.up_proj": 704}, ("gate_proj",)),
+    "a shared expert": ({f"{_MLP}.shared_experts.gate_proj": 320,
+                         f"{_MLP}.shared_experts.up_proj": 320}, ("gate_proj",)),
+    "latent": ({f"{_MLA}.q_a_proj": 192, f"{_MLA}.kv_a_proj_with_mqa": 576}, ("q_a_proj",)),
+    "the last of latent ones": ({f"{_MLA}.q_a_proj": 256, f"{_MLA}.kv_a_proj_with_mqa": 576}, ()),
+    "stored as one": ({f"{_AT}.qkv_proj": 960}, ("qkv_proj",)),
+    "gate and up stored as one": ({f"{_MLP}.gate_up_proj": 1408}, ("gate_up_proj",)),
+    "whole blocks": ({f"{_AT}.qkv_proj": 1920, f"{_MLP}.gate_up_proj": 512}, ()),
+    "alone": ({f"{_AT}.o_proj": 576, f"{_MLP}.down_proj": 576}, ()),
+    "routed": ({f"{_MLP}.experts.0.gate_proj": 192, f"{_MLP}.experts.0.up_proj": 192}, ()),
+}  # fmt: skip
+BLOCKS: list[dict[str, Any]] = [
+    {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    {"quant_method": "compressed-tensors", "config_groups": {
+        "group_0": {"weights": {"strategy": "block", "block_structure": [128, 128]}}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["fp8", "compressed-tensors"])
+@pytest.mark.parametrize("runtime", ["sglang", "vllm"])
+@pytest.mark.parametrize("parts", PARTS)
+def test_parts_of_fused_matrices_that_cut_blocks(
+    parts: str, runtime: str, block: dict[str, Any]
+) -> None:
+    rows, cut = PARTS[parts]
+    tensors = {f"{name}.weight": TensorType("F8_E4M3", (n, 256)) for name, n in rows.items()}
+    config = {"architectures": ["Qwen2ForCausalLM"], **_HEADS, "quantization_config": block}
+    found = misread(runtime, config, tensors)
+    assert {name.split(".")[-2] for name in found.wrong} == set(cut)
+    assert bool(found.cure) == bool(cut)
+    channel = {"quant_method": "compressed-tensors", "config_groups": {
+        "group_0": {"weights": {"strategy": "channel"}}}}  # fmt: skip
+    assert not misread(runtime, {**config, "quantization_config": channel}, tensors)
+
+
+def test_a_plan_of_odd_heads_says_that_no_rank_gets_whole_blocks(tmp_path: Path) -> None:
+    odd = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "hidden_size": 576}
+    where, out = saved("qwen2", tmp_path / "odd", {}, odd), tmp_path / "out"
+    done = run_cli("fp8", where, out, "--dry-run")
+    assert "ranks get whole blocks at tensor parallel none of the usual sizes" in done.out
+    assert "192 rows, no whole blocks of 128, and runtimes fuse it" in done.out
+    assert [line[8:23] for line in done.out.splitlines() if line.startswith("loads ")]
+    assert "does not load it right: " in done.out
+    refused = run_cli("fp8", where, out, "--tp", "1", "--dry-run")
+    assert (refused.code, "at tensor parallel 1 a rank would not" in refused.err) == (1, True)
+    assert run_cli("fp8", where, out, "--jobs", "1").code == 0
+    text = (out / "README.md").read_text()
+    assert "launch_server" not in text
+    assert "vllm serve" not in text
+    assert run_cli("validate", out, "--for", "vllm").code == 3
+    channel = run_cli("fp8", where, tmp_path / "rows", "--channel", "--dry-run")
+    assert "ranks get whole blocks at tensor parallel 1" in channel.out

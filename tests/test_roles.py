@@ -357,9 +357,11 @@ def test_targets_match_what_was_quantized(tmp_path: Path) -> None:
 def test_down_is_cut_by_columns_whatever_it_is_called(tmp_path: Path) -> None:
     """1536 columns are 192 for each of eight ranks: one group of 128 and a half."""
     plan = planned(minimax_model(), tmp_path, ExpertsToW4A16(group=128))
-    assert "loads at tensor parallel 1, 2, 4" in plan.log[-1].notes
+    assert "ranks get whole groups at tensor parallel 1, 2, 4" in plan.log[-1].notes
     assert "in groups of 32 at 1, 2, 4, 8, 16" in plan.log[-1].notes
-    with pytest.raises(PlanError, match=r"group 32 would load at 8; this one loads at 1, 2, 4$"):
+    with pytest.raises(
+        PlanError, match=r"group 32 fits at 8; ranks get whole ones of this at 1, 2, 4$"
+    ):
         planned(minimax_model(), tmp_path, ExpertsToW4A16(group=128, tp=8))
 
 

@@ -297,7 +297,7 @@ def test_kt_refuses_a_gpu_side_that_ranks_would_cut(tmp_path: Path) -> None:
     source = published("qwen3_moe", inner=256).write(tmp_path / "source")
     common = ("kt", source, "--cpu", "int4", "--numa", "1", "--cpu-out", tmp_path / "cpu")
     done = run_cli(*common, "--gpu", "w4a16", "--gpu-out", tmp_path / "gpu", "--tp", "4")
-    assert (done.code, "group 32 would load at 4" in done.err) == (1, True)
+    assert (done.code, "group 32 fits at 4" in done.err) == (1, True)
     assert run_cli(*common, "--tp", "4").code == 2
 
 

@@ -4,6 +4,7 @@ any folder. That it says what the loader says is shown by tests/loaders/test_sim
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -28,6 +29,7 @@ from simulated_folders import (
     places,
 )
 
+import qconvert
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
@@ -293,7 +295,7 @@ def test_it_answers_without_torch() -> None:
 def test_both_runtimes_are_asked() -> None:
     config, tensors = folder("qwen3_moe", fp8=True)
     said = loads(config, tensors, {})
-    assert tuple(said) == ("sglang", "vllm") == tuple(SIMULATED)
+    assert tuple(said) == (*SIMULATED, "transformers")
     assert tuple(said["vllm"].sizes[""]) == (1, 2, 4)
     assert "not at tp 8" in said["vllm"].failed
     whole = served(config, tensors, Setting(tp=2), runtime="vllm")
@@ -305,7 +307,7 @@ def test_what_is_not_simulated_is_said(tmp_path: Path) -> None:
     model = published("qwen3_moe", fp8=True)
     model.config["architectures"] = ["OtherForCausalLM"]
     where, out = model.write(tmp_path / "other"), tmp_path / "out"
-    cause = "not simulated: no rules for architecture 'OtherForCausalLM'"
+    cause = "not known for OtherForCausalLM: its class is not simulated"
     said = [f"sglang 0.5.23 (H200): {cause}", f"vllm 0.33.0 (H200): {cause}"]
     planned = run_cli("dequant", where, out, "--dry-run")
     lines = [line[8:] for line in planned.out.splitlines() if line.startswith("loads ")]
@@ -316,7 +318,10 @@ def test_what_is_not_simulated_is_said(tmp_path: Path) -> None:
     text = (out / "README.md").read_text()
     for name in ("sglang 0.5.23", "vllm 0.33.0"):
         assert f"{name}: {cause}." in text.replace("\\", "")
-    assert "--model-path REPO\n" in text  # by rule, without a size
+    doubt = text.index("Not known for `OtherForCausalLM`: whether sglang 0.5.23 and vllm 0.33.0 ")
+    assert doubt < text.index("--model-path REPO\n")  # without a size
+    assert doubt < text.index("vllm serve REPO\n")
+    assert "loads it whole" not in text
 
 
 def test_a_size_that_is_not_simulated_is_said() -> None:
@@ -330,7 +335,7 @@ def test_a_size_that_is_not_simulated_is_said() -> None:
         for name, one in tensors.items()
     }
     said = loads(config, narrow, {})["vllm"]
-    assert said.unknown.startswith("not simulated")
+    assert said.unknown.startswith(("not known for Qwen3MoeForCausalLM: ", "at tp "))
     assert said.lines()[-1] == f"vllm 0.33.0 (H200): {said.unknown}"
 
 
@@ -351,3 +356,145 @@ def test_advise_for_vllm(tmp_path: Path) -> None:
     assert done.code == 0
     assert "nothing: serve it as it is" in done.out
     assert f"vllm serve {where} --tensor-parallel-size 2" in done.out.replace("'", "")
+
+
+# --- Not known ------------------------------------------------------------------------------------
+
+VERSIONS = ["9.9", "0.5.23.post1", "0.5.23rc1", "0.5.23.dev0", "0.5", "0.5.22", "0.5.23.1"]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("runtime", ["sglang", "vllm"])
+def test_a_class_that_is_not_simulated_has_an_exit_code(
+    runtime: str, form: str, tmp_path: Path
+) -> None:
+    model = published("qwen3_moe")
+    model.config["architectures"] = ["OtherForCausalLM"]
+    where = model.write(tmp_path / "other")
+    done = run_cli("validate", where, "--for", runtime, "--format", form)
+    why = "not known for OtherForCausalLM: its class is not simulated"
+    assert done.code == 5
+    assert f"{runtime} 0" not in done.out  # no word of a version's proof
+    if form == "text":
+        last = f"0 errors, 0 warnings; whether it loads is {why}"
+        assert done.out.rstrip().splitlines()[-1] == last
+    else:
+        report = json.loads(done.out)
+        assert (report["verdict"], report["exit_code"]) == ("not known", 5)
+        assert report["not_known"] == why
+    assert run_cli("validate", where).code == 0
+    advice = run_cli("advise", where, "--for", runtime, "--json")
+    assert advice.code == 5
+    assert json.loads(advice.out)["not_known"] == why
+    assert json.loads(advice.out)["lines"] == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_version_is_not_answered_with_the_proof_of_another(version: str, tmp_path: Path) -> None:
+    where = published("qwen3_moe").write(tmp_path / "sound")
+    done = run_cli("validate", where, "--for", f"sglang=={version}")
+    assert done.code == 5
+    assert "loads the folder whole: " not in done.out
+    last = done.out.rstrip().splitlines()[-1]
+    said = f"not known for sglang {version}: this version is not known; known is sglang 0.5.23"
+    assert last == f"0 errors, 0 warnings; whether it loads is {said}"
+    advice = run_cli("advise", where, "--for", f"sglang=={version}")
+    assert advice.code == 5
+    assert said in advice.out
+    assert "launch_server" not in advice.out
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "v0.5.23", "0.5.23.0", "0.5.23+cu128"])
+def test_the_same_version_in_another_spelling_is_answered(version: str, tmp_path: Path) -> None:
+    where = published("qwen3_moe").write(tmp_path / "sound")
+    assert run_cli("validate", where, "--for", f"sglang=={version}").code == 0
+    assert run_cli("validate", where, "--for", "vllm==0.33.1").code == 5
+
+
+def test_errors_come_before_what_is_not_known(tmp_path: Path) -> None:
+    model = published("qwen3_moe")
+    model.config["architectures"] = ["OtherForCausalLM"]
+    model.config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    done = run_cli("validate", model.write(tmp_path / "broken"), "--for", "sglang")
+    assert done.code == 3
+    assert "; whether it loads is not known for " in done.out.splitlines()[-1]
+
+
+def test_a_folder_made_for_a_version_that_is_not_known(tmp_path: Path) -> None:
+    """Neither its plan nor its card says what another version does."""
+    where, out = published("qwen3_5_moe").write(tmp_path / "model"), tmp_path / "out"
+    done = run_cli("fuse", where, out, "--for", "sglang==9.9", "--dry-run")
+    assert run_cli("fuse", where, out, "--for", "sglang==9.9", "--jobs", "1").code == 0
+    loads_lines = [line for line in done.out.splitlines() if line.startswith("loads ")]
+    assert "sglang 9.9 (H200): not known for sglang 9.9: this version is not kno" in loads_lines[0]
+    text = (out / "README.md").read_text()
+    assert "sglang 0.5.23 on H200s" not in text
+    assert text.index("whether sglang 9.9") < text.index("sglang.launch_server")
+
+
+def test_a_draft_alone_is_started_with_a_caveat_where_nothing_is_known(tmp_path: Path) -> None:
+    where, out = published("glm4_moe").write(tmp_path / "model"), tmp_path / "out"
+    assert run_cli("mtp", "extract", where, out, "--jobs", "1").code == 0
+    text = (out / "README.md").read_text()
+    assert text.index("sglang.launch_server") < text.index("whether vllm 0.33.0")
+    assert text.index("whether vllm 0.33.0") < text.index("vllm serve MODEL")
+
+
+def test_one_place_writes_launch_lines_and_asks_simulators() -> None:
+    """What else printed one would not say what is known of the class."""
+    root = Path(qconvert.__file__).parent
+    allowed = {
+        "runtimes/serving.py", "runtimes/ktransformers.py", "contrib/trtllm_gen/layout.py",
+    }  # fmt: skip
+    words = re.compile(r"launch_server|vllm serve|\b(served|draft_alone)\(|loads at tensor")
+    found = {
+        str(path.relative_to(root)) for path in root.rglob("*.py") if words.search(path.read_text())
+    }
+    assert found <= allowed, found - allowed
+
+
+def packed(**weights: Any) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"type": "int", "num_bits": 4, "group_size": 128} | weights,
+    }
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+# Quantization configs that vLLM 0.33 refuses as it reads them, and neighbours that it may take.
+REFUSED = [
+    packed(actorder="group"), packed(actorder="dynamic"), packed(actorder=True), GPTQ | {"sym": False},
+    GPTQ | {"sym": False, "bits": 8}, GPTQ | {"desc_act": True}, GPTQ | {"bits": 3}, GPTQ | {"bits": 2},
+    GPTQ | {"dynamic": {"+:.*down.*": {"desc_act": True}}},
+    GPTQ | {"dynamic": {".*down.*": {"desc_act": True, "group_size": 32}}},
+    GPTQ | {"desc_act": True, "group_size": -1, "dynamic": {"+:.*up.*": {"group_size": 64}}},
+]  # fmt: skip
+TAKEN = [
+    packed(), packed(actorder="weight"), packed(actorder="static"), packed(symmetric=False), GPTQ,
+    GPTQ | {"bits": 8}, GPTQ | {"desc_act": True, "group_size": -1},
+    GPTQ | {"dynamic": {"-:.*down.*": {"desc_act": True}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_quantization_that_is_refused_whatever_the_class(name: str) -> None:
+    for block in REFUSED:
+        said = loads({"architectures": [name], "quantization_config": block}, {}, {})["vllm"]
+        assert (said.verdict, said.draft) == ("does not load", ""), block
+        assert "not at tp 1: config.json: " in said.failed
+    for block in TAKEN:
+        said = loads({"architectures": [name], "quantization_config": block}, {}, {})["vllm"]
+        assert said.verdict == "not known", block
+
+
+def test_a_dense_model_in_a_form_that_is_refused(tmp_path: Path) -> None:
+    model = published("qwen3_5_text")
+    model.config["architectures"] = ["OtherForCausalLM"]
+    where, out = model.write(tmp_path / "dense"), tmp_path / "out"
+    words = ("--rtn", "--packing", "gptq-v2", "--asymmetric", "--targets", "Linear", "--jobs", "1")
+    assert run_cli("w4a16", where, out, *words).code == 0
+    assert "vllm serve" not in (out / "README.md").read_text()
+    done = run_cli("validate", out, "--for", "vllm", "--json")
+    assert done.code == 3
+    assert [found["rule"] for found in json.loads(done.out)["findings"]] == ["QC130"]

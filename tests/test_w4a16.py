@@ -347,16 +347,19 @@ def test_a_tensor_parallel_size_is_checked_and_the_group_that_loads_is_named(
     """256 columns in groups of 128 are two ranks' at most; in groups of 32, eight."""
     source = qwen3_moe().write(tmp_path / "source")
     err = refused(source, tmp_path / "out", "--tp", "4")
-    assert "group 32 would load at 4; this one loads at 1, 2\n" in err
+    assert "group 32 fits at 4; ranks get whole ones of this at 1, 2\n" in err
     err = refused(source, tmp_path / "out", "--tp", "16")
-    assert "no group size would at 16; this one loads at 1, 2\n" in err
+    assert "no group size fits at 16; ranks get whole ones of this at 1, 2\n" in err
     rtn(source, tmp_path / "out", "--tp", "8", "--group-size", "32")
 
 
 def test_the_plan_says_at_which_sizes_it_loads(tmp_path: Path) -> None:
     source = qwen3_moe().write(tmp_path / "source")
     done = run_cli("w4a16", source, tmp_path / "out", "--rtn", "--dry-run")
-    assert "loads at tensor parallel 1, 2, in groups of 32 at 1, 2, 4, 8\n" in done.out
+    assert (
+        "ranks get whole groups at tensor parallel 1, 2, in groups of 32 at 1, 2, 4, 8\n"
+        in done.out
+    )
     done = run_cli("w4a16", source, tmp_path / "out", "--rtn", "--asymmetric", "--dry-run")
     assert "no experts so in sglang" in done.out
 

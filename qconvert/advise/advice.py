@@ -16,7 +16,8 @@ from qconvert.core.errors import UsageError
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.runtimes.consumers import Consumer
-from qconvert.runtimes.serving import SIMULATED
+from qconvert.runtimes.ktransformers import RUNTIME
+from qconvert.runtimes.serving import SIMULATED, launch
 
 RUNTIMES = (*SIMULATED, "ktransformers")
 
@@ -33,6 +34,13 @@ class Advice:
     others: tuple[Choice | Hybrid, ...]
     tp: int = 0
     lines: tuple[str, ...] = ()
+
+    @property
+    def not_known(self) -> str:
+        """Why nothing can be said, "" where something is."""
+        if self.best is not None:
+            return ""
+        return next((o.unknown for o in self.others if isinstance(o, Choice) and o.unknown), "")
 
     @property
     def assumes(self) -> str:
@@ -72,7 +80,7 @@ def advise(
     for number, candidate in enumerate(candidates(checkpoint, machine, consumer.name)):
         # Once something fits, others are asked at its size alone: a load of a large model takes seconds.
         sizes = machine.sizes if best is None else (max(best.fits_at(machine)),)
-        choice = considered(checkpoint, candidate, sizes, machine, consumer.name)
+        choice = considered(checkpoint, candidate, sizes, machine, consumer)
         if best is None and choice.fits_at(machine):
             best = choice
         else:
@@ -81,26 +89,13 @@ def advise(
             break
     tp = 0 if best is None else max(best.fits_at(machine))
     lines: tuple[str, ...] = ()
-    if best is not None and consumer.name == "vllm":
+    if best is not None:
         folder = quote(source if not best.candidate.command else "OUT")
-        lines = (f"vllm serve {folder} --tensor-parallel-size {tp}",)
-    elif best is not None:
-        lines = tuple(_lines(best, tp, source, disaggregated=disaggregated))
+        line = launch(consumer.name, folder, tp, option=best.answers[tp].mended_by)
+        # sglang 0.5.23, server_args.py: each role is a server of its own over the same folder.
+        roles = [f"{line} --disaggregation-mode {role}" for role in ("prefill", "decode")]
+        lines = tuple(roles) if disaggregated else (line,)
     return Advice(source, consumer.name, machine, best, tuple(others), tp, lines)
-
-
-def _lines(best: Choice, tp: int, source: str, *, disaggregated: bool) -> Iterator[str]:
-    folder = quote(source if not best.candidate.command else "OUT")
-    words = [f"python -m sglang.launch_server --model-path {folder} --tp-size {tp}"]
-    if best.answers[tp].mended_by:
-        words.append(best.answers[tp].mended_by)
-    line = " ".join(words)
-    if not disaggregated:
-        yield line
-        return
-    # sglang 0.5.23, server_args.py: each role is a server of its own over the same folder.
-    for role in ("prefill", "decode"):
-        yield f"{line} --disaggregation-mode {role}"
 
 
 def _hybrid(
@@ -123,6 +118,7 @@ def as_json(found: Advice) -> dict[str, Any]:
         "source": found.source,
         "runtime": found.runtime,
         "assumed": found.assumes,
+        "not_known": found.not_known,
         "best": None if found.best is None else _one(found.best, found.machine),
         "tp": found.tp,
         "lines": list(found.lines),
@@ -152,7 +148,7 @@ def why_not(choice: Choice) -> dict[int, str]:
     """Why a size does not load."""
     found = {}
     for tp, answer in choice.answers.items():
-        if answer.whole or answer.mended_by:
+        if answer.verdict == "loads":
             continue
         rank = answer.refused
         if rank is not None and rank.refused is not None:
@@ -176,15 +172,15 @@ def lines_of(found: Advice) -> Iterator[str]:
     elif best is not None:
         yield from _said(best, machine)
     else:
-        unknown = next((o.unknown for o in found.others if isinstance(o, Choice) and o.unknown), "")
         yield (
-            f"not known: {found.runtime}'s loader is not simulated for this: {unknown}; start the "
-            "server to try"
-            if unknown
+            f"{found.not_known}; start the server to try"
+            if found.not_known
             else "nothing that was considered loads and fits"
         )
     for line in found.lines:
         yield f"    {line}"
+    if isinstance(best, Hybrid):
+        yield RUNTIME
     if found.others:
         yield ""
         yield "also considered:"
@@ -203,7 +199,7 @@ def _said(choice: Choice, machine: Machine) -> Iterator[str]:
         yield f"  refused: {choice.refused}"
         return
     if choice.unknown:
-        yield f"  not known: not simulated for this: {choice.unknown}"
+        yield f"  {choice.unknown}"
         return
     if choice.written:
         moved = choice.read + choice.written

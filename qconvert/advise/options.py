@@ -17,11 +17,13 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.run.prepare import Options, disk_bytes, prepare
-from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
-from qconvert.runtimes.serving import Answer, served
+from qconvert.runtimes.serving import Answer, NotKnown, asked
 from qconvert.validation import judgement
 from qconvert.validators.reading.matrices import FUSED, gdn_groups
+
+SGLANG = Consumer("sglang")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Choice:
     @property
     def loads_at(self) -> tuple[int, ...]:
         """Tensor-parallel sizes at which it loads whole, with an option of the runtime or without."""
-        return tuple(sorted(tp for tp, one in self.answers.items() if one.whole or one.mended_by))
+        return tuple(sorted(tp for tp, one in self.answers.items() if one.verdict == "loads"))
 
     def fits_at(self, machine: Machine) -> tuple[int, ...]:
         """Those at which the fullest rank's weights leave room for a KV cache."""
@@ -93,7 +95,7 @@ def considered(
     candidate: Candidate,
     sizes: Sequence[int],
     machine: Machine,
-    runtime: str = "sglang",
+    consumer: Consumer = SGLANG,
 ) -> Choice:
     """Plan a candidate, and ask the simulator of the runtime's loader at each size (no size: it is not
     asked). Nothing but headers is read."""
@@ -110,14 +112,12 @@ def considered(
     unknown = ""
     for tp in sizes:
         setting = Setting(tp=tp, capability=machine.capability)
-        try:
-            answers[tp] = served(
-                folder.config, tensors, setting, groups=_groups(folder), runtime=runtime
-            )
-        except NotSimulated as reason:
-            unknown = str(reason)
+        answer = asked(consumer, folder.config, tensors, setting, groups=_groups(folder))
+        if isinstance(answer, NotKnown):
+            unknown = str(answer)
             break
-        if answers[tp].cure:
+        answers[tp] = answer
+        if answer.cure:
             break  # whatever the size
     written = disk_bytes(ready) if candidate.passes else 0
     return Choice(

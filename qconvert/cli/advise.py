@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from qconvert.cli.consumer import made_for
-from qconvert.cli.options import JSON, MOST, OPENING, SOURCE, Size
+from qconvert.cli.options import FINDINGS, JSON, MOST, NOT_KNOWN, OPENING, SOURCE, Size
 from qconvert.core.say import say, say_all, say_json
 
 
@@ -76,7 +76,8 @@ def advise(
       qconvert advise DeepSeek-V3 --for vllm --gpus 8
       qconvert advise DeepSeek-V3 --for ktransformers --gpus 1 --gpu-memory 48GB --cpu-memory 768GB
 
-    Exit code 3 if nothing that was considered loads and fits.
+    Exit code 3 if nothing that was considered loads and fits, 5 if that is not known for the class or
+    version.
     """
     from pathlib import Path
 
@@ -100,4 +101,4 @@ def advise(
             say_json(told(found))
         else:
             say_all(place.named(line) for line in lines_of(found))
-    return 0 if found.best is not None else 3
+    return 0 if found.best is not None else NOT_KNOWN if found.not_known else FINDINGS

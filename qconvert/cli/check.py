@@ -305,8 +305,9 @@ def validate(
     """Check a converted folder: index, headers, config, receipt, weights, and that nothing was lost.
 
     Prints findings, then what was proved, what was only read, and what was not checked. Exit code 3 on
-    an error-level finding. In GitHub Actions it also writes the step's summary. From a repo on the Hub
-    level headers fetches no weights, the others what they read, where the local cache lacks it.
+    an error-level finding, else 5 if what --for asks is not known for the class or version. In GitHub
+    Actions it also writes the step's summary. From a repo on the Hub level headers fetches no weights,
+    the others what they read, where the local cache lacks it.
 
     \b
     Examples:
@@ -347,7 +348,7 @@ def validate(
         forms = _forms(files)
         report = api.merge_parts(merge)
         _show_report(report, "json" if as_json else form, dict(zip(files, forms, strict=True)))
-        return FINDINGS if report.errors else 0
+        return report.exit_code
     if (shard is None) != (parts is None):
         raise click.UsageError("--shard and --parts go together: a shard leaves a file in a folder")
     if shard is not None:
@@ -385,7 +386,7 @@ def validate(
             notice=lambda text: say(text, err=True),
         )  # fmt: skip
     _show_report(report, "json" if as_json else form, dict(zip(files, forms, strict=True)))
-    return FINDINGS if report.errors else 0
+    return report.exit_code
 
 
 def _say_part(part: Part, folder: Path, *, as_json: bool) -> None:

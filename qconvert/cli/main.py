@@ -43,7 +43,7 @@ def cli() -> None:
       qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3
 
     Exit codes: 0 ok, 1 refused or failed, 2 usage, 3 findings or differences, 4 more to do (--until),
-    130 interrupted.
+    5 not known for this class or version (--for), 130 interrupted.
     """
     # A command reads one commit of a repo, wherever its branch goes meanwhile.
     click.get_current_context().with_resource(pinned())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 FINDINGS = 3  # exit code of a command that checked and found an error
+NOT_KNOWN = 5  # exit code where nobody knows whether a runtime loads it: another class or version
 MORE = 4  # exit code of a conversion that --until ended: the same command goes on
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -43,7 +43,7 @@ from qconvert.ops.rowwise import Recode
 from qconvert.passes.by_row import compressed_block
 from qconvert.passes.input_scales import InputMaxima, maxima_of
 from qconvert.passes.nvfp4_groups import shared_groups
-from qconvert.passes.ranks import check_size, check_tp, loads_at, loads_note
+from qconvert.passes.ranks import check_size, check_tp, cut_notes, loads_at, loads_note
 from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
 from qconvert.passes.spelled import spelled
@@ -168,6 +168,7 @@ class ToFp8:
         block = self._config(plan, chosen)
         sizes = loads_at(chosen, self._block_size or (1, 1))
         notes = [*shared_notes(plan, chosen, block), loads_note(sizes)]
+        notes += cut_notes(chosen, self._block_size or (1, 1))
         facts: dict[str, Any] = {"tp_sizes": sizes}
         spec = repr(self)
         if maxima is not None:

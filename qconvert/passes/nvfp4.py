@@ -58,6 +58,7 @@ from qconvert.passes.mxfp4_as_nvfp4 import (
     with_modelopt_file,
 )
 from qconvert.passes.nvfp4_groups import check_tp, cut_blocks, quantized, shared_groups
+from qconvert.passes.ranks import loads_note
 from qconvert.passes.replace_weights import Selection, replace_weights, select
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
 from qconvert.passes.spelled import spelled
@@ -294,7 +295,7 @@ class ToNvfp4:
         if digest is not None and any(one.draft for one in _projections(chosen)):
             notes.append("MTP experts are not calibrated: rounded to nearest")
         notes += shared_notes(plan, chosen, block)
-        notes.append(f"loads at tensor parallel {', '.join(map(str, _loads_at(chosen)))}")
+        notes.append(loads_note(_loads_at(chosen)))
         return chosen.entry(self.name, identity(step, digest), notes)
 
     def _of_drafts(self, plan: Plan) -> str:

@@ -74,6 +74,6 @@ def check_tp(matrices: Sequence[Matrix], tp: int | None) -> None:
         sizes = [size for size in TP_SIZES if not cut_blocks(matrices, size)]
         raise PlanError(
             f"{matrix.module}: at tensor parallel {tp} a rank would not get whole blocks of "
-            f"{BLOCK} of its {matrix.columns} columns; it loads at "
+            f"{BLOCK} of its {matrix.columns} columns; ranks do at "
             + (", ".join(map(str, sizes)) or "none of the usual sizes")
         )

@@ -1,49 +1,88 @@
-"""At which tensor-parallel sizes each rank gets whole blocks of quantized matrices."""
+"""At which tensor-parallel sizes each rank gets whole blocks of quantized matrices.
+
+What runtimes compute as one matrix has one grid of scales, in which each part begins where its first row
+lies. A part that is no whole blocks puts all behind it out of step: sglang 0.5.23 refuses such a matrix
+at one rank, too, and vLLM 0.33 loads it with the scales of other blocks, without a word
+(`layers/linear.py`, adjust_block_scale_shard)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from qconvert.core.errors import PlanError
-from qconvert.core.roles import Cut
-from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
+from qconvert.core.roles import Cut, Kind, joined_with
+from qconvert.formats.int_packed.limits import TP_SIZES
 from qconvert.passes.replace_weights import Selection
 
 Block = tuple[int, int]  # rows and columns that share a scale; of these a rank gets whole ones
+Sized = tuple[str, Kind, int, int]  # a module, its kind, rows and columns
 
 
-def _cut(matrices: Iterable[Matrix], block: Block, tp: int) -> list[Matrix]:
-    """The matrices of which each of `tp` ranks would not get whole blocks."""
-    found = []
-    for matrix in matrices:
-        high, wide = block
-        if matrix.cut is Cut.COLUMNS and matrix.columns % (tp * wide if tp > 1 else 1):
-            found.append(matrix)
-        if matrix.cut is Cut.ROWS and matrix.rows % (tp * high if tp > 1 else 1):
-            found.append(matrix)
-    return found
+def _sized(chosen: Selection) -> list[Sized]:
+    """One matrix of each kind and size."""
+    found: dict[tuple[Kind, int, int], Sized] = {}
+    for module, kind, stored in chosen:
+        found.setdefault(
+            (kind, stored.rows, stored.columns), (module, kind, stored.rows, stored.columns)
+        )
+    return list(found.values())
+
+
+def _is_cut(matrix: Sized, block: Block, tp: int) -> bool:
+    """Whether each of `tp` ranks would not get whole blocks of a matrix, or of its part of a fused
+    one."""
+    _, kind, rows, columns = matrix
+    high, wide = block
+    if kind.cut is Cut.COLUMNS:
+        return tp > 1 and columns % (tp * wide) != 0
+    joined = joined_with(kind)
+    # Of what all ranks have whole, the last part may end within a block.
+    parted = len(joined) > 1 and (kind.cut is Cut.ROWS or kind is not joined[-1])
+    ranks = tp if kind.cut is Cut.ROWS else 1
+    if kind is Kind.GATE_UP:
+        return rows % (2 * ranks * high) != 0
+    return (parted or ranks > 1) and rows % (ranks * high) != 0
 
 
 def loads_at(chosen: Selection, block: Block) -> list[int]:
     """The usual tensor-parallel sizes at which it does."""
-    matrices = chosen.sizes
-    return [tp for tp in TP_SIZES if not _cut(matrices, block, tp)]
+    matrices = _sized(chosen)
+    return [tp for tp in TP_SIZES if not any(_is_cut(one, block, tp) for one in matrices)]
 
 
 def check_tp(chosen: Selection, block: Block, tp: int | None) -> None:
     """Raises PlanError where a rank would cut a block, naming the matrix."""
-    for matrix in _cut(chosen.sizes, block, tp) if tp is not None else ():
-        sizes = loads_at(chosen, block)
-        raise PlanError(
-            f"{matrix.module}: at tensor parallel {tp} a rank would not get whole blocks of "
-            f"[{matrix.rows}, {matrix.columns}]; it loads at "
-            + (", ".join(map(str, sizes)) or "none of the usual sizes")
-        )
+    for matrix in _sized(chosen) if tp is not None else ():
+        if tp is not None and _is_cut(matrix, block, tp):
+            module, _, rows, columns = matrix
+            raise PlanError(
+                f"{module}: at tensor parallel {tp} a rank would not get whole blocks of "
+                f"[{rows}, {columns}]; ranks do at {listed(loads_at(chosen, block))}"
+            )
 
 
-def loads_note(sizes: Iterable[int]) -> str:
-    """The same for people."""
-    return f"loads at tensor parallel {', '.join(map(str, sizes)) or 'none of the usual sizes'}"
+def listed(sizes: Iterable[int]) -> str:
+    return ", ".join(map(str, sizes)) or "none of the usual sizes"
+
+
+def loads_note(sizes: Iterable[int], what: str = "blocks") -> str:
+    """The same for people. Whether a runtime loads the folder, its simulator says."""
+    return f"ranks get whole {what} at tensor parallel {listed(sizes)}"
+
+
+def cut_notes(chosen: Selection, block: Block) -> list[str]:
+    """What happens to a part of a fused matrix that is no whole blocks, even at one rank."""
+    cut = [one for one in _sized(chosen) if _is_cut(one, block, 1)]
+    if not cut:
+        return []
+    module, kind, rows, _ = cut[0]
+    said = f"{module} has {rows} rows, no whole blocks of {block[0]}, and runtimes fuse it"
+    mended = "a scale a row has no blocks: --channel"
+    if kind.routed:
+        return [f"{said}: sglang 0.5.23 refuses it ({mended})"]
+    return [
+        f"{said}: sglang 0.5.23 refuses it, vLLM 0.33 gives rows another block's scale ({mended})"
+    ]
 
 
 def check_size(tp: int | None) -> None:

@@ -10,7 +10,7 @@ sglang alone reads, for all linears at once and without looking at lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -54,6 +54,7 @@ from qconvert.matrices.unquantized_nvfp4 import with_draft_names
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.by_row import compressed_block
+from qconvert.passes.ranks import listed, loads_note
 from qconvert.passes.replace_weights import (
     Selection,
     replace_weights,
@@ -329,12 +330,12 @@ class ExpertsToW4A16:
                 )
         if self.tp is not None and not loads_at(matrices, scheme, self.tp, words):
             groups = fitting_groups(matrices, scheme, self.tp, words)
-            sizes = _listed(tp for tp in TP_SIZES if loads_at(matrices, scheme, tp, words))
+            sizes = listed(tp for tp in TP_SIZES if loads_at(matrices, scheme, tp, words))
             how = f"in groups of {scheme.group}" if scheme.group else "with a scale a row"
-            hint = f"group {groups[0]} would load" if groups else "no group size would"
+            hint = f"group {groups[0]} fits" if groups else "no group size fits"
             raise PlanError(
                 f"at tensor parallel {self.tp} a rank would not get whole groups {how}: {hint} at "
-                f"{self.tp}; this one loads at {sizes}"
+                f"{self.tp}; ranks get whole ones of this at {sizes}"
             )
 
     def _loads_at(self, chosen: Selection) -> list[int]:
@@ -343,17 +344,17 @@ class ExpertsToW4A16:
         return [tp for tp in TP_SIZES if loads_at(matrices, self.scheme, tp, words)]
 
     def _notes(self, chosen: Selection) -> list[str]:
-        """At which tensor-parallel sizes the result loads, and what else decides who takes it."""
+        """At which tensor-parallel sizes ranks get whole groups, and what else decides who takes it."""
         matrices, scheme = chosen.sizes, self.scheme
         words = isinstance(self.packer(), PackGptq)
         sizes = self._loads_at(chosen)
-        notes = [f"loads at tensor parallel {_listed(sizes)}"]
+        notes = [loads_note(sizes, "groups")]
         groups = fitting_groups(matrices, scheme, 1, words) if scheme.group else []
         for group in groups[::-1][:1]:  # the smallest loads at the most sizes
             other = replace(scheme, group=group)
             at = [tp for tp in TP_SIZES if loads_at(matrices, other, tp, words)]
             if len(at) > len(sizes):
-                notes.append(f"in groups of {group} at {_listed(at)}")
+                notes.append(f"in groups of {group} at {listed(at)}")
         if chosen.left:
             notes.append(f"{len(chosen.left)} linears left as they are (leave_bf16)")
         if not scheme.symmetric:
@@ -454,10 +455,6 @@ def _linear_fp8_config(plan: Plan, fp8: tuple[int, int]) -> dict[str, Any]:
         "weight_block_size": list(fp8),
         **({"scale_fmt": stated} if stated else {}),
     }
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none of the usual sizes"
 
 
 def _solved_beside(plan: Plan, chosen: Selection) -> bool:

@@ -8,11 +8,13 @@ table was not checked with is reported.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from qconvert.checkpoint.family import Dims
+from qconvert.checkpoint.family import Dims, text_config
 from qconvert.core.errors import PlanError
+from qconvert.runtimes.loading.groups import block_of
 
 # The versions that the rules here and in the validators were checked with.
 CHECKED = {"sglang": "0.5.23", "vllm": "0.33", "transformers": "5.17"}
@@ -31,6 +33,7 @@ _GDN: dict[str, dict[str, tuple[Order, ...]]] = {
     "qwen3-next": {"qwen3_5": ("interleaved",), "qwen3_next": ("interleaved",)},
     "qwen3.5": {"qwen3_5": ("split",), "qwen3_next": ("split",)},
 }
+_STATED = re.compile(r"\bconsumer='(?P<name>[a-z0-9.-]+)(?:==(?P<version>[^']+))?'")
 # Versions as packages have them (PEP 440): 0.5.23, 0.5.23rc1, 5.17.0.dev0, 0.33.0+cpu.
 _VERSION = re.compile(
     r"v?(?P<release>\d{1,9}(?:\.\d{1,9}){0,5})(?P<rest>(?:\.?(?:a|b|rc|post|dev)\d{0,9})*)"
@@ -78,6 +81,14 @@ def _groups(order: Order, dims: Dims) -> int:
     return {"split": 0, "contiguous": 1, "interleaved": heads}[order]
 
 
+def consumer_in(manifest: Mapping[str, Any]) -> Consumer | None:
+    """The runtime that a step of a folder's manifest was told to convert for."""
+    steps = manifest.get("passes")
+    specs = [str(step.get("spec")) for step in steps if isinstance(step, Mapping)] if steps else []
+    match = _STATED.search(" ".join(specs))
+    return None if match is None else Consumer(match["name"], match["version"])
+
+
 def takers_of_gdn(family: str, groups: int, heads: int) -> tuple[str, ...]:
     """The runtimes that take a family's projections fused in that many groups (0: split);
     `heads` groups are interleaved by key head. All of them for a family without such projections."""
@@ -106,6 +117,23 @@ def parse_consumer(text: str) -> Consumer:
     return Consumer(name, version)
 
 
+def is_release(version: str, known: str) -> bool:
+    """Whether a version is a release itself, however many zeros it is written with, or a build of it;
+    what came before or after it, a post-release too, is another program."""
+    match = _VERSION.fullmatch(version)
+    if match is None or match["rest"]:
+        return False
+    stated, wanted = (_numbers(text) for text in (match["release"], known))
+    return stated == wanted
+
+
+def _numbers(release: str) -> list[int]:
+    numbers = [int(part) for part in release.split(".")]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
+
+
 def _is_checked(version: str, checked: str) -> bool:
     """Whether a version is the one checked, to as many places as that one states. Candidates and
     development versions before a release are not that release."""
@@ -117,3 +145,71 @@ def _is_checked(version: str, checked: str) -> bool:
     stated = [int(part) for part in match["release"].split(".")]
     stated += [0] * (len(wanted) - len(stated))
     return stated[: len(wanted)] == wanted
+
+
+def refused_form(runtime: str, config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """Why no class of a runtime reads the form that a folder's metadata states: the order of its fused
+    projections, or its quantization; "" where some class may. `facts` are its manifest's."""
+    groups = facts.get("gdn_groups")
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        heads = text_config(config).get("linear_num_key_heads")
+        if runtime not in takers_of_gdn(str(facts.get("family")), groups, heads or 0):
+            return "it takes linear-attention projections in another order"
+    block = block_of(config)
+    if block is None:
+        return ""
+    if runtime == "transformers":
+        return "" if _transformers_reads(block) else "it has no class for this quantization"
+    if runtime == "sglang" and _sglang_refuses(block, experts=bool(facts.get("experts"))):
+        return "it has no class for weights, or experts, in this form"
+    return "it has no parameters for experts in this form" if _vllm_refuses(runtime, block) else ""
+
+
+def _sglang_refuses(block: Mapping[str, Any], *, experts: bool) -> bool:
+    """Forms that sglang 0.5.23 has no class for: experts with zero points, or in INT8 with activations
+    (on NPUs alone); MXFP8; and MXFP4, which its classes of Kimi-K3 and DeepSeek-V4 alone read under
+    compressed-tensors' names (`models/kimi_k3.py`: others leave `weight_packed` unread, silently)."""
+    groups = _weights_of(block)
+    if any(one.get("scale_dtype") == "torch.uint8" for one, _ in groups):
+        return True
+    int8 = any(one.get("type") == "int" and inputs for one, inputs in groups)
+    return experts and (int8 or any(one.get("symmetric") is False for one, _ in groups))
+
+
+def _vllm_refuses(runtime: str, block: Mapping[str, Any]) -> bool:
+    """Experts beside block FP8 in forms that vLLM 0.33 has no parameters for: it does not read
+    `linear_fp8_config`, and in MIXED_PRECISION it takes other names and shapes of scales."""
+    layers = block.get("quantized_layers")
+    named = layers.values() if isinstance(layers, Mapping) else ()
+    blocks = any(isinstance(one, Mapping) and one.get("quant_algo") == "FP8_PB_WO" for one in named)
+    return runtime == "vllm" and (blocks or "linear_fp8_config" in block)
+
+
+def _transformers_reads(block: Mapping[str, Any]) -> bool:
+    """Whether transformers loads what quantization steps write. It does not support modelopt, sglang's
+    linear_fp8_config, experts in GPTQ's packing, and experts of compressed-tensors with zero points,
+    group indices, global scales or exponents."""
+    method = str(block.get("quant_method"))
+    if method != "compressed-tensors":
+        return method not in ("modelopt", "gptq")
+    if "linear_fp8_config" in block:
+        return False
+    return all(
+        one.get("symmetric") is not False
+        and not one.get("actorder")
+        and (one.get("type"), one.get("num_bits")) != ("float", 4)
+        and one.get("scale_dtype") != "torch.uint8"
+        for one, _ in _weights_of(block)
+    )
+
+
+def _weights_of(block: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], bool]]:
+    """What compressed-tensors' groups state about weights, and whether activations are quantized too."""
+    groups = block.get("config_groups")
+    found = groups.values() if isinstance(groups, Mapping) else ()
+    each = [
+        (g.get("weights"), bool(g.get("input_activations")))
+        for g in found
+        if isinstance(g, Mapping)
+    ]
+    return [(weights, inputs) for weights, inputs in each if isinstance(weights, Mapping)]

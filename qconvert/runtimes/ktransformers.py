@@ -18,7 +18,8 @@ from qconvert.core.errors import PlanError
 
 RUNTIME = (
     "The runtime is kvcache-ai's sglang-kt. Stock sglang (up to 0.5.23) knows these options and fails "
-    "with a TypeError: it passes num_gpu_experts to a kt-kernel that takes gpu_experts_mask."
+    "with a TypeError: it passes num_gpu_experts to a kt-kernel that takes gpu_experts_mask. Its loader "
+    "is not simulated: whether it serves this class is not known."
 )
 
 

@@ -5,14 +5,17 @@ These are facts of single classes, each read in the runtime's code and seen in i
 knows: that no fact is found of a folder says nothing.
 
 sglang 0.5.23:
-- `models/llama.py` looks for `.weight_scale_inv` as `.weight_scale`, the name of a scale a tensor. Scales
-  of blocks have the first name there, too, so that none is read. compressed-tensors calls its own
+- `models/llama.py` looks for `.weight_scale_inv` as `.weight_scale`, the name of a scale a tensor.
+  Scales of blocks have the first name there, too, so that none is read. compressed-tensors calls its own
   `weight_scale`.
 - `models/llama4.py` takes that loader over for the text model alone, which has nothing for experts.
 - `models/hunyuan.py` gives the linears of its shared experts no path.
 - `models/mllama4.py` moves rows of q_proj and k_proj for rotary embeddings, of tensors called `weight`.
 vLLM 0.33: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
 or zero points. GPTQ's names neither moves.
+Both build q, k and v, gate and up, and the inputs of latent attention as one matrix with one grid of
+scales: where a part is no whole blocks, sglang refuses it (`layers/quantization/fp8.py`) and vLLM puts
+scales where they do not belong (`layers/linear.py`, adjust_block_scale_shard).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.runtimes.loading.groups import block_of, pair_of
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, TensorType]
@@ -169,7 +173,77 @@ def _head(config: Config) -> int:
     return own or (_heads(config, "hidden_size") // heads if heads else 0)
 
 
+def _cut_parts(what: str) -> Callable[[str, Config, Tensors], Misread]:
+    """The fact that parts of a fused matrix in FP8 are no whole blocks, so that those behind begin
+    within a block, and what becomes of it."""
+    return lambda name, config, tensors: _parts_that_cut(what, config, tensors)
+
+
+def _parts_that_cut(what: str, config: Config, tensors: Tensors) -> Misread:
+    rows = _block_rows(config)
+    if not rows:
+        return Misread()
+    wrong: dict[str, str] = {}
+    for one, type in tensors.items():
+        module, _, leaf = one.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        if leaf != "weight" or type.dtype != "F8_E4M3" or _ROUTED in parent or len(type.shape) != 2:
+            continue
+        for part, size in _parts(last, type.shape[0], config):
+            behind = _BEHIND.get(part)
+            there = last != part or f"{parent}.{behind}.weight" in tensors
+            if behind is not None and there and size % rows:
+                wrong[one] = (
+                    f"{part} of a fused matrix has {size} rows, cut blocks of {rows}: {what}"
+                )
+    cure = "choose scales without blocks: fp8 --channel, or dequant"
+    return Misread(wrong=wrong, cure=cure)
+
+
+# What follows a part in the matrix that runtimes make of both. Routed experts are apart: vLLM cuts their
+# blocks finer.
+_ROUTED = ".experts"
+_BEHIND = {
+    "q_proj": "k_proj", "k_proj": "v_proj", "gate_proj": "up_proj",
+    "q_a_proj": "kv_a_proj_with_mqa",
+}  # fmt: skip
+
+
+def _parts(name: str, rows: int, config: Config) -> list[tuple[str, int]]:
+    """The parts of a matrix, one for what is stored apart."""
+    if name == "gate_up_proj":
+        return [("gate_proj", rows // 2)]
+    if name != "qkv_proj":
+        return [(name, rows)]
+    text = config.get("text_config")
+    sizes = text if isinstance(text, Mapping) else config
+    heads, kv = (_heads(sizes, f"num_{which}_heads") for which in ("attention", "key_value"))
+    size = rows // (heads + 2 * kv) if heads and kv else 0
+    return [("q_proj", heads * size), ("k_proj", kv * size)]
+
+
+def _block_rows(config: Config) -> int:
+    """Rows of the blocks that a config states, 0 for none."""
+    block = block_of(config) or {}
+    pair = pair_of(block.get("weight_block_size"))
+    groups = block.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            pair = pair or pair_of(weights.get("block_structure"))
+    return pair[0] if pair else 0
+
+
 _FACTS: Mapping[str, tuple[Callable[[str, Config, Tensors], Misread], ...]] = {
-    "sglang": (_experts_of_text, _block_scales, _shared_without_a_name, _rows_of(("weight",))),
-    "vllm": (_rows_of(("weight", "weight_packed", "weight_scale")),),
+    "sglang": (
+        _experts_of_text,
+        _block_scales,
+        _shared_without_a_name,
+        _rows_of(("weight",)),
+        _cut_parts("refused"),
+    ),
+    "vllm": (
+        _rows_of(("weight", "weight_packed", "weight_scale")),
+        _cut_parts("other rows' scales"),
+    ),
 }

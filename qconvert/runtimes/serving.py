@@ -1,5 +1,10 @@
 """A folder under a runtime: what `--for NAME==VERSION --tp N` asks, and the simulator's answer for all
-ranks together. The loaders of sglang and vLLM are simulated."""
+ranks together. The loaders of sglang and vLLM are simulated.
+
+`asked` is the one place that says whether a runtime loads a folder: it does, it does not, or that is not
+known for the class or the version. Every plan, card, advice and validation goes through it; `launch` is
+the one place that writes a line which starts a server.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
-from qconvert.runtimes.consumers import Consumer
+from qconvert.runtimes.consumers import (
+    CHECKED,
+    RUNTIMES,
+    Consumer,
+    consumer_in,
+    is_release,
+    refused_form,
+)
 from qconvert.runtimes.loading.offering import Simulated, Tensors
 from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import Setting
@@ -27,6 +39,8 @@ SIMULATED = {"sglang": SGLANG, "vllm": VLLM}
 _SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
 _OF_DRAFT = {"sglang": sglang.of_draft, "vllm": vllm.of_draft}
 NO_FUSION = "--disable-shared-experts-fusion"
+# What a statement about a runtime, a folder and a number of ranks can be.
+Verdict = Literal["loads", "does not load", "not known"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +85,10 @@ class Answer:
         return all(rank.whole for rank in self.ranks) and not self.ignored
 
     @property
+    def verdict(self) -> Verdict:
+        return "loads" if self.whole or self.mended_by else "does not load"
+
+    @property
     def refused(self) -> Simulated | None:
         return next((rank for rank in self.ranks if rank.refused is not None), None)
 
@@ -81,6 +99,79 @@ class Answer:
     @property
     def setting(self) -> Setting:
         return self.ranks[0].setting
+
+
+@dataclass(frozen=True, slots=True)
+class NotKnown:
+    """No answer: nobody has held a simulator to this runtime's loader for the class, version or setting.
+    `subject` is what nothing is known for."""
+
+    subject: str
+    why: str
+    verdict: Verdict = "not known"
+
+    def __str__(self) -> str:
+        return f"not known for {self.subject}: {self.why}"
+
+
+def asked(
+    consumer: Consumer,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    setting: Setting,
+    *,
+    groups: int | None = None,
+    stage: int | None = None,
+    every: bool = True,
+    alone: bool = False,
+) -> Answer | NotKnown:
+    """Whether a runtime loads a folder, which holds one pipeline stage alone where `stage` is given, or
+    a draft without its model (`alone`)."""
+    if (unknown := version_not_known(consumer)) is not None:
+        return unknown
+    name = consumer.name
+    if name not in SIMULATED:
+        return NotKnown(name, "its loader is not simulated")
+    try:
+        if alone:
+            return draft_alone(config, tensors, setting, every=every, runtime=name)
+        return served(
+            config, tensors, setting, groups=groups, stage=stage, every=every, runtime=name
+        )
+    except NotSimulated as reason:
+        return NotKnown(class_of(config), str(reason))
+
+
+def version_not_known(consumer: Consumer) -> NotKnown | None:
+    """The answer for a version whose loader is not the simulated one, None for that one and where none
+    is named."""
+    known = SIMULATED.get(consumer.name)
+    if known is None or consumer.version is None or is_release(consumer.version, known):
+        return None
+    which = f"{consumer.name} {consumer.version}"
+    return NotKnown(which, f"this version is not known; known is {consumer.name} {known}")
+
+
+def class_of(config: Mapping[str, Any]) -> str:
+    """The class that a config names, for messages."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return str(first or config.get("model_type") or "a config without a class")
+
+
+def launch(runtime: str, folder: str, tp: int = 0, stages: int = 1, option: str = "") -> str:
+    """The line that starts a runtime on a folder. Who prints it for a folder that the runtime is not
+    known to load says so beside it."""
+    if runtime not in SIMULATED:
+        return f'AutoModelForCausalLM.from_pretrained("{folder}")'
+    start, ranks, parts = {
+        "sglang": ("python -m sglang.launch_server --model-path", "--tp-size", "--pp-size"),
+        "vllm": ("vllm serve", "--tensor-parallel-size", "--pipeline-parallel-size"),
+    }[runtime]
+    words = [start, folder, *([ranks, str(tp)] if tp else [])]
+    return " ".join(
+        [*words, *([parts, str(stages)] if stages > 1 else []), *([option] * bool(option))]
+    )
 
 
 def ranks_of(setting: Setting, only: int | None = None) -> Iterator[Setting]:
@@ -136,7 +227,8 @@ def drafted(
     the option that mends it. None where there is none. Raises NotSimulated, also for one in pipeline
     stages."""
     setting = model.setting
-    own = {} if model.cure else _OF_DRAFT[runtime](config, tensors)
+    answered = bool(model.cure) or model.refused is not None
+    own = {} if answered else _OF_DRAFT[runtime](config, tensors)
     if not own:
         return None
     if setting.pp > 1:
@@ -207,8 +299,8 @@ class Loading:
     option with which it does ("" for none), with the bytes of weights that a rank then holds; `cache`:
     what it leaves of the KV cache's scales there. `failed`:
     at which it does not, and why; `draft`: why it does not load the draft in the folder; `unknown`: why
-    nothing is said of its other sizes, or of any; `unread`: tensors that it reads nowhere at the first
-    size, or the one for which it refuses the folder."""
+    nothing is said of its other sizes, or of any. `asked` are the sizes that the simulator was asked of;
+    `unread`: tensors that it reads nowhere at the first, or the one for which it refuses the folder."""
 
     runtime: str
     version: str
@@ -217,12 +309,29 @@ class Loading:
     draft: str = ""
     unknown: str = ""
     cache: str = ""
+    asked: tuple[int, ...] = ()
     unread: frozenset[str] = frozenset()
 
     @property
-    def simulated(self) -> bool:
-        """Whether anything is said of the folder."""
-        return bool(self.sizes or self.failed)
+    def verdict(self) -> Verdict:
+        """Whether it loads the folder at any size."""
+        return "loads" if self.sizes else "does not load" if self.failed else "not known"
+
+    @property
+    def fails(self) -> str:
+        """`failed` as a predicate."""
+        return (
+            self.failed.replace("not ", "does not load it ", 1)
+            if self.failed[:4] == "not "
+            else (self.failed)
+        )
+
+    def at(self, tp: int) -> Verdict:
+        """Whether it does at one."""
+        if any(tp in held for held in self.sizes.values()):
+            return "loads"
+        by_form = bool(self.failed) and not self.asked
+        return "does not load" if by_form or tp in self.asked else "not known"
 
     @property
     def least(self) -> tuple[int, str]:
@@ -244,9 +353,10 @@ class Loading:
 def loads(
     config: Mapping[str, Any], tensors: Mapping[str, TensorType], facts: Mapping[str, Any]
 ) -> dict[str, Loading]:
-    """What each simulated runtime says of a folder, by the runtime's name, or why it is not simulated:
-    there are no rules for its class or quantization. `facts` are its manifest's: the order of fused
-    rows, and which pipeline stage it is. Nothing for folders of experts for CPUs or for kernels."""
+    """Whether each runtime loads a folder, by the runtime's name. `facts` are its manifest's: the order
+    of fused rows, which pipeline stage it is, and the form of its experts. Where no simulator knows the
+    class, a form that no class of the runtime reads is said not to load. Nothing for folders of experts
+    for CPUs or for kernels, which no server loads by themselves."""
     if facts.get("amx") is not None or facts.get("trtllm_gen") is not None:
         return {}
     groups, stage = facts.get("gdn_groups"), facts.get("stage")
@@ -264,9 +374,21 @@ def loads(
         if len(_SAID) >= _MOST_SAID:
             _SAID.clear()
         _SAID[digest] = tuple(
-            _loading(name, config, named, order, place, alone=alone) for name in SIMULATED
+            _loading(name, config, named, order, place, alone=alone) for name in RUNTIMES
         )
-    return {one.runtime: one for one in _SAID[digest]}
+    return {one.runtime: _of_facts(one, config, facts) for one in _SAID[digest]}
+
+
+def _of_facts(one: Loading, config: Mapping[str, Any], facts: Mapping[str, Any]) -> Loading:
+    """The same; nothing for a version that is not known, if the folder was made for it; or that the
+    runtime reads no such form, where nothing else is known."""
+    made_for = consumer_in(facts)
+    if made_for is not None and made_for.name == one.runtime:
+        unknown = version_not_known(made_for)
+        if unknown is not None:
+            return Loading(one.runtime, made_for.version or "", {}, unknown=str(unknown))
+    why = refused_form(one.runtime, config, facts) if one.verdict == "not known" else ""
+    return replace(one, failed=f"not at any tp: {why}", unknown="") if why else one
 
 
 # What was said of a folder: a plan is asked for its card and again when it is judged, 2 s for
@@ -315,23 +437,21 @@ def _loading(
     whole: dict[str, dict[int, int]] = {}
     failed = draft = unknown = cache = ""
     unread: frozenset[str] | None = None
+    sizes: list[int] = []
     for tp in _SIZES:
         setting = Setting(tp=tp, rank=tp - 1)
         if partition is not None:
             setting = replace(setting, pp=len(partition), partition=partition)
         beside = None
-        try:
-            if alone:
-                answer = draft_alone(config, tensors, setting, every=False, runtime=runtime)
-            else:
-                answer = served(
-                    config, tensors, setting, groups=groups, stage=number, every=False,
-                    runtime=runtime,
-                )  # fmt: skip
-        except NotSimulated as reason:
-            at = f" at tp {tp}" if whole or failed else ""
-            unknown = f"not simulated{at}: {_short(str(reason))}"
+        answer = asked(
+            Consumer(runtime), config, tensors, setting, groups=groups, stage=number, every=False,
+            alone=alone,
+        )  # fmt: skip
+        if isinstance(answer, NotKnown):
+            at = f"at tp {tp} " if sizes else ""
+            unknown = f"{at}{_short(str(answer))}"
             break
+        sizes.append(tp)
         if unread is None:
             end = answer.refused.refused if answer.refused is not None else None
             unread = frozenset(answer.unread if end is None else (end.where,))
@@ -342,7 +462,7 @@ def _loading(
                 )
         except NotSimulated as reason:
             draft = draft or f"is not known to load its draft, which is not simulated: {reason}"
-        if answer.whole or answer.mended_by:
+        if answer.verdict == "loads":
             whole.setdefault(answer.mended_by, {})[tp] = answer.nbytes
             if answer.of_cache and not cache:
                 cache = (
@@ -357,9 +477,9 @@ def _loading(
                 failed = f"does not load it right: {_why(answer)}; {answer.cure}"
                 break
             failed = f"not at tp {tp}: {_why(answer)}"
-    return Loading(
-        runtime, SIMULATED[runtime], whole, failed, draft, unknown, cache, unread or frozenset()
-    )
+    version = SIMULATED.get(runtime, CHECKED[runtime])
+    left = unread or frozenset()
+    return Loading(runtime, version, whole, failed, draft, unknown, cache, tuple(sizes), left)
 
 
 def _why(answer: Answer) -> str:

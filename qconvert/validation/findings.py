@@ -10,6 +10,8 @@ from typing import Any, Literal
 from qconvert.core.shown import printable
 
 Severity = Literal["error", "warning"]
+# How the report begins to say that a runtime's loader was asked about (`--for`) and has no answer.
+NOT_KNOWN = "not known for "
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from qconvert.core.profiling import phase
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
 from qconvert.run.prepare import Prepared
-from qconvert.runtimes.serving import Loading, loads
+from qconvert.runtimes.serving import SIMULATED, Loading, loads
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Folder, judge_headers, rules
 
@@ -98,9 +98,10 @@ def judged(parts: Sequence[Prepared], source: Checkpoint, *, serving: bool = Tru
         lines: tuple[str, ...] = ()
         if serving:
             # At which sizes runtimes whose loaders are simulated load the folder.
-            said = loads(here.config, TypesOf(here.sources), ready.plan.facts).values()
+            answers = loads(here.config, TypesOf(here.sources), here.manifest or {})
+            said = [answers[name] for name in SIMULATED if name in answers]
             lines = tuple(line for loading in said for line in loading.lines())
-            added += _unread(here, [loading for loading in said if loading.simulated])
+            added += _unread(here, [loading for loading in said if loading.asked])
         verdicts.append(Verdict(tuple(added), tuple(carried), lines))
     return verdicts
 

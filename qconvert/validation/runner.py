@@ -27,7 +27,16 @@ from qconvert.core.extras import Extra, lacking
 from qconvert.core.names import KV_SCALES
 from qconvert.core.profiling import phase, working
 from qconvert.runtimes.serving import Serving
-from qconvert.validation.findings import Finding, Measure, OnlyRead, Proved, Rule, Skipped, Table
+from qconvert.validation.findings import (
+    NOT_KNOWN,
+    Finding,
+    Measure,
+    OnlyRead,
+    Proved,
+    Rule,
+    Skipped,
+    Table,
+)
 
 if TYPE_CHECKING:
     from qconvert.validation.workers import AnyTask, Numbered, Progress, Result
@@ -187,6 +196,20 @@ class Report:
     @property
     def warnings(self) -> int:
         return len(self.findings) - self.errors
+
+    @property
+    def not_known(self) -> str:
+        """What `--for` asked and nobody knows, "" where it was answered or not asked."""
+        for text in self.not_checked:
+            at = text.find(f"({NOT_KNOWN}")
+            if at >= 0:
+                return text[at:].strip("()")
+        return ""
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command: 3 for errors, 5 where what `--for` asked is not known."""
+        return 3 if self.errors else 5 if self.not_known else 0
 
 
 def validators() -> list[Validator]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 LAYERS = 4
@@ -72,15 +73,18 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def config_of(model_type: str, given: Mapping[str, Any]) -> Any:
-    """The config of a model_type, made small. `given` are settings that its defaults lack."""
+def config_of(
+    model_type: str, given: Mapping[str, Any], sizes: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """The config of a model_type, made small. `given` are settings that its defaults lack, `sizes` those
+    that are to be other than `SIZES`."""
     import transformers
 
     hf: Any = transformers
     values = hf.AutoConfig.for_model(model_type, **given).to_dict()
     own = dict(OWN.get(model_type, {}))
     small = _small(values, own)
-    small.get("text_config", small).update(own)
+    small.get("text_config", small).update({**own, **sizes})
     small.pop("model_type")
     return hf.AutoConfig.for_model(model_type, **small)
 
@@ -102,14 +106,19 @@ def _small(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def saved(model_type: str, folder: Path, given: Mapping[str, Any]) -> Path:
+def saved(
+    model_type: str,
+    folder: Path,
+    given: Mapping[str, Any],
+    sizes: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
     """A checkpoint in `folder`, its weights heavy-tailed."""
     import torch
     import transformers
 
     from qconvert.layouts.derived.transformers_class import class_of
 
-    config, hf = config_of(model_type, given), _any(transformers)
+    config, hf = config_of(model_type, given, sizes), _any(transformers)
     torch.manual_seed(0)
     model = class_of(hf, config)._from_config(config, dtype=torch.bfloat16)
     tails = torch.distributions.StudentT(4.0)

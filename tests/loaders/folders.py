@@ -11,6 +11,12 @@ from loaders.published import published
 
 # A runtime's class of the model does not read the draft layer, which has a class of its own.
 _DRAFTS = {"deepseek_v3": "model.layers.3.", "glm4_moe": "model.layers.3."}
+# Parameters that no kernel reads, that others are made into after the load, and scales of activations,
+# which weight-only forms do not have.
+_NOT_STORED = (
+    "_g_idx", "_g_idx_sort_indices", "_blockscale_swizzled", "input_scale", "input_global_scale",
+    "experts.w13_bias", "experts.w2_bias",
+)  # fmt: skip
 
 
 def source(folders: Path, family: str, *, fp8: bool = False, stacked: bool = False) -> Path:
@@ -51,3 +57,19 @@ def assert_whole(
     assert loaded.empty == ()
     left = [name for name in loaded.unused if is_draft(name, family) is draft]
     assert [name for name in left if not name.endswith(unread or "-")] == []
+
+
+def parts(out: Path) -> list[Path]:
+    """The folders that a conversion made: one, or one a stage."""
+    return (
+        [out] if (out / "config.json").exists() else sorted(p for p in out.iterdir() if p.is_dir())
+    )
+
+
+def wrong(loaded: Loaded, family: str, *, last: bool) -> list[str]:
+    """What did not load. Some classes build a head in every stage and compute with the last one's."""
+    if loaded.error is not None:
+        return [f"{loaded.step}: {loaded.error}"]
+    spare = () if last else ("lm_head.weight", "model.norm.weight")
+    unwritten = [n for n in loaded.unwritten if not n.endswith(_NOT_STORED) and n not in spare]
+    return [*unwritten, *loaded.empty, *(n for n in loaded.unused if not is_draft(n, family))]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from checkpoints import run_cli
 
-from loaders.client import PYTHON, Loaded, Rank, Server
-from loaders.folders import is_draft, source
+from loaders.client import PYTHON, Rank, Server
+from loaders.folders import parts, source, wrong
 from loaders.published import FAMILIES
 
 pytestmark = [
@@ -35,11 +35,6 @@ _STARTS = {"sglang": "python -m sglang.launch_server --model-path REPO", "vllm":
 _TP, _PP = ("--tp-size", "--tensor-parallel-size"), ("--pp-size", "--pipeline-parallel-size")
 # Words of a launch line without a value, as the loaders take them. Another word fails the test.
 _FLAGS = {"--disable-shared-experts-fusion": {"disable_shared_experts_fusion": True}}
-# Parameters that no kernel reads, that others are made into after the load, and scales of activations,
-# which weight-only forms do not have.
-_NOT_STORED = (
-    "_g_idx", "_g_idx_sort_indices", "_blockscale_swizzled", "input_scale", "input_global_scale",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,22 +61,6 @@ def lines_of(card: str) -> Iterator[Line]:
                 else:
                     flags |= _FLAGS[word]
             yield Line(runtime, sizes["tp"], sizes["pp"], flags)
-
-
-def parts(out: Path) -> list[Path]:
-    """The folders that a conversion made: one, or one a stage."""
-    return (
-        [out] if (out / "config.json").exists() else sorted(p for p in out.iterdir() if p.is_dir())
-    )
-
-
-def wrong(loaded: Loaded, family: str, *, last: bool) -> list[str]:
-    """What did not load. Some classes build a head in every stage and compute with the last one's."""
-    if loaded.error is not None:
-        return [f"{loaded.step}: {loaded.error}"]
-    spare = () if last else ("lm_head.weight",)
-    unwritten = [n for n in loaded.unwritten if not n.endswith(_NOT_STORED) and n not in spare]
-    return [*unwritten, *loaded.empty, *(n for n in loaded.unused if not is_draft(n, family))]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -372,7 +372,7 @@ def test_groups_that_ranks_would_cut_are_foretold(hopper: Server, folders: Path)
     assert cut.error is not None or cut.empty or cut.unwritten
     refused = run_cli("w4a16", origin, folders / "refused", "--rtn", "--tp", "4", "--jobs", "1")
     assert refused.code == 1
-    assert "group 32 would load at 4" in refused.err
+    assert "group 32 fits at 4" in refused.err
 
 
 @pytest.mark.parametrize("form", ["w4a16", "w4a16 keep"])

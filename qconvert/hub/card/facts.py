@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-_CONSUMER = re.compile(r"\bconsumer='([a-z0-9.-]+)")
+from qconvert.runtimes.consumers import consumer_in
 
 
 def amx_of(manifest: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -16,9 +15,8 @@ def amx_of(manifest: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 def consumer_of(manifest: Mapping[str, Any]) -> str | None:
     """The runtime that a step was told to convert for."""
-    specs = " ".join(str(step["spec"]) for step in manifest["passes"])
-    match = _CONSUMER.search(specs)
-    return match[1] if match else None
+    found = consumer_in(manifest)
+    return None if found is None else found.name
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

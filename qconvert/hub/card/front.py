@@ -48,7 +48,7 @@ def front_matter(
     if manifest is not None:
         found.setdefault("pipeline_tag", _pipeline(config))
         # A runtime that loads the source may not load this.
-        loaded_by = library(manifest, config, said)
+        loaded_by = library(manifest, said)
         if "library_name" not in existing:
             of_source = found.pop("library_name", None)
             if loaded_by == TRANSFORMERS:
@@ -99,7 +99,7 @@ def _tags(
     elif block is not None and isinstance(block.get("quant_method"), str):
         yield block["quant_method"]
     consumer = consumer_of(manifest)
-    if consumer in ("sglang", "vllm") and consumer in takers(manifest, config, said):
+    if consumer in ("sglang", "vllm") and consumer in takers(manifest, said):
         yield consumer
 
 

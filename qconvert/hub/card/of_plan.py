@@ -26,7 +26,7 @@ def with_card(plan: Plan, base_model: str | None = None) -> Plan:
     source = source_front(plan.checkpoint)
     base = base_model or base_of(plan.checkpoint.root, source)
     manifest = {"identity": {"qconvert": __version__}, **described(plan)}
-    said = loads(plan.config, TypesOf(plan.tensors), plan.facts)
+    said = loads(plan.config, TypesOf(plan.tensors), manifest)
     left = {README: _RULE} if README in plan.side_files else {}
     return plan.beside(
         side_files=tuple(name for name in plan.side_files if name != README),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -11,10 +11,11 @@ from urllib.parse import quote
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.hub.card.facts import amx_of, consumer_of, has_signed_scales, quantization_of
-from qconvert.hub.card.loaders import Loads, command, takers
+from qconvert.hub.card.loaders import Loads, command, said_of, takers
 from qconvert.plan.recipe_line import recipe_line
 from qconvert.runtimes.consumers import CLASSES
 from qconvert.runtimes.ktransformers import RUNTIME, launch_line
+from qconvert.runtimes.serving import SIMULATED, class_of, launch
 from qconvert.runtimes.shared_experts import NO_FUSION
 
 if TYPE_CHECKING:
@@ -29,14 +30,15 @@ _SIGNED = (
     "Machete and Triton's were only read: they multiply by the scale. Not read: FlashInfer's INT4 "
     "experts for Blackwell, Humming"
 )
-_DRAFT = """\
-This is the draft of a model, which is served beside the model itself. With MODEL as that one's
-folder and REPO as this one:
-
-    python -m sglang.launch_server --model-path MODEL --speculative-algorithm NEXTN \\
-        --speculative-draft-model-path REPO
-    vllm serve MODEL --speculative-config \\
-        '{"method": "mtp", "model": "REPO", "num_speculative_tokens": 1}'"""
+_DRAFT = (
+    "This is the draft of a model, which is served beside the model itself. With MODEL as that one's "
+    "folder and REPO as this one:"
+)
+_DRAFT_OPTIONS = {
+    "sglang": "--speculative-algorithm NEXTN --speculative-draft-model-path REPO",
+    "vllm": "--speculative-config "
+    """'{"method": "mtp", "model": "REPO", "num_speculative_tokens": 1}'""",
+}
 
 
 def title(manifest: Mapping[str, Any] | None, config: Mapping[str, Any], base: str | None) -> str:
@@ -143,30 +145,31 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
         )
         return "\n".join(lines)
     if manifest.get("draft") is not None:
-        return "\n".join([*lines, _DRAFT, *_sizes(said)])
-    loaders = takers(manifest, config, said)
-    if not loaders:
+        return "\n".join([*lines, _DRAFT, *_draft_lines(config, said), *_sizes(said)])
+    loaders, untried = takers(manifest, said), takers(manifest, said, "not known")
+    if not loaders and not untried:
         groups = manifest.get("gdn_groups")
         order = f" Its linear-attention projections are fused in {groups} groups." if groups else ""
         lines.append(f"No released runtime is known to load it.{order}")
         return "\n".join([*lines, *_sizes(said)])
     kind = _code(str(config.get("model_type")))
     consumer = consumer_of(manifest)
-    commands = {name: f"    {command(name, manifest, config, said)}" for name in loaders}
+    commands = {
+        name: f"    {command(name, manifest, config, said)}" for name in (*loaders, *untried)
+    }
+    about = f"It was made for {consumer}" if consumer else "It was not made for a specific runtime"
+    if consumer in CLASSES:
+        about = f"It has the model class {kind}"
     if consumer in loaders:
         also = " and ".join(name for name in loaders if name != consumer)
-        lines += [f"It was made for {consumer}, with REPO as this repo's id or folder:", ""]
-        lines.append(commands[consumer])
+        lines += [f"{about}, with REPO as this repo's id or folder:", "", commands[consumer]]
         lines += ["", f"Loaded by {also} as well."] if also else []
-    elif consumer in CLASSES:
-        lines += [
-            f"It has the model class {kind}, for any runtime that supports it:",
-            "",
-            *commands.values(),
-        ]
+    elif loaders:
+        lines += [f"{about}; these load {kind}:", "", *(commands[name] for name in loaders)]
     else:
-        lines += [f"It was not made for a specific runtime; these support {kind}:", ""]
-        lines += commands.values()
+        lines.append(f"{about}.")
+    if untried:
+        lines += ["", *_to_try(untried, config, said), *(commands[name] for name in untried)]
     if NO_FUSION in "".join(commands.values()):
         lines.append("")
         lines.append(
@@ -187,6 +190,27 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
         if stage.get("repos"):
             lines += ["", f"All stages: {', '.join(map(_repo, stage['repos']))}."]
     return "\n".join(lines)
+
+
+def _to_try(runtimes: Sequence[str], config: Mapping[str, Any], said: Loads) -> list[str]:
+    """What stands before lines of runtimes that are not known to load the folder."""
+    each = " and ".join(f"{name} {said_of(name, said).version}" for name in runtimes)
+    doubt = f"Not known for {_code(class_of(config))}: whether {each} load it whole."
+    return [f"{doubt} To try, with REPO as this repo's id or folder:", ""]
+
+
+def _draft_lines(config: Mapping[str, Any], said: Loads) -> Iterator[str]:
+    """How each runtime is started on a model with this draft, unless it is known not to load it."""
+    for verdict in ("loads", "not known"):
+        names = [name for name in _DRAFT_OPTIONS if said_of(name, said).verdict == verdict]
+        if names and verdict == "not known":
+            yield ""
+            yield from _to_try(names, config, said)
+        elif names:
+            yield ""
+        for name in names:
+            yield f"    {launch(name, 'MODEL')} \\"
+            yield f"        {_DRAFT_OPTIONS[name]}"
 
 
 def _options(step: Mapping[str, Any]) -> str:
@@ -212,12 +236,11 @@ def _sizes(said: Loads) -> list[str]:
             text = f"{who} on H200s loads it whole{with_option} at tensor parallel {sizes}"
             lines += ["", f"{text}, as simulated from headers and config."]
         if one.failed:
-            failed = one.failed.replace("not", "not load it", 1)
-            lines += ["", plain(f"{who} does {failed}.")]
+            lines += ["", plain(f"{who} {one.fails}.")]
         if one.draft:
             lines += ["", plain(f"{who} {one.draft}.")]
-        if one.unknown:
-            lines += ["", plain(f"{who}: {one.unknown}.")]
+        if one.unknown and one.runtime in SIMULATED:
+            lines += ["", plain(f"{one.runtime} {one.version}: {one.unknown}.")]
     return lines
 
 

@@ -106,6 +106,18 @@ def text_config(config: Mapping[str, Any]) -> Config:
     return Config(whole if tied is None else {**whole, "tie_word_embeddings": tied})
 
 
+def check_states(config: Config, **usual: object) -> None:
+    """Raise LoadRefused for a key that the class asks for and the config does not state: transformers 5
+    does not save it, or saves others in its place."""
+    for key, value in usual.items():
+        if config.get(key) is None:
+            raise LoadRefused(
+                "AttributeError", f"has no attribute '{key}'", "config.json",
+                f"states no {key}, which the class asks for and transformers 5 does not save: add it "
+                f"(usually {value!r})",
+            )  # fmt: skip
+
+
 def divided(size: int, by: int, where: str) -> int:
     """The runtime's `divide`, which asserts that nothing is left."""
     if size % by:

@@ -14,7 +14,7 @@ from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
-from qconvert.runtimes.loading.building import Build, Config
+from qconvert.runtimes.loading.building import Build, Config, check_states
 from qconvert.runtimes.loading.groups import root_block
 from qconvert.runtimes.loading.offering import Finder
 from qconvert.runtimes.loading.parameters import Wrapped
@@ -167,18 +167,6 @@ def _layers(build: Build, config: Config) -> range:
     return setting.layers(layers)
 
 
-def _check_states(config: Config, **usual: object) -> None:
-    """Raise LoadRefused for a key that the class asks for and the config does not state: transformers 5
-    does not save it, or saves others in its place."""
-    for key, value in usual.items():
-        if config.get(key) is None:
-            raise LoadRefused(
-                "AttributeError", f"has no attribute '{key}'", "config.json",
-                f"states no {key}, which the class asks for and transformers 5 does not save: add it "
-                f"(usually {value!r})",
-            )  # fmt: skip
-
-
 def _check_experts(config: Config, count: int, setting: Setting, where: str, *, moe: bool) -> None:
     size = setting.moe_tp if moe else setting.tp
     if size > count:
@@ -255,7 +243,7 @@ def norms(build: Build, at: str, config: Config) -> None:
 def gdn_layers(
     build: Build, config: Config, fused: int, *, base: str, own: Wrapped, dense: bool
 ) -> None:
-    _check_states(config, full_attention_interval=4)
+    check_states(config, full_attention_interval=4)
     every = config.number("full_attention_interval")
     for layer in _layers(build, config):
         at, asked = f"model.layers.{layer}", f"{base}.layers.{layer}"
@@ -501,7 +489,7 @@ def deepseek_layer(build: Build, at: str, config: Config, fused: int, *, dense: 
 
 
 def _deepseek_v3(build: Build, config: Config, fused: int) -> None:
-    _check_states(config, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
+    check_states(config, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
     setting, step = build.setting, config.number("moe_layer_freq")
     first = config.number("first_k_dense_replace")
     _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)

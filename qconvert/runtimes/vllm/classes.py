@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from qconvert.core.dtypes import TensorType
-from qconvert.runtimes.loading.building import Build, Config
+from qconvert.runtimes.loading.building import Build, Config, check_states
 from qconvert.runtimes.loading.offering import Finder
 from qconvert.runtimes.loading.refusal import LoadRefused
 from qconvert.runtimes.loading.schemes import Unquantized
@@ -330,6 +330,7 @@ def _qwen3_moe(rank: Rank, config: Config) -> None:
 
 def _glm4_moe(rank: Rank, config: Config) -> None:
     check_heads(rank, config)
+    check_states(config, head_dim=128)
     _embeds(rank, config, "model", here=rank.setting.first)
     own = _own_layers(rank, config)
     for layer in own:

@@ -119,11 +119,6 @@ class CompressedTensors(_Base):
                 raise NotSimulated("output_activations")
             inputs = group.get("input_activations") or None
             made = Group(group.get("weights") or {}, inputs, group.get("format"))
-            if made.actorder in ("group", "dynamic"):
-                raise LoadRefused(
-                    "ValueError", "is no longer supported", "config.json",
-                    "columns grouped by importance (actorder group) are not taken any more",
-                )  # fmt: skip
             for name in names_of(group.get("targets")):
                 path = "." in name and not name.startswith("re:")
                 self._groups[renamed([name], stated.renames)[0] if path else name] = made
@@ -306,17 +301,6 @@ class GptqCodes(_Base):
         self._bits, self._group = block.get("bits"), block.get("group_size")
         if type(self._bits) is not int or type(self._group) is not int or not self._group:
             raise NotSimulated("bits and group_size that are no numbers")
-        if block.get("desc_act") and self._group != -1:
-            raise LoadRefused(
-                "ValueError", "is no longer", "config.json",
-                "columns grouped by importance (desc_act) are not taken any more",
-            )  # fmt: skip
-        if self._bits not in (4, 8) or block.get("sym") is not True:
-            raise LoadRefused(
-                "ValueError", "Unsupported quantization config", "config.json",
-                f"expected 4 or 8 bits and symmetric codes, found {self._bits} bits, sym "
-                f"{block.get('sym')}",
-            )  # fmt: skip
         if block.get("lm_head") or block.get("modules_in_block_to_quantize"):
             raise NotSimulated("lm_head or modules_in_block_to_quantize")
         dynamic = block.get("dynamic") or {}
@@ -352,6 +336,44 @@ _NUMBER = re.compile(r"\.experts\.[0-9]+\..*")
 def _modules(names: Iterable[str]) -> list[str]:
     """The names without those of experts, of which there are thousands and which no linear holds."""
     return sorted(name for name in names if not _NUMBER.search(name)) or ["\0"] * bool(names)
+
+
+def refuse_forms(config: Mapping[str, Any]) -> None:
+    """Raise LoadRefused for a quantization config that vLLM refuses as it reads it, whatever the class:
+    columns grouped by importance (compressed_tensors.py, `_quantization_scheme_map_from_config`;
+    gptq_utils.py, normalize_and_validate_gptq_desc_act), and GPTQ of other than 4 or 8 bits or with zero
+    points (auto_gptq.py, TYPE_MAP; both its packings)."""
+    block = block_of(config) or {}
+    method = block.get("quant_method")
+    groups = block.get("config_groups") if method == "compressed-tensors" else None
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and Group(weights, None, None).actorder in _ORDERED:
+            raise LoadRefused(
+                "ValueError", "is no longer supported", "config.json",
+                "columns grouped by importance (actorder group) are not taken any more",
+            )  # fmt: skip
+    if method != "gptq":
+        return
+    bits, ordered, size = block.get("bits"), block.get("desc_act"), block.get("group_size")
+    dynamic = block.get("dynamic")
+    rules = [(ordered, size)]
+    for rule, own in dynamic.items() if isinstance(dynamic, Mapping) else ():
+        if not str(rule).startswith("-:") and isinstance(own, Mapping):
+            rules.append((own.get("desc_act", ordered), own.get("group_size", size)))
+    if any(order and group != -1 for order, group in rules):
+        raise LoadRefused(
+            "ValueError", "is no longer", "config.json",
+            "columns grouped by importance (desc_act) are not taken any more",
+        )  # fmt: skip
+    if (type(bits) is int and bits not in (4, 8)) or block.get("sym") is False:
+        raise LoadRefused(
+            "ValueError", "Unsupported quantization config", "config.json",
+            f"expected 4 or 8 bits and symmetric codes, found {bits} bits, sym {block.get('sym')}",
+        )  # fmt: skip
+
+
+_ORDERED = ("group", "dynamic")
 
 
 def quantization_of(config: Mapping[str, Any], stated: Stated) -> Quantization:

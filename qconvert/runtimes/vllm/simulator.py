@@ -17,7 +17,7 @@ from qconvert.runtimes.loading.setting import HOPPER, Setting
 from qconvert.runtimes.vllm.building import Rank
 from qconvert.runtimes.vllm.classes import CLASSES
 from qconvert.runtimes.vllm.drafts import DRAFTS, draft_tensors
-from qconvert.runtimes.vllm.quantization import Stated, quantization_of
+from qconvert.runtimes.vllm.quantization import Stated, quantization_of, refuse_forms
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -25,7 +25,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     if name not in CLASSES:
-        raise NotSimulated(f"no rules for architecture {name!r}")
+        raise NotSimulated("its class is not simulated")
     return str(name)
 
 
@@ -47,8 +47,12 @@ def simulate(
     files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
     split ones, as its manifest states; headers cannot show it, and without it any order is taken for
     right. `draft`: load the draft model that the folder holds. Raises NotSimulated for what the
-    simulator has no rule for."""
+    simulator has no rule for, a class among it, unless vLLM refuses the quantization of any."""
     asked = setting or Setting()
+    try:
+        refuse_forms(config)
+    except LoadRefused as refused:
+        return Simulated(asked, refused)
     name = architecture_of(config)
     kind = CLASSES[name]
     numbers = text_config(config)

@@ -20,6 +20,8 @@ def to_json(report: Report, rules: Mapping[str, Rule]) -> dict[str, Any]:
         "verdict": verdict(report),
         "errors": report.errors,
         "warnings": report.warnings,
+        "not_known": report.not_known,
+        "exit_code": report.exit_code,
         "about": report.about,
         "findings": [asdict(finding) for finding in report.findings],
         "rules": {

@@ -48,7 +48,7 @@ def render(report: Report, rules: Mapping[str, Rule]) -> str:
         "invocations": [
             {
                 "executionSuccessful": True,
-                "exitCode": 3 if report.errors else 0,
+                "exitCode": report.exit_code,
                 "toolExecutionNotifications": [
                     {"level": "note", "message": {"text": printable(text)}} for text in notes
                 ],

@@ -50,7 +50,7 @@ def render(report: Report, rules: Mapping[str, Rule], *, terminal: bool = False)
     for label, texts in claims(report):
         for text in texts:
             _line(console, (f"{label}:", _LABELS[label]), (f" {printable(text)}", ""))
-    style = "bold red" if report.errors else "bold green"
+    style = {3: "bold red", 5: "bold yellow"}.get(report.exit_code, "bold green")
     _line(console, (totals(report), style))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 

@@ -11,13 +11,16 @@ from qconvert.validation.runner import Report
 
 
 def verdict(report: Report) -> str:
-    """`passed` or `failed`; only errors fail a folder."""
-    return "failed" if report.errors else "passed"
+    """`passed` or `failed`, as only errors fail a folder; or `not known`, if that is the answer to
+    `--for`."""
+    return "failed" if report.errors else "not known" if report.not_known else "passed"
 
 
 def totals(report: Report) -> str:
-    """Last line of the text report: `1 error, 0 warnings`. Scripts read --format json instead."""
-    return f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
+    """Last line of the text report: `1 error, 0 warnings`, and that what `--for` asked is not known.
+    Scripts read --format json instead."""
+    said = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
+    return f"{said}; whether it loads is {report.not_known}" if report.not_known else said
 
 
 def claims(report: Report) -> Iterator[tuple[str, Sequence[str]]]:

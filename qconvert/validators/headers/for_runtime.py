@@ -13,7 +13,15 @@ from qconvert.core.sizes import format_size
 from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.loading.offering import Simulated
 from qconvert.runtimes.loading.refusal import NotSimulated
-from qconvert.runtimes.serving import SIMULATED, Answer, Serving, draft_alone, drafted, served
+from qconvert.runtimes.serving import (
+    SIMULATED,
+    Answer,
+    NotKnown,
+    Serving,
+    asked,
+    class_of,
+    drafted,
+)
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.matrices import FUSED, gdn_groups
@@ -78,27 +86,22 @@ class ForRuntime:
                 continue
             text = f"{serving}: {row.what} ({row.source})"
             yield Finding("QC134", "warning", "config.json", text)
-        if serving.consumer.name not in SIMULATED:
-            raise NotChecked(f"the loader of {serving.consumer.name} is not simulated")
         tensors = {name: source.type for name, source in checkpoint.items()}
         try:
             stage = stage_of(checkpoint)
             place = None if stage is None else (stage.number, stage.partition)
             alone = DRAFT in (checkpoint.manifest or {})
-            answer = (
-                draft_alone(
-                    checkpoint.config, tensors, serving.setting, runtime=serving.consumer.name
-                )
-                if alone
-                else ask(serving, checkpoint.config, tensors, _groups(folder), place)
-            )
-        except (NotSimulated, PlanError) as reason:
-            raise NotChecked(f"not simulated: {reason}") from None
+            groups = _groups(folder)
+        except PlanError as reason:
+            raise NotChecked(str(NotKnown(class_of(checkpoint.config), str(reason)))) from None
+        answer = ask(serving, checkpoint.config, tensors, groups, place, alone=alone)
+        if isinstance(answer, NotKnown):
+            raise NotChecked(str(answer))
         draft = None
         try:
             if not alone:
                 draft = drafted(
-                    checkpoint.config, tensors, answer, groups=_groups(folder),
+                    checkpoint.config, tensors, answer, groups=groups,
                     runtime=serving.consumer.name,
                 )  # fmt: skip
         except NotSimulated as reason:
@@ -123,15 +126,18 @@ def ask(
     tensors: Mapping[str, TensorType],
     groups: int | None,
     stage: tuple[int, tuple[int, ...]] | None,
-) -> Answer:
-    """The simulator's answer for all ranks; those of one stage for the folder of one, cut as it was.
-    Raises NotSimulated."""
+    *,
+    alone: bool = False,
+) -> Answer | NotKnown:
+    """The simulator's answer for all ranks; those of one stage for the folder of one, cut as it was, and
+    of a draft that is `alone` in its folder."""
     setting, number = serving.setting, None
     if stage is not None:
         number, partition = stage
         setting = replace(setting, pp=len(partition), partition=partition)
-    name = serving.consumer.name
-    return served(config, tensors, setting, groups=groups, stage=number, runtime=name)
+    return asked(
+        serving.consumer, config, tensors, setting, groups=groups, stage=number, alone=alone
+    )
 
 
 def findings(answer: Answer) -> Iterator[Finding]:
