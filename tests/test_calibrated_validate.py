@@ -88,6 +88,20 @@ def test_calibrated_weights_have_no_finding(way: str, made: Mapping[str, Path]) 
         assert findings(made[way], made, level) == []
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_the_quality_of_calibrated_codes_is_not_proved(way: str, made: Mapping[str, Path]) -> None:
+    """A solver that only added errors would pass: rounding is what uncalibrated weights are held to."""
+    request = Request("full")
+    report = validate_folder(made[way], str(made["model"]), request=request)
+    claims = [text for text in report.proved if "rounding" in text]
+    assert all(text.startswith("every other weight") for text in claims), claims
+    assert any(text.startswith("calibrated ") for text in report.proved)
+    assert any("how good the codes of" in text for text in report.not_checked)
+    rounded = validate_folder(made["model"], str(made["model"]), request=request)
+    assert "every weight is the source's within its format's rounding" in rounded.proved
+    assert not any("how good" in text for text in rounded.not_checked)
+
+
 @pytest.fixture(scope="module")
 def of_amax(
     made: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory

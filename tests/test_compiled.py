@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from models import numbers_only, qwen3_moe
 from ops_harness import buffer, run_op
 from sampled import sampled
+from test_architecture import dotted, trees
 
 from qconvert.compiled import jit
 from qconvert.compiled.native import Native
@@ -35,12 +37,14 @@ from qconvert.formats.mx.encode import EncodeMx
 from qconvert.formats.nvfp4.encode import PackNvfp4
 from qconvert.formats.nvfp4.scales import RowMaxima
 from qconvert.ops import compiled
+from qconvert.ops.awq import DequantAwq
 from qconvert.ops.compiled import choice
 from qconvert.ops.fp4 import DequantNvfp4
 from qconvert.ops.fp8 import DequantFp8
+from qconvert.ops.gptq_packed import DequantGptq
 from qconvert.ops.int8 import DequantInt8
 from qconvert.ops.ints import DequantInts
-from qconvert.ops.mx import DequantMxfp4
+from qconvert.ops.mx import DequantMxfp4, DequantMxfp4Columns
 
 Bits = np.ndarray[Any, np.dtype[np.uint16]]
 Random = np.random.Generator
@@ -478,6 +482,169 @@ def test_ordinary_integers_are_decoded_in_loops(
     codes = buffer(TensorType("I8", (16, 64)), random.bytes(16 * 64))
     same(DequantInt8(symmetric), [codes, ins[1], *zeros])
     assert accepted == {f"int{bits}_decode", "int8_decode"}
+
+
+# --- Every op ------------------------------------------------------------------------------------
+
+
+def numbers(random: Random, dtype: str, *shape: int) -> Buffer:
+    """Scales as checkpoints have them, in any dtype."""
+    values = random.uniform(0.001, 0.02, shape).astype(np.float32)
+    data = {
+        "F32": lambda: values.tobytes(),
+        "F16": lambda: values.astype(np.float16).tobytes(),
+        "BF16": lambda: bf16(values).tobytes(),
+        "F8_E8M0": lambda: random.integers(110, 125, shape, np.uint8).tobytes(),
+        "U8": lambda: random.integers(110, 125, shape, np.uint8).tobytes(),
+        "F8_E4M3": lambda: random.integers(0x20, 0x78, shape, np.uint8).tobytes(),
+    }[dtype]()
+    return buffer(TensorType(dtype, shape), data)
+
+
+def codes(random: Random, dtype: str, *shape: int) -> Buffer:
+    kind = TensorType(dtype, shape)
+    data = random.integers(0, 0x77, kind.nbytes, np.uint8)  # no NaN of FP8, no zero point of 15
+    return buffer(kind, data.tobytes())
+
+
+class Decoder(NamedTuple):
+    """An op that decodes: its loops, and its arguments with scales of a dtype."""
+
+    op: Op
+    loops: tuple[str, ...]
+    ins: Callable[[Random, str], list[Buffer]]
+    scales: tuple[str, ...] = ("BF16", "F16", "F32")
+
+
+def _decoders() -> Iterator[tuple[str, Decoder]]:
+    """Sixteen rows of 64 columns in groups of 32; GPTQ's and AWQ's, which are columns there, in part."""
+    for bits in (4, 8):
+        loop, word = (f"int{bits}_decode",), 32 // bits
+        for symmetric in (True, False):
+            zeros = [] if symmetric else [("I32", 16 // word, 2)]
+            yield f"int{bits} {symmetric}", Decoder(
+                DequantInts(bits, 32, symmetric), loop,
+                lambda r, d, w=word, z=zeros: [
+                    codes(r, "I32", 16, 64 // w), numbers(r, d, 16, 2), *(codes(r, *one) for one in z)
+                ],
+            )  # fmt: skip
+        for version in (1, 2):
+            for index in (True, False):
+                yield f"gptq {bits} {version} {index}", Decoder(
+                    DequantGptq(bits, 32, version, 3, 9), loop,  # type: ignore[arg-type]
+                    lambda r, d, w=word, i=index: [
+                        codes(r, "I32", 64 // w, 16), codes(r, "I32", 2, 16 // w), numbers(r, d, 2, 16),
+                        *([_g_idx()] if i else []),
+                    ],
+                )  # fmt: skip
+    for zeros in (True, False):
+        yield f"awq {zeros}", Decoder(
+            DequantAwq(32, zeros, 5, 8), ("int8_decode",),
+            lambda r, d, z=zeros: [
+                codes(r, "I32", 64, 2), numbers(r, d, 2, 16), *([codes(r, "I32", 2, 2)] if z else [])
+            ],
+        )  # fmt: skip
+    for symmetric in (True, False):
+        yield f"int8 bytes {symmetric}", Decoder(
+            DequantInt8(symmetric), ("int8_decode",),
+            lambda r, d, s=symmetric: [
+                codes(r, "I8", 16, 64), numbers(r, d, 16, 2), *([] if s else [codes(r, "I8", 16, 2)])
+            ],
+        )  # fmt: skip
+    yield "fp8", Decoder(
+        DequantFp8((16, 24)), ("fp8_decode",),
+        lambda r, d: [codes(r, "F8_E4M3", 40, 64), numbers(r, d, 3, 3)],
+        ("F32", "BF16", "F16", "F8_E8M0", "U8"),
+    )  # fmt: skip
+    for dialect in ("modelopt", "compressed-tensors"):
+        yield f"nvfp4 {dialect}", Decoder(
+            DequantNvfp4(dialect), ("nvfp4_decode",),  # type: ignore[arg-type]
+            lambda r, d: [codes(r, "U8", 16, 32), numbers(r, d, 16, 4), numbers(r, "F32", 1)],
+            ("F8_E4M3",),
+        )  # fmt: skip
+    for op in (DequantMxfp4(), DequantMxfp4Columns()):
+        yield (
+            type(op).__name__,
+            Decoder(
+                op,
+                ("fp4_decode",),
+                lambda r, d: [codes(r, "U8", 16, 32), numbers(r, d, 16, 2)],
+                ("U8",),
+            ),
+        )
+
+
+def _g_idx() -> Buffer:
+    return buffer(TensorType("I32", (64,)), (np.arange(64) // 32).astype("<i4").tobytes())
+
+
+DECODERS = dict(_decoders())
+# Ops that ask which op another is, and run none with a loop.
+_ASK_ALONE = {"DequantTo", "MxToBlockFp8", "RepackInts"}
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [(name, scale) for name, one in DECODERS.items() for scale in one.scales]
+)
+def test_decoders(name: str, scale: str, accepted: set[str]) -> None:
+    """Whole and in parts, in each dtype of scales: what a large source of any encoding runs."""
+    found = DECODERS[name]
+    ins = found.ins(np.random.default_rng(len(name)), scale)
+    for limit in (None, 500):
+        same(found.op, ins, limit)
+    assert accepted == set(found.loops)
+
+
+def test_every_op_with_a_loop_runs_in_it_here() -> None:
+    """An op is in one of the two tables if `done` can be reached from it, and all loops are."""
+    tables = (*ENCODERS.values(), *DECODERS.values())
+    assert ops_with_loops() - _ASK_ALONE == {type(one.op).__name__ for one in tables}
+    named = {loop for one in tables for loop in one.loops}
+    assert named == set(all_loops().__all__)
+
+
+def ops_with_loops() -> set[str]:
+    """Classes that run as ops do, from which `done` is reached by names of functions and classes."""
+    scopes = {dotted(name): _scope(dotted(name), tree) for name, tree in trees().items()}
+
+    def reaches(at: tuple[str, str], seen: set[tuple[str, str]]) -> bool:
+        if at == ("qconvert.ops.compiled", "done"):
+            return True
+        module, name = at
+        if at in seen or module not in scopes or name not in scopes[module][1]:
+            return False
+        seen.add(at)
+        known, own = scopes[module]
+        used = {n.id for n in ast.walk(own[name]) if isinstance(n, ast.Name)}
+        return any(reaches(known[one], seen) for one in sorted(used & set(known)))
+
+    return {
+        name
+        for module, (_, own) in scopes.items()
+        for name, node in own.items()
+        if isinstance(node, ast.ClassDef) and _runs(node) and reaches((module, name), set())
+    }
+
+
+def _scope(module: str, tree: ast.Module) -> tuple[dict[str, tuple[str, str]], dict[str, ast.stmt]]:
+    """Where the names that a module uses stand, and its own functions and classes."""
+    own: dict[str, ast.stmt] = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    known = {name: (module, name) for name in own}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            known |= {one.asname or one.name: (node.module, one.name) for one in node.names}
+    return known, own
+
+
+def _runs(node: ast.ClassDef) -> bool:
+    taken = [
+        [argument.arg for argument in one.args.args][1:3]
+        for one in node.body
+        if isinstance(one, ast.FunctionDef) and one.name in ("run", "encode")
+    ]
+    return ["ins", "outs"] in taken or ["weight", "scale"] in taken
 
 
 # --- The choice ----------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from checkpoints import (
     write_shard,
 )
 from hub_client import hub_and_client
+from loaders.published import published
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 
 from qconvert.client.http import library
@@ -293,6 +294,23 @@ def test_a_dry_run_changes_nothing(hub: LoopbackHub, folder: Path) -> None:
     assert tree(folder) == before
     assert hub.repos == {}
     assert hub.log == []
+
+
+def test_stages_are_uploaded_one_by_one(tmp_path: Path) -> None:
+    """The folder of all of them is no checkpoint, and none that is broken."""
+    source = published("qwen3_moe").write(tmp_path / "source")
+    stages = tmp_path / "stages"
+    made = run_cli("split", source, stages, "--pp", "2", "--for", "sglang", "--jobs", "1")
+    assert made.code == 0, made.err
+    for more in ([], ["--dry-run"], ["--force"]):
+        said = run_cli("upload", stages, "me/model", *more)
+        assert said.code == 2, said.out
+        assert "QC001" not in said.out + said.err
+        assert (
+            f"upload {stages / 'stage-00-of-02'} to ORG/NAME-stage-00-of-02, and the others"
+            in said.err
+        )
+    assert run_cli("upload", stages / "stage-01-of-02", "me/model", "--dry-run").code == 0
 
 
 def test_a_dry_run_needs_no_hub_and_says_nothing_of_it(

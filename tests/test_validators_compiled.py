@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import Tensor, run_cli
+from models import numbers_only, qwen3_moe
 from stub_tasks import Form as SaysForm
 
 from qconvert.core.dtypes import TensorType
@@ -378,6 +381,50 @@ def test_amx_is_judged_alike(
         assert amx_weights._odd_step(block, expected, found, step, largest) == odd
     if harm == "nothing" and rounding == "peer":
         assert largest is not None
+
+
+# --- Whole validations ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "loops"),
+    [
+        (("fp8",), {"fp8_rows", "fp8_fits", "sums"}),
+        (("fp8", "--channel"), {"fp8_rows", "fp8_fits", "sums"}),
+        (("w4a16", "--rtn", "--group-size", "32"), {"int4_rows", "int_fits", "sums"}),
+        (("w4a16", "--rtn", "--format", "gptq"), {"int_fits", "sums"}),  # its codes are columns
+        (("nvfp4", "--dialect", "modelopt"), {"fp4_rows", "fp4_fits", "sums"}),
+        (("mx",), {"fp4_rows", "fp4_fits", "sums"}),
+        (("amx", "--method", "int8", "--numa", "1"), {"amx_tiles", "row_fits", "sums"}),
+    ],
+)  # fmt: skip
+def test_a_validation_finds_the_same_in_loops(
+    answers: dict[str, list[bool]],
+    words: tuple[str, ...],
+    loops: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As large folders are validated; in the other form all is done again (both_forms.py)."""
+    model = numbers_only(qwen3_moe(hidden=256, intermediate=256))
+    for name, held in model.tensors.items():
+        values = (np.frombuffer(held.data, np.uint16) & np.uint16(0xBFFF)) | np.uint16(0x3000)
+        model.tensors[name] = Tensor(held.dtype, held.shape, values.tobytes())
+    source, out = model.write(tmp_path / "source"), tmp_path / "out"
+    made = run_cli(words[0], source, out, *words[1:], "--jobs", "1")
+    assert made.code == 0, made.err
+    monkeypatch.setenv("QCONVERT_KERNELS", "numba")
+    answers.clear()
+    judged = run_cli("validate", out, "--against", source, "--level", "full", "--jobs", "1")
+    assert judged.code == 0, judged.out
+    assert {name for name, said in answers.items() if any(said)} == loops
+
+
+def test_every_loop_has_a_validation() -> None:
+    (mark,) = test_a_validation_finds_the_same_in_loops.pytestmark  # type: ignore[attr-defined]
+    LOOPS.use(True)
+    found: Any = LOOPS.in_use()
+    assert set(found.__all__) == set().union(*(loops for _, loops in mark.args[1]))
 
 
 # --- When loops are taken ------------------------------------------------------------------------

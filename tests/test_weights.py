@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ from qconvert.ops.fp8 import DequantFp8
 from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import RowOp
 from qconvert.ops.transpose import Columns
+from qconvert.validation.findings import Proved, Skipped
+from qconvert.validators.weights.weights import _calibrated
 
 Key = tuple[int, int, str]  # layer, expert, projection
 Matrices = dict[Key, Bits]
@@ -849,3 +852,24 @@ def test_interruptions_do_not_show(
     result = amx(one[0], out, "int4", 2)
     assert result.code == 0, result.err
     assert tree(out) == tree(one[1])
+
+
+@pytest.mark.parametrize(
+    ("hows", "said"),
+    [
+        (["calibrated", "solved"], ["calibrated weights have scales that fit"]),
+        (
+            ["nearest", "solved"],
+            ["calibrated weights have", "every other weight that was compared"],
+        ),
+    ],
+)
+def test_the_quality_of_calibrated_codes_is_not_proved(hows: list[str], said: list[str]) -> None:
+    """Codes that add errors keep scales and follow the source's rows: no more is said of them."""
+    tasks: Any = [SimpleNamespace(how=how) for how in hows]
+    found = [*_calibrated(tasks)]
+    proved = [one.text for one in found if isinstance(one, Proved)]
+    assert len(proved) == len(said)
+    assert all(text.startswith(start) for text, start in zip(proved, said, strict=True))
+    (skipped,) = (one.text for one in found if isinstance(one, Skipped))
+    assert "whether they are better than rounding" in skipped
