@@ -381,7 +381,7 @@ def test_a_journal_whose_name_has_all_digits(start: str, source: Path, tmp_path:
         done = run_cli(*words)
     if start == "999999":
         assert done.code == 1
-        assert "was started 999999 times" in done.err
+        assert "was started 999,999 times" in done.err
     else:
         assert done.code == 0, done.err
 

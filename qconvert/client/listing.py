@@ -16,7 +16,7 @@ from urllib.parse import quote
 from qconvert.client.http import is_at, library, own_headers
 from qconvert.core.errors import CheckpointError
 from qconvert.core.json_text import parse_json
-from qconvert.core.shown import shortened
+from qconvert.core.shown import count, shortened
 
 # Seconds without a byte, after which a request is taken for lost.
 TIMEOUT = 30.0
@@ -94,8 +94,8 @@ def _entries(endpoint: str, repo: str, revision: str, where: str) -> Iterator[Hu
         if url is None:
             return
     raise CheckpointError(
-        f"{where}: expected at most {_MOST_FILES} files, in {_MOST_PAGES} pages, found more; name the "
-        f"checkpoint's own repo, or {_ADVICE}"
+        f"{where}: expected at most {count(_MOST_FILES, 'file')}, in {count(_MOST_PAGES, 'page')}, "
+        f"found more; name the checkpoint's own repo, or {_ADVICE}"
     )
 
 

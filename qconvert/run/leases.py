@@ -23,6 +23,7 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 from qconvert.core.errors import OutputError, QConvertError, RunError
+from qconvert.core.shown import count
 from qconvert.run.division import MOST_SHARDS, Shard
 from qconvert.run.files import Files
 from qconvert.run.journal import Journal, Remembered, lines_of, read_journal, refuse_other_plan
@@ -319,8 +320,8 @@ def begin_lease(
     path = folder / f"{shard.index}-of-{shard.count}.{start}.jsonl"
     if start > _MOST_STARTS:
         raise OutputError(
-            f"{folder}: shard {shard} was started {_MOST_STARTS} times, as its journals are named; run "
-            "the same command without --shard, or remove the last one"
+            f"{folder}: shard {shard} was started {count(_MOST_STARTS, 'time')}, as its journals are "
+            "named; run the same command without --shard, or remove the last one"
         )
     first = lines_of([{**header, "by": asdict(this_process())}])
     if not appear(path, unfinished(work, shard), first, len(first), files):
