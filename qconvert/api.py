@@ -600,18 +600,6 @@ def plan_graft(
     running = _streaming(_running(Recipe("graft", ()), options), [url])
     card = options.get("base_model")
     planned = Planned(checkpoint, _judged([made], [folder], checkpoint, running, card))
-    carried = planned.folders[0].verdict.carried
-    wrong = [
-        finding
-        for finding in carried
-        if finding.severity == "error" and made.family.is_mtp(finding.where, made.role_index.dims)
-    ]
-    if wrong:
-        first = wrong[0]
-        raise PlanError(
-            f"the draft does not fit: {first.rule}: {first.where}: {first.message}; take model and "
-            "draft from one release"
-        )
     return _sent(planned, [url], options)
 
 
@@ -1549,7 +1537,7 @@ def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
     if outlets:
         return _streamed_out(planned, parts, outlets, events, backend)
     if first.delivery is None:
-        receipts = run_together(parts, events=events, backend=backend)
+        receipts = run_together(parts, events=events, backend=backend, judge=judgement.judge_staged)
         return [_result(*each) for each in zip(planned.folders, receipts, strict=True)]
     (_, folder), delivery = parts[0], first.delivery
     if delivery.look() == "finished":
@@ -1559,7 +1547,7 @@ def _carried_out(planned: Planned, events: Events | None) -> list[Result]:
             already_done=True,
         )  # fmt: skip
         return [_result(first, there)]
-    (done,) = run_together(parts, events=events, backend=backend)
+    (done,) = run_together(parts, events=events, backend=backend, judge=judgement.judge_staged)
     if not done.published:  # a shard: whoever publishes sends
         return [_result(first, done)]
     delivery.send(folder, events or Silent())
@@ -1592,7 +1580,9 @@ def _streamed_out(
             )
             for folder, (ready, work) in zip(planned.folders, parts, strict=True)
         ]  # fmt: skip
-    done = run_together(parts, events=events, backend=backend, outlets=outlets)
+    done = run_together(
+        parts, events=events, backend=backend, outlets=outlets, judge=judgement.judge_staged
+    )
     return [_result(*each) for each in zip(planned.folders, done, strict=True)]
 
 

@@ -6,16 +6,20 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import gdn_models
 import pytest
+from broken_repos import resized
 from checkpoints import (
     Model,
     bf16_moe,
+    edit_json,
     fp8_moe,
     published,
     run_cli,
@@ -23,19 +27,23 @@ from checkpoints import (
     watched_reads,
     without,
 )
+from commands import COMMANDS, OTHERS, Command, written
+from hub_client import hub_and_client
 from loaders.published import published as of_release
 
 from qconvert import api
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.main import cli
-from qconvert.core.errors import PlanError
+from qconvert.core.errors import PlanError, QConvertError
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import parse_recipe
+from qconvert.run import staging
 from qconvert.run.executor import execute
 from qconvert.run.prepare import Options, prepare
+from qconvert.validation import judgement, runner
 from qconvert.validation.findings import Finding
 from qconvert.validation.judgement import judged, planned_checkpoint
-from qconvert.validation.runner import Folder, judge_headers, validators
+from qconvert.validation.runner import Folder, Need, judge_headers, validators
 
 _ROOT = Path(__file__).parent.parent
 Change = Callable[[Model], None]
@@ -270,8 +278,6 @@ def test_a_copied_tensor_that_nobody_knows_or_reads_is_a_warning(name: str, tmp_
 def test_the_message_names_the_first_and_counts_the_others(tmp_path: Path) -> None:
     source = gdn_models.model("qwen3_5_moe_text").write(tmp_path / "source")
     ready = prepare(planned(source, "passes: [{fuse: {consumer: sglang}}]"), Options(jobs=1))
-    import qconvert.validation.judgement as judgement
-
     bad = [Finding("QC013", "error", f"x{n}", "missing") for n in range(3)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
@@ -279,6 +285,185 @@ def test_the_message_names_the_first_and_counts_the_others(tmp_path: Path) -> No
         )
         with pytest.raises(PlanError, match=r"QC013: x0: missing \(2 more errors like it\)\. "):
             judged([ready], ready.plan.checkpoint)
+
+
+# --- Every folder, before it is published ---------------------------------------------------------
+
+PLANTED = "a fault that no plan shows"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("commands")
+
+
+def _planted(folder: Folder) -> Iterator[Finding]:
+    """An error of every folder whose config.json has the mark."""
+    if PLANTED in folder.checkpoint.config:
+        yield Finding("QC013", "error", "config.json", PLANTED)
+
+
+@dataclass(frozen=True)
+class _Planted:
+    name: str = "planted"
+    proves: str = "nothing"
+    needs: frozenset[Need] = frozenset({"files"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        return _planted(folder)
+
+
+def _mark_made_files(monkeypatch: pytest.MonkeyPatch, room: Path) -> None:
+    """From now on every config.json that is written has the mark, or has it already."""
+    own = staging.config_bytes
+
+    def marked(plan: Plan) -> bytes:
+        return json.dumps({**json.loads(own(plan)), PLANTED: 1}).encode()
+
+    monkeypatch.setattr(staging, "config_bytes", marked)
+    for where in (runner, judgement):
+        for name in ("validators", "_validators_with"):
+            if (found := getattr(where, name, None)) is not None:
+                monkeypatch.setattr(
+                    where, name, lambda *given, found=found: [*found(*given), _Planted()]
+                )
+    for file in room.glob("out/config.json"):  # of a folder that is changed
+        edit_json(file, lambda config: config.update({PLANTED: 1}))
+        resized(file.parent, file.name)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
+def test_no_command_publishes_what_header_rules_refuse(
+    command: Command, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault is planted where the plan has been judged, into the files that are written."""
+    command.begin(sources, tmp_path)
+    written(command.source, sources)
+    before = command.result(tmp_path)
+    with monkeypatch.context() as patched:
+        _mark_made_files(patched, tmp_path)
+        before = command.result(tmp_path) if command.inside else before
+        with pytest.raises(QConvertError, match=PLANTED):
+            command.run(sources, tmp_path)
+    if command.inside:
+        assert command.result(tmp_path) == before
+        return
+    assert [made for made in command.made if published(tmp_path / made)] == []
+    shutil.rmtree(tmp_path / "out")
+    command.run(sources, tmp_path)
+    for made in command.made:
+        report = run_cli("validate", tmp_path / made)
+        assert "0 errors" in report.out, report.out
+
+
+def test_no_command_is_missing_from_the_table() -> None:
+    """One that makes a folder is walked; the others are named."""
+    walked = {command.words.split()[0] for command in COMMANDS}
+    assert walked | OTHERS == set(cli.commands)
+    assert not walked & OTHERS
+
+
+def test_a_folder_on_the_hub_is_judged_as_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sent before is not in sight, and stays so."""
+    source = fp8_moe().write(tmp_path / "source")
+    with hub_and_client(tmp_path / "home") as (hub, _), monkeypatch.context() as patched:
+        _mark_made_files(patched, tmp_path)
+        with pytest.raises(QConvertError, match=PLANTED):
+            api.run("dequant-fp8", source, "hf://me/made", jobs=1, work_dir=tmp_path / "work")
+        assert [n for n in hub.repos["me/made"].tree() if n != ".gitattributes"] == []
+
+
+def test_a_card_that_the_hub_would_refuse_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule that looks at files, of a folder that no plan can show: QC059."""
+    source, out = fp8_moe().write(tmp_path / "source"), tmp_path / "out"
+    own = staging.made_texts
+
+    def torn(ready: Any) -> dict[str, bytes]:
+        return {**own(ready), "README.md": b"---\nlicense: mit\n"}
+
+    monkeypatch.setattr(staging, "made_texts", torn)
+    done = run_cli("dequant", source, out, "--jobs", "1")
+    assert done.code == 1
+    assert "the result fails validation, so nothing is published: QC059: README.md" in done.err
+    assert published(out) == []
+
+
+def test_half_a_draft_is_no_draft(tmp_path: Path) -> None:
+    """Its folder is made for the draft alone, so that the source's error is no excuse. Of the model
+    beside it, it is."""
+    from loaders.published import published as family
+
+    model = family("qwen3_5_moe_text", experts=2, inner=128)
+    model.tensors = without(model.tensors, ["mtp.fc.weight"])
+    source = model.write(tmp_path / "source")
+    done = run_cli("mtp", "extract", source, tmp_path / "draft", "--jobs", "1")
+    assert done.code == 1, done.out
+    assert "the draft (MTP) layers are not sound: QC" in done.err
+    assert "mtp.fc.weight" in done.err
+    bare = run_cli("mtp", "drop", source, tmp_path / "bare", "--jobs", "1")
+    assert bare.code == 0, bare.err
+    grafted = run_cli("mtp", "graft", tmp_path / "bare", source, tmp_path / "out", "--jobs", "1")
+    assert grafted.code == 1
+    assert "mtp.fc.weight" in grafted.err
+
+
+# --- Counts that do not match ---------------------------------------------------------------------
+
+_GDN = "model.language_model.layers.{}.linear_attn"
+
+
+def _layers_of(model: Model, *, drop: str = "", add: tuple[str, str] = ("", "")) -> Model:
+    """Without tensors below a module, or with another layer's under its name."""
+    model.tensors = {n: t for n, t in model.tensors.items() if not (drop and n.startswith(drop))}
+    for name, held in list(model.tensors.items()):
+        if add[0] and name.startswith(add[0]):
+            model.tensors[add[1] + name.removeprefix(add[0])] = held
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"drop": _GDN.format(1)}, f"matched 2 of 3 .*; missing: {_GDN.format(1)}$"),
+        (
+            {"add": (_GDN.format(1), _GDN.format(3))},
+            f"matched 4 of 3 .*; not counted by the config: {_GDN.format(3)}$",
+        ),
+        (
+            {"drop": _GDN.format(0), "add": (_GDN.format(1), _GDN.format(7))},
+            None,  # as many as expected
+        ),
+    ],
+)
+def test_a_count_names_the_module(change: dict[str, Any], said: str | None, tmp_path: Path) -> None:
+    model = _layers_of(gdn_models.model("qwen3_5_moe"), **change)
+    done = run_cli("fuse", model.write(tmp_path / "s"), tmp_path / "o", "--for", "sglang")
+    assert done.code == 1
+    if said is not None:
+        assert re.search(said, done.err.strip()), done.err
+
+
+def test_experts_beyond_the_count_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pass that counts matrices by layer and expert: those of layers that the config has not."""
+    from loaders.published import published as family
+
+    from qconvert.matrices import experts
+
+    source = family("glm4_moe", experts=2, inner=128).write(tmp_path / "source")
+    monkeypatch.setattr(experts, "_draft_layers", lambda plan: [])
+    done = run_cli("w4a16", "--rtn", source, tmp_path / "out")
+    assert done.code == 1
+    assert re.search(
+        r"matched \d+ of \d+ expert matrices .*; not counted by the config: "
+        r"model\.layers\.3\.mlp\.experts\.0\.down_proj, .* and 2 more",
+        done.err,
+    ), done.err
 
 
 # --- Nothing goes past the judge ------------------------------------------------------------------
@@ -296,6 +481,9 @@ def test_every_conversion_is_prepared_in_one_place() -> None:
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("prepare", "prepare_together", "execute", "run_prepared"):
                 found[name] = found.get(name, 0) + 1
+            if called == "run_together":
+                assert isinstance(node, ast.Call)
+                assert "judge" in {given.arg for given in node.keywords}, f"{name}: {node.lineno}"
     assert found == {"api.py": 1, "advise/options.py": 1}
 
 

@@ -321,8 +321,12 @@ class RoleIndex:
             return []  # a tied head need not be stored
         have = self.present.get(role.name, {}).get(parameter, frozenset())
         lacking = [pair for pair in self.expected(role, parameter) if pair not in have]
-        if not lacking:
-            return []
+        return self.names(role, parameter, lacking) if lacking else []
+
+    def names(
+        self, role: Role, parameter: str, pairs: Iterable[tuple[int | None, int | None]]
+    ) -> list[str]:
+        """The names of a role's tensors at (layer, expert) pairs."""
         bare = "" in self.present.get(role.name, {})
         suffix = f".{parameter}" if parameter else ""
         if bare:  # a 3-D stack without `.weight`: its scale is a suffix of its own name
@@ -330,7 +334,7 @@ class RoleIndex:
         template = self.module_of(role) + suffix
         return [
             template.replace("{L}", str(layer)).replace("{E}", str(expert))
-            for layer, expert in lacking
+            for layer, expert in pairs
         ]
 
     def module_of(self, role: Role) -> str:

@@ -3,6 +3,8 @@ and counts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MOST_SHOWN = 1500  # characters of one message; more is a name or a value, not something to read
 
 
@@ -20,6 +22,12 @@ def printable(text: str, keep: str = "") -> str:
 def count(number: int, what: str, several: str | None = None) -> str:
     """`1 error`, `1,536 tensors`; `several` is the plural if it is not `what` with an s."""
     return f"{number:,} {what if number == 1 else several or what + 's'}"
+
+
+def several(names: Sequence[str], most: int = 4) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def shortened(text: str, most: int = MOST_SHOWN) -> str:

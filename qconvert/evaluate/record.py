@@ -6,13 +6,16 @@ or leaves no trace. The same conversion, run again, takes the folder for its own
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoint
 from qconvert.checkpoint.receipt import sealed_manifest
 from qconvert.core.errors import OutputError
 from qconvert.core.manifest_keys import EVALUATION
+from qconvert.core.shown import count
 from qconvert.evaluate.result import Evaluation
 from qconvert.hub.card import README, with_evaluation
-from qconvert.repair.repair import Change
+from qconvert.repair.repair import Change, errors_with
 from qconvert.repair.sealed import hash_of, receipt_with
 from qconvert.repair.write import finish, write
 
@@ -38,6 +41,7 @@ def check_recordable(checkpoint: Checkpoint) -> None:
             f"{root / links[0]}: is a link (a Hub cache, or a copy by links), and is not written to; "
             "evaluate a folder of its own, or omit --write"
         )
+    _check_sound(checkpoint, ())
 
 
 def record(checkpoint: Checkpoint, found: Evaluation) -> tuple[str, ...]:
@@ -67,5 +71,18 @@ def record(checkpoint: Checkpoint, found: Evaluation) -> tuple[str, ...]:
         Change(name, old, new, _WHY) for name, (old, new) in sorted(after.items()) if old != new
     ]
     if changes:
+        _check_sound(checkpoint, changes)
         write(checkpoint.root, changes)
     return tuple(change.file for change in changes)
+
+
+def _check_sound(checkpoint: Checkpoint, changes: Sequence[Change]) -> None:
+    """Raise OutputError where `validate` would find an error in the folder after changes."""
+    errors = errors_with(checkpoint.root, changes, follow_links=checkpoint.follow_links)
+    if errors:
+        first = errors[0]
+        more = f" ({count(len(errors) - 1, 'more error')})" if len(errors) > 1 else ""
+        raise OutputError(
+            f"{checkpoint.root}: fails validation, so nothing is noted there: {first.rule}: "
+            f"{first.where}: {first.message}{more}; mend it (qconvert repair), or omit --write"
+        )

@@ -52,13 +52,14 @@ class Projection:
 @dataclass(frozen=True)
 class Experts:
     """All routed experts, in the order a model runs in; `taken`, every tensor that belongs to them;
-    `stale`, those of them that describe the old weights alone; and how many matrices the config's counts
-    lead to."""
+    `stale`, those of them that describe the old weights alone; how many matrices the config's counts
+    lead to, and modules beyond them."""
 
     projections: tuple[Projection, ...]
     taken: frozenset[str]
     stale: frozenset[str]
     expected: int
+    extra: tuple[str, ...] = ()
 
     def without_drafts(self, plan: Plan) -> Experts:
         """Those of the model's own layers."""
@@ -68,7 +69,7 @@ class Experts:
             return frozenset(name for name in names if not family.is_mtp(name, dims))
 
         projections = tuple(p for p in self.projections if not p.draft)
-        return Experts(projections, own(self.taken), own(self.stale), _expected(plan, 0))
+        return Experts(projections, own(self.taken), own(self.stale), *_expected(plan, projections))
 
 
 def routed_experts(plan: Plan) -> Experts:
@@ -86,7 +87,7 @@ def routed_experts(plan: Plan) -> Experts:
     drafts = _draft_layers(plan)
     _check_complete(plan, found, drafts)
     projections = tuple(found[key] for key in sorted(found))
-    return Experts(projections, taken, stale, _expected(plan, len(drafts)))
+    return Experts(projections, taken, stale, *_expected(plan, projections, drafts))
 
 
 def _check_dims(plan: Plan) -> None:
@@ -166,11 +167,15 @@ def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
             )
 
 
-def _expected(plan: Plan, drafts: int) -> int:
-    """Matrices of the experts of all the config's layers and so many draft layers."""
+def _expected(
+    plan: Plan, found: Sequence[Projection], drafts: Sequence[int] = ()
+) -> tuple[int, tuple[str, ...]]:
+    """How many matrices the experts of all the config's layers have, and of these draft layers, and the
+    modules of those found that are in no such layer."""
     dims = plan.role_index.dims
-    layers = len(dims.groups.get("moe", ())) + drafts
-    return layers * dims.num_experts * len(projections_of(plan))
+    layers = {*dims.groups.get("moe", ()), *drafts}
+    expected = len(layers) * dims.num_experts * len(projections_of(plan))
+    return expected, tuple(p.module for p in found if p.layer not in layers)
 
 
 def projections_of(plan: Plan) -> tuple[str, ...]:

@@ -148,8 +148,9 @@ class ExpertsToAmx:
         }
         matched = len(experts.projections), experts.expected
         entry = LogEntry(
-            self.name, identity(self, digest), *matched, tuple(notes), "expert matrices"
-        )
+            self.name, identity(self, digest), *matched, tuple(notes), "expert matrices",
+            extra=experts.extra,
+        )  # fmt: skip
         return replace_weights(
             plan,
             entry,

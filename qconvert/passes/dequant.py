@@ -91,9 +91,8 @@ class Dequant:
                 continue
             made.append(weight)
         decoded = replace(plan, tensors=tensors)
-        expected = _require_complete(decoded, made)
         dropped = sources_of(plan, stale, STALE_RULE)
-        entry = LogEntry(self.name, repr(self), len(made), expected)
+        entry = _counted(LogEntry(self.name, repr(self), len(made), None), decoded, made)
         done = replace_weights(plan, entry, tensors, dropped=dropped)
         if done.config.get(_EXPERTS) == "fp4":
             done = replace(done, config={**done.config, _EXPERTS: "bf16"})
@@ -173,9 +172,9 @@ def _unstacked(plan: Plan, codes: str, scales: str, *, overflow: bool) -> Output
     return stack(made)
 
 
-def _require_complete(plan: Plan, weights: list[str]) -> int | None:
-    """Every layer and expert of every role with a dequantized weight must exist. Returns how many
-    weights that makes, None for a family that cannot count."""
+def _counted(entry: LogEntry, plan: Plan, weights: list[str]) -> LogEntry:
+    """The entry with how many weights the config counts, unless the family cannot. Every layer and
+    expert of every role with a dequantized weight must exist."""
     found = plan.role_index
     touched = {}
     for name in weights:
@@ -191,15 +190,24 @@ def _require_complete(plan: Plan, weights: list[str]) -> int | None:
                 f"layers and {found.dims.num_experts} experts, and {role.name!r} has fewer"
             )
     if plan.checkpoint.family.name == "generic":
-        return None
+        return entry
     made = set(weights)
-    unquantized = sum(
-        1
+    unquantized = {
+        name
         for name, place in found.places.items()
         if (place.role.name, place.parameter) in touched and name not in made
-    )
-    unplaced = sum(name not in found.places for name in weights)
-    return sum(len(found.expected(role)) for role in touched.values()) - unquantized + unplaced
+    }
+    unplaced = [name for name in weights if name not in found.places]
+    counts = sum(len(found.expected(role)) for role in touched.values())
+    counted = replace(entry, expected=counts - len(unquantized) + len(unplaced))
+    if counted.matched == counted.expected:
+        return counted
+    names = [
+        name
+        for (_, parameter), role in touched.items()
+        for name in found.names(role, parameter, found.expected(role))
+    ]
+    return counted.against(weights, [*(n for n in names if n not in unquantized), *unplaced])
 
 
 def _why_none(plan: Plan) -> str:

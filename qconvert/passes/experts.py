@@ -46,14 +46,14 @@ class Unstack:
             return plan.logged(LogEntry(self.name, repr(self), 0, 0, ("a dense model",)))
         role_index = _role_index(plan)
         tensors: dict[str, Output] = {}
-        matched = 0
+        matched: list[str] = []
         for name, output in plan.tensors.items():
             place = role_index.places.get(name)
             if place is None or place.role.kind not in _STACKED:
                 tensors[name] = output
                 continue
             _refuse_packed(name, place.parameter)
-            matched += 1
+            matched.append(name)
             both = place.role.kind is Kind.STACKED_GATE_UP
             if (
                 output.type.shape[:1] != (role_index.dims.num_experts,)
@@ -80,7 +80,8 @@ class Unstack:
                 "expected a 3-D expert stack, found none; the experts are already matrices"
             )
         expected = _expected(role_index, _STACKED)
-        return plan.logged(LogEntry(self.name, repr(self), matched, expected), tensors=tensors)
+        entry = LogEntry(self.name, repr(self), len(matched), len(expected))
+        return plan.logged(entry.against(matched, expected), tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,14 @@ class Stack:
         role_index = _role_index(plan)
         tensors: dict[str, Output] = {}
         groups: dict[tuple[str, str, int | None], dict[tuple[Kind, int], Output]] = {}
-        matched = 0
+        matched: list[str] = []
         for name, output in plan.tensors.items():
             place = role_index.places.get(name)
             if place is None or place.expert is None or place.role.kind not in _APART:
                 tensors[name] = output
                 continue
             _refuse_packed(name, place.parameter)
-            matched += 1
+            matched.append(name)
             at = experts_module(name) or "", place.parameter, place.layer
             groups.setdefault(at, {})[place.role.kind, place.expert] = output
         if not matched:
@@ -118,7 +119,8 @@ class Stack:
                 module = _module(templates[kind], layer) if templates else f"{base}.{names[kind]}"
                 tensors[f"{module}{suffix}"] = made
         expected = _expected(role_index, _APART)
-        return plan.logged(LogEntry(self.name, repr(self), matched, expected), tensors=tensors)
+        entry = LogEntry(self.name, repr(self), len(matched), len(expected))
+        return plan.logged(entry.against(matched, expected), tensors=tensors)
 
 
 def _role_index(plan: Plan) -> RoleIndex:
@@ -244,14 +246,15 @@ def _stacked(
         raise PlanError(f"{base}: its experts differ in type or shape: {error}") from error
 
 
-def _expected(role_index: RoleIndex, kinds: tuple[Kind, ...]) -> int:
-    """How many tensors the config implies: all layers (and experts) of the roles that are present."""
-    return sum(
-        len(role_index.expected(role, parameter))
+def _expected(role_index: RoleIndex, kinds: tuple[Kind, ...]) -> list[str]:
+    """The tensors that the config implies: all layers (and experts) of the roles that are present."""
+    return [
+        name
         for role in role_index.family.roles
         if role.name in role_index.present and role.kind in kinds
         for parameter in role_index.present[role.name]
-    )
+        for name in role_index.names(role, parameter, role_index.expected(role, parameter))
+    ]
 
 
 def _names(role_index: RoleIndex) -> dict[Kind, str]:

@@ -183,7 +183,8 @@ def _reorder(
             tensors[tensor] = output
     for module, params in moved.items():
         tensors.update({f"{module}.{parameter}": output for parameter, output in params.items()})
-    expected = len(dims.groups.get("linear_attention", ()))
+    layers = dims.groups.get("linear_attention", ())
+    counted = [f"{modules[0].partition('.layers.')[0]}.layers.{n}.linear_attn" for n in layers]
     unchecked = None if step.consumer is None else parse_consumer(step.consumer).unchecked
     notes = (f"now {_order(target, dims)}", *([] if unchecked is None else [unchecked]))
     dropped, aliases = _scalars(plan, gone, moved, block)
@@ -191,7 +192,9 @@ def _reorder(
         if (shape := plan.tensors.get(f"{module}.{SHAPE}")) is not None:
             dropped |= dict.fromkeys(_sources_of(shape), SHAPE_RULE)
     return plan.logged(
-        LogEntry(name, repr(step), len(modules), expected, notes, "layers"),
+        LogEntry(name, repr(step), len(modules), len(layers), notes, "layers").against(
+            modules, counted
+        ),
         tensors=tensors,
         config=complete_ignore_lists(plan.config, _unquantized(tensors, moved)),
         facts={**plan.facts, FACT: target},

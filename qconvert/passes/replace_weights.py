@@ -103,7 +103,9 @@ class Selection:
         what = "matrices" if self.plain else "expert matrices"
         counted = self.experts is not None and not self.plain
         expected = self.experts.expected + len(self.shared) if self.experts and counted else None
-        return LogEntry(name, spec, matrices + len(self.linears), expected, tuple(notes), what)
+        extra = self.experts.extra if self.experts and counted else ()
+        matched = matrices + len(self.linears)
+        return LogEntry(name, spec, matched, expected, tuple(notes), what, extra=extra)
 
 
 def select_linears(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -34,6 +34,7 @@ from qconvert.core.names import (
 )
 from qconvert.core.profiling import phase
 from qconvert.core.roles import Kind
+from qconvert.core.shown import several
 from qconvert.plan.walk import nodes, ports
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ _FLOATS = ("BF16", "F16", "F32", "F64")  # any other dtype is one of codes
 @dataclass(frozen=True, slots=True)
 class LogEntry:
     """One pass as it ran: how many tensors (or other `what`) it matched, and how many it expected from
-    the config (None where the config does not tell)."""
+    the config (None where the config does not tell). Where the two differ, `missing` and `extra` name
+    modules or tensors."""
 
     name: str
     spec: str
@@ -55,6 +57,18 @@ class LogEntry:
     expected: int | None
     notes: tuple[str, ...] = ()
     what: str = "tensors"
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+    def against(self, matched: Collection[str], names: Collection[str]) -> LogEntry:
+        """The entry with what differs between the matched names and those that the config counts."""
+        if self.matched == self.expected:
+            return self
+        have, counted_names = dict.fromkeys(matched), dict.fromkeys(names)
+        missing = tuple(name for name in counted_names if name not in have)
+        return replace(
+            self, missing=missing, extra=tuple(n for n in have if n not in counted_names)
+        )
 
 
 @dataclass(frozen=True)
@@ -339,8 +353,11 @@ def counted(plan: Plan) -> Plan:
     failed. Raises PlanError."""
     entry = plan.log[-1]
     if entry.expected is not None and entry.matched != entry.expected:
+        sides = (("missing", entry.missing), ("not counted by the config", entry.extra))
+        named = [f"; {what}: {several(names)}" for what, names in sides if names]
         raise PlanError(
             f"matched {entry.matched} of {entry.expected} {entry.what} expected from the config"
+            + "".join(named)
         )
     return plan
 

@@ -20,7 +20,7 @@ from qconvert.run.prepare import Options, Prepared
 from qconvert.run.refusals import check_backend, check_parts, is_finished
 from qconvert.run.resume import Progress
 from qconvert.run.run_units import run_units, unsolved
-from qconvert.run.staging import publish_order, stage_the_rest
+from qconvert.run.staging import Judge, Staged, publish_order, stage_the_rest
 from qconvert.run.target import Parts, Target, claimed
 from qconvert.run.verify import check_sources, seen, touched
 
@@ -91,12 +91,14 @@ def run_together(
     files: Files | None = None,
     backend: Backend | None = None,
     outlets: Sequence[Outlet] = (),
+    judge: Judge | None = None,
 ) -> list[RunResult]:
     """Run plans that were prepared together, each into its folder, from one read of the source.
 
     The first folder's journal tells what is done of all of them, and that folder is published last:
     when it is there, all are. With `outlets`, one a folder, shards go there while others are made, and
-    the folders are published there; what was prepared is `streamed`. Raises as `execute` does.
+    the folders are published there; what was prepared is `streamed`. `judge` is shown all folders before
+    any is published, and raises for one that must not be. Raises as `execute` does.
     """
     told: Events = events or Silent()
     disk = files or Files()
@@ -110,7 +112,7 @@ def run_together(
         with engine.begin(targets, told, disk, backend) as begun:
             if begun is None:
                 return [_already(target, backend) for target in targets]
-            _fill(begun, told, disk, backend, engine)
+            _fill(begun, told, disk, backend, engine, judge)
         publishes = engine.publishes and not _left(begun)
         if publishes:
             for target in reversed(begun.targets):
@@ -147,7 +149,12 @@ def _already(target: Target, backend: Backend | None) -> RunResult:
 
 
 def _fill(
-    begun: Begun, told: Events, files: Files, backend: Backend | None, engine: Engine
+    begun: Begun,
+    told: Events,
+    files: Files,
+    backend: Backend | None,
+    engine: Engine,
+    judge: Judge | None,
 ) -> None:
     """Run what is left to run, and publish where the engine does."""
     targets, progress = begun.targets, begun.progress
@@ -162,7 +169,7 @@ def _fill(
         targets[0].ready.plan.checkpoint.check_unchanged(now)
     if engine.publishes and not _left(begun):
         told.phase("publishing")
-        _publish(targets, progress, now)
+        _publish(targets, progress, now, judge)
 
 
 def _left(begun: Begun) -> list[int]:
@@ -216,12 +223,20 @@ def _look_at_source(first: Target, progress: Progress, told: Events) -> Sequence
 
 
 @phase("publish")
-def _publish(targets: Sequence[Target], progress: Progress, now: Sequence[Shard] | None) -> None:
-    """Write what lies beside the tensors, then rename everything into place, the first folder last."""
+def _publish(
+    targets: Sequence[Target],
+    progress: Progress,
+    now: Sequence[Shard] | None,
+    judge: Judge | None,
+) -> None:
+    """Write what lies beside the tensors, have it judged, then rename everything into place, the first
+    folder last."""
     for target in targets:
         if not target.space.finished and not target.publishing:
             stage_the_rest(target.ready, target.space, progress.kept)
             target.ready.plan.checkpoint.check_unchanged(now)
+    if judge is not None and not any(target.publishing for target in targets):
+        judge([Staged(target.ready, target.space) for target in targets])
     for target in reversed(targets):
         if target.journal is not None:
             target.space.publish(publish_order(target.ready), target.journal)

@@ -5,7 +5,8 @@ the finished shards, checked as any reader of the folder would, then published.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from hashlib import sha256 as new_sha256
 from pathlib import Path
@@ -32,6 +33,28 @@ from qconvert.run.workspace import Workspace, lasting
 
 if TYPE_CHECKING:
     from qconvert.run.prepare import Prepared
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """A folder whose files are all made, and not all in sight yet."""
+
+    ready: Prepared
+    space: Workspace
+
+    def file(self, name: str) -> Path | None:
+        """The place of a file that lies beside the tensors, None where there is none."""
+        return next((p for p in _places(self.space, name) if p.is_file()), None)
+
+    @property
+    def edited(self) -> frozenset[str]:
+        """Files that people have changed since an earlier run published them."""
+        found = self.space.remembered
+        return frozenset() if found is None else frozenset(found.edited)
+
+
+# Raises what refuses folders that are about to be published.
+Judge = Callable[[Sequence[Staged]], None]
 
 # People, and `upload`, write in it after a conversion.
 EDITED = frozenset({"README.md"})
@@ -199,12 +222,16 @@ def check_staged(ready: Prepared, space: Workspace) -> None:
 def _place(space: Workspace, name: str) -> Path:
     """A file's place: staged, or published already. Raises OutputError where it is neither, or no
     regular file."""
-    for path in (space.stage / name, space.out / name):
+    for path in _places(space, name):
         if path.is_symlink() or path.is_file():
             if path.is_symlink():
                 raise _unpublished(path, "is a symbolic link")
             return path
     raise _unpublished(space.stage / name, "was staged and is missing now")
+
+
+def _places(space: Workspace, name: str) -> tuple[Path, Path]:
+    return space.stage / name, space.out / name
 
 
 def _unpublished(path: Path, what: str) -> OutputError:

@@ -1,19 +1,23 @@
-"""A plan judged by the header rules of `qconvert validate`, before a byte of the source is read.
+"""A plan judged by the header rules of `qconvert validate`, before a byte of the source is read, and its
+folder once more, before it is published.
 
 The folder that a plan would make is known to the last header while planning: names, types, places,
 config, manifest. It is shown to the validators as if it existed. What they would call an error is
 refused, so no conversion ends in a folder that its own validation rejects. An error that the source
 already has, and that the plan carries along, is a warning: a source need not be valid to be converted.
+Only what a draft's folder is made for must be sound. When all files are written they are judged as they
+are, those beside the weights too, which no plan shows.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from qconvert import __version__
 from qconvert.checkpoint.checkpoint import (
@@ -25,12 +29,15 @@ from qconvert.checkpoint.checkpoint import (
 )
 from qconvert.checkpoint.family import RoleIndex, role_index
 from qconvert.core.dtypes import TypesOf
-from qconvert.core.errors import CheckpointError, PlanError
+from qconvert.core.errors import CheckpointError, OutputError, PlanError
 from qconvert.core.graph import Output, Value
+from qconvert.core.json_text import parse_object
 from qconvert.core.profiling import phase
+from qconvert.core.regular import SMALL, open_regular, read_regular
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
 from qconvert.run.prepare import Prepared
+from qconvert.run.staging import Staged
 from qconvert.runtimes.serving import SIMULATED, Loading, loads
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Folder, judge_headers, rules
@@ -74,6 +81,56 @@ class PlannedCheckpoint(Checkpoint):
         return role_index(self.family, self.config, self.sources)
 
 
+@dataclass(frozen=True, eq=False)
+class StagedCheckpoint(Checkpoint):
+    """A folder whose files are all made and not in sight yet. Its headers are the planned ones, which
+    those of its shards have been compared with (run/staging.py); other files are read."""
+
+    staged: Staged | None = None
+
+    def there(self, name: str) -> os.stat_result | None:
+        assert self.staged is not None
+        file = self.staged.file(name)
+        return None if file is None else file.stat()
+
+    def open_file(self, name: str) -> BinaryIO:
+        assert self.staged is not None
+        file = self.staged.file(name)
+        if file is None:
+            raise CheckpointError(f"{self.root / name}: was not made")
+        return os.fdopen(open_regular(file, follow=False), "rb")
+
+    def read(self, name: str, limit: int = SMALL) -> bytes | None:
+        assert self.staged is not None
+        file = self.staged.file(name)
+        return None if file is None else read_regular(file, limit, follow=False)
+
+
+@phase("judge")
+def judge_staged(folders: Sequence[Staged]) -> None:
+    """Raise OutputError, naming the rule, for the first folder of a run whose files have an error that
+    its source does not have: nothing of the run is published."""
+    source = folders[0].ready.plan.checkpoint
+    made = [_staged_checkpoint(each) for each in folders]
+    known: frozenset[_Key] | None = None
+    for one, here in zip(folders, made, strict=True):
+        partner = next(
+            (o for other, o in zip(folders, made, strict=True) if _are_a_pair(one, other)), None
+        )
+        found = _errors(Folder(here, source, partner, staged=True), str(one.space.out))
+        found = [finding for finding in found if finding.where not in one.edited]
+        if found and known is None:
+            of_source = _errors(Folder(source, staged=True), "the source")
+            known = frozenset(_key(finding, finding.where) for finding in of_source)
+        added = [f for f in found if not _is_carried(f, one.ready.plan, known or frozenset())]
+        if added:
+            raise OutputError(
+                f"{one.space.out}: the result fails validation, so nothing is published: "
+                f"{_named(added)}. This is a fault of qconvert, or of what wrote to "
+                f"{one.space.stage} meanwhile: see qconvert report; qconvert clean removes the work"
+            )
+
+
 @phase("judge")
 def judged(parts: Sequence[Prepared], source: Checkpoint, *, serving: bool = True) -> list[Verdict]:
     """A verdict on each folder that is planned from `source`, with what runtimes say of it unless not
@@ -83,7 +140,9 @@ def judged(parts: Sequence[Prepared], source: Checkpoint, *, serving: bool = Tru
     known: frozenset[_Key] | None = None
     verdicts = []
     for ready, here in zip(parts, folders, strict=True):
-        partner = next((other for other in folders if _are_a_pair(here, other)), None)
+        partner = next(
+            (o for other, o in zip(parts, folders, strict=True) if _are_a_pair(ready, other)), None
+        )
         found = _findings(Folder(here, source, partner, planned=True), "what is planned")
         if found and known is None:
             of_source = _findings(Folder(source, planned=True), "the source")
@@ -94,7 +153,16 @@ def judged(parts: Sequence[Prepared], source: Checkpoint, *, serving: bool = Tru
             (carried if is_old else added).append(finding)
         errors = [finding for finding in added if finding.severity == "error"]
         if errors:
-            raise PlanError(_refusal(errors))
+            raise PlanError(
+                f"the result would fail validation, so nothing is read: {_named(errors)}. "
+                f"{rules()[errors[0].rule].fix}"
+            )
+        unfit = [f for f in carried if f.severity == "error" and _is_made_for(f.where, ready.plan)]
+        if unfit:
+            raise PlanError(
+                f"the draft (MTP) layers are not sound: {_named(unfit)}. Take a draft, and a model, of "
+                "one release"
+            )
         lines: tuple[str, ...] = ()
         if serving:
             # At which sizes runtimes whose loaders are simulated load the folder.
@@ -139,6 +207,19 @@ def planned_checkpoint(ready: Prepared) -> PlannedCheckpoint:
     )
 
 
+def _staged_checkpoint(staged: Staged) -> StagedCheckpoint:
+    """The folder as its files are. Raises CheckpointError for one that is missing or broken."""
+    planned, root = planned_checkpoint(staged.ready), staged.space.out
+    here = StagedCheckpoint(
+        root, planned.shards, planned.sources, {}, b"", planned.side_files, (), "",
+        planned.indexed, planned.metadata, asked=planned.asked, staged=staged,
+    )  # fmt: skip
+    data = here.read("config.json")
+    if data is None:
+        raise CheckpointError(f"{root / 'config.json'}: was not made")
+    return replace(here, config=parse_object(data, root / "config.json"), config_bytes=data)
+
+
 def _identity(ready: Prepared) -> dict[str, Any]:
     """The part of the manifest's identity that is known without reading data."""
     return {
@@ -161,10 +242,12 @@ def _modelopt_of(plan: Plan) -> Mapping[str, Any] | None:
     return next((config.block for config in blocks if config.where == HF_QUANT_CONFIG), None)
 
 
-def _are_a_pair(here: PlannedCheckpoint, other: PlannedCheckpoint) -> bool:
+def _are_a_pair(here: Prepared | Staged, other: Prepared | Staged) -> bool:
     """Whether `other` is the GPU side of the CPU folder `here`."""
-    facts = here.plan.facts
-    return other is not here and "amx" in facts and "pair" in facts and "pair" in other.plan.facts
+    facts, others = (
+        (one if isinstance(one, Prepared) else one.ready).plan.facts for one in (here, other)
+    )
+    return other is not here and "amx" in facts and "pair" in facts and "pair" in others
 
 
 def _findings(folder: Folder, what: str) -> list[Finding]:
@@ -172,6 +255,10 @@ def _findings(folder: Folder, what: str) -> list[Finding]:
         return judge_headers(folder)
     except CheckpointError as error:
         return [Finding("QC001", "error", what, str(error))]
+
+
+def _errors(folder: Folder, what: str) -> list[Finding]:
+    return [finding for finding in _findings(folder, what) if finding.severity == "error"]
 
 
 def _key(finding: Finding, where: str) -> _Key:
@@ -201,10 +288,14 @@ def _origins(output: Output) -> Iterator[str]:
             yield origin.name
 
 
-def _refusal(errors: Sequence[Finding]) -> str:
+def _is_made_for(name: str, plan: Plan) -> bool:
+    """Whether a tensor is what a command made the folder for: the draft that it took out of a model, or
+    put into one."""
+    drafts = {"extract_draft", "graft_draft"} & {entry.name for entry in plan.log}
+    return bool(drafts) and plan.family.is_mtp(name, plan.role_index.dims)
+
+
+def _named(errors: Sequence[Finding]) -> str:
     first = errors[0]
     more = f" ({len(errors) - 1} more errors like it)" if len(errors) > 1 else ""
-    return (
-        f"the result would fail validation, so nothing is read: {first.rule}: {first.where}: "
-        f"{first.message}{more}. {rules()[first.rule].fix}"
-    )
+    return f"{first.rule}: {first.where}: {first.message}{more}"

@@ -133,13 +133,15 @@ class Folder:
     said to be made from, and the folder on the GPU side it is to be served with.
 
     `planned` folders are not on disk yet: there are headers and config, but no files. A validator that
-    opens files of a folder needs `files`."""
+    opens files of a folder needs `files`. Of a `staged` one all files are made, and nothing is
+    published: its receipt has just been written from what was computed, and is not read again."""
 
     checkpoint: Checkpoint
     source: Checkpoint | None = None
     partner: Checkpoint | None = None
     request: Request = Request()
     planned: bool = False
+    staged: bool = False
 
     def some(self, things: Sequence[T], most: int = _SAMPLE) -> Sequence[T]:
         """All of them at level full, else at most that many, evenly spaced, including first and
@@ -157,7 +159,7 @@ class Folder:
     def receipt_text(self) -> ReceiptText | None:
         """The receipt with its seal, None if there is none. Raises CheckpointError if it is
         broken."""
-        if self.planned:
+        if self.planned or self.staged:
             return None
         data = self.checkpoint.read(RECEIPT, self.checkpoint.receipt_limit)
         return None if data is None else parse_receipt(data, self.checkpoint.root / RECEIPT)

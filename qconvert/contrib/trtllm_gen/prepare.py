@@ -75,15 +75,16 @@ class Prepare:
             notes.append(f"the source has no input scales, so {', '.join(DERIVED)} are not written")
         kinds = form.experts * len(form.projections)
         expected = _expected_layers(plan, layers)
+        counted = None if expected is None else (len(expected) - len(left)) * kinds
         return plan.logged(
             LogEntry(
                 self.name,
                 repr(self),
                 kinds * len(ready),
-                None if expected is None else (expected - len(left)) * kinds,
+                counted,
                 tuple(notes),
                 "expert matrices",
-            ),
+            ).against(layers, expected or ()),
             tensors=tensors,
             config=_marked_config(plan, form),
             side_files=tuple(name for name in plan.side_files if name not in stale),
@@ -130,13 +131,16 @@ def _one_form(plan: Plan, layers: Mapping[str, Layer]) -> Form:
     return first
 
 
-def _expected_layers(plan: Plan, layers: Mapping[str, Layer]) -> int | None:
-    """How many layers have experts, if the family says so; draft layers count if they are present."""
+def _expected_layers(plan: Plan, layers: Mapping[str, Layer]) -> list[str] | None:
+    """The experts' module in each layer that has experts, if the family says so; draft layers count if
+    they are present."""
     if plan.family.name == "generic":
         return None
     dims = plan.role_index.dims
-    drafts = sum(plan.family.is_mtp(f"{base}.", dims) for base in layers)
-    return len(dims.groups.get("moe", ())) + drafts
+    drafts = [base for base in layers if plan.family.is_mtp(f"{base}.", dims)]
+    before, _, rest = next(base for base in layers).partition(".layers.")
+    inside = rest.partition(".")[2]
+    return [*(f"{before}.layers.{n}.{inside}" for n in dims.groups.get("moe", ())), *drafts]
 
 
 def _check_limit(plan: Plan, form: Form, layers: Mapping[str, Layer]) -> None:

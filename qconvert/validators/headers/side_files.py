@@ -96,7 +96,7 @@ class SideFiles:
 
     def __call__(self, folder: Folder) -> Iterator[Finding | OnlyRead | Proved]:
         checkpoint = folder.checkpoint
-        if not (checkpoint.root / RECEIPT).is_file():
+        if checkpoint.there(RECEIPT) is None:
             yield from _missing(checkpoint)
             yield from _stale(checkpoint)
         elif any(_missing(checkpoint)):
