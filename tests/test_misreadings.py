@@ -1,5 +1,5 @@
-"""What classes of runtimes are known to misread is said by plan, card, `validate --for` and `advise`, and
-is not written for a runtime that is asked for. That their loaders do: tests/loaders/test_misreadings.py."""
+"""What classes of runtimes are known to misread is said by plan, card, `validate --for` and `advise`,
+and is not written for a runtime that is asked for (their loaders: tests/loaders/test_misreadings.py)."""
 
 from __future__ import annotations
 

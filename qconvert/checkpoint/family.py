@@ -118,8 +118,8 @@ class Family:
     `not_run` why a calibration cannot run its class a layer at a time; `ungated` says that its experts
     are two matrices, down(act(up));
     `undescribed` why there is no description at all, in a generic family. "" where there is no such
-    reason. `class_names` are modules under the names that the class itself gives them, by template, where
-    it is published under others: runtimes that build the class, or name theirs so, ask for those.
+    reason. `class_names` are the class's own names, by template, of modules that are published under
+    others: runtimes that build the class, or name theirs so, ask for those.
     `layers_counted`: which layers have a block is read from the names, so that one which
     lacks it as a whole is not missed.
     """

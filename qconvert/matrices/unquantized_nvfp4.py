@@ -103,8 +103,8 @@ def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list
 
 
 def ignored_linears(plan: Plan, others: Named) -> list[str]:
-    """FP8's list, and modelopt's beside FP8 layers: the own name of every unquantized linear, and that of
-    a tower whose linears runtimes name otherwise."""
+    """FP8's list, and modelopt's beside FP8 layers: the name of every unquantized linear, and of a
+    tower whose linears runtimes name otherwise."""
     names = [name for name, output in others.items() if _is_matrix(plan, name, output)]
     places = plan.role_index.places
     towers = [n for n in names if n in places and places[n].role.name.startswith("vision.")]

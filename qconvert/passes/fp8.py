@@ -66,8 +66,9 @@ class ToFp8:
     input scales of routed experts are taken. `exponents`: scales are powers of two (ue8m0), by block in
     dialect fp8 only. `shared_experts` says whether shared experts beside routed ones are quantized too
     or kept; None: quantized only where sglang would otherwise fuse them and not read them. `tp` is a
-    tensor-parallel size that the result must load at. `consumer` is the runtime that is to load it: where
-    its class is known to misread dialect fp8 (`runtimes/misreadings.py`), compressed-tensors is written.
+    tensor-parallel size that the result must load at. `consumer` is the runtime that is to load it:
+    where its class is known to misread dialect fp8 (`runtimes/misreadings.py`), compressed-tensors' form
+    is written.
 
     Raises PlanError where the dialect has no such scales, where layers in another quantized form would
     stay, where a rank would cut a block, where the consumer misreads either dialect, and as

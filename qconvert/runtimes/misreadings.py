@@ -5,11 +5,11 @@ These are facts of single classes, each read in the runtime's code and seen in i
 knows: that no fact is found of a folder says nothing.
 
 sglang 0.5.23:
-- `models/llama.py` looks for `.weight_scale_inv` as `.weight_scale`, the name of a scale a tensor.
-  Scales of blocks have the first name there, too, so that none is read. compressed-tensors calls its own
+- `models/llama.py` looks for `.weight_scale_inv` as `.weight_scale`, the name of a scale a tensor. Its
+  scales of blocks have the first name, so that none is read. compressed-tensors calls its own
   `weight_scale`.
 - `models/llama4.py` takes that loader over for the text model alone, which has nothing for experts.
-- `models/hunyuan.py` gives the linears of its shared experts no path.
+- `models/hunyuan.py` gives experts and the linears of shared ones no path.
 - `models/mllama4.py` moves rows of q_proj and k_proj for rotary embeddings, of tensors called `weight`.
 vLLM 0.33: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
 or zero points. GPTQ's names neither moves.
@@ -108,18 +108,15 @@ def _experts_of_text(name: str, config: Config, tensors: Tensors) -> Misread:
     return Misread(tuple(found), cure=cure)
 
 
-def _shared_without_a_name(name: str, config: Config, tensors: Tensors) -> Misread:
-    """Hunyuan's shared experts beside modelopt's NVFP4: asked for as `.gate_up_proj`, they are built so."""
+def _without_paths(name: str, config: Config, tensors: Tensors) -> Misread:
+    """Hunyuan's experts in modelopt's form, whose list cannot name what has no path."""
     block = config.get("quantization_config")
     method = block.get("quant_method") if isinstance(block, Mapping) else None
     if name != "HunYuanMoEV1ForCausalLM" or method != "modelopt":
         return Misread()
-    plain = {
-        one: "the class asks for its form without a path, as no list can name it"
-        for one, type in tensors.items()
-        if ".shared_mlp." in one and one.endswith(".weight") and type.dtype != "U8"
-    }
-    return Misread(wrong=plain, cure="quantize shared experts, too (--shared-experts quantize)")
+    codes = [one for one, type in tensors.items() if type.dtype == "U8"]
+    why = "the class builds other layers so, too: it asks for them without a path"
+    return Misread(wrong=dict.fromkeys(codes, why), cure="take --dialect compressed-tensors")
 
 
 def _rows_of(moved: Collection[str]) -> Callable[[str, Config, Tensors], Misread]:
@@ -238,7 +235,7 @@ _FACTS: Mapping[str, tuple[Callable[[str, Config, Tensors], Misread], ...]] = {
     "sglang": (
         _experts_of_text,
         _block_scales,
-        _shared_without_a_name,
+        _without_paths,
         _rows_of(("weight",)),
         _cut_parts("refused"),
     ),
