@@ -562,6 +562,9 @@ NUMBERS: dict[str, tuple[str, tuple[str, ...], Callable[[dict[str, Any]], object
     "a draft too many": (
         "draft", (), lambda c: c.update(num_nextn_predict_layers=2), "QC013", False,
     ),
+    "nested drafts": (
+        "tower", (), lambda c: c["text_config"].update(mtp_num_hidden_layers=2), "QC013", False,
+    ),
     "drafts that are gone": (
         "no draft", (), lambda c: c.update(num_nextn_predict_layers=1), "QC053", False,
     ),

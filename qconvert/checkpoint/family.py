@@ -28,6 +28,8 @@ from qconvert.core.roles import EXPERT_COUNTS, Kind
 
 Config = Mapping[str, Any]
 
+# Config keys that count draft (MTP) layers.
+MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _MOST = 65_536  # layers, or experts of a layer
 _TOWER_LAYERS = ("depth", "vt_num_hidden_layers", "num_hidden_layers")
 

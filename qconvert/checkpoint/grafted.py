@@ -13,12 +13,10 @@ from hashlib import sha256
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Config, first_int, text_config
+from qconvert.checkpoint.family import MTP_COUNTS, Config, first_int, text_config
 from qconvert.core.errors import CheckpointError
 from qconvert.core.shown import shortened
 
-# Config keys that count draft layers.
-MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 # A draft reads hidden states, and writes tokens, of a model of these sizes and this arithmetic.
 _FITTING = (
     "model_type", "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, without_quantization
-from qconvert.checkpoint.family import text_config
+from qconvert.checkpoint.family import MTP_COUNTS, text_config
 from qconvert.checkpoint.text_class import ALWAYS, SAME_MODEL, text_model_type
 from qconvert.core.names import is_scale, scale_candidates
 from qconvert.validation.findings import Finding, Rule
@@ -65,7 +65,6 @@ _OF_TRAINING = frozenset(
     }
 )  # fmt: skip
 _TIED = "tie_word_embeddings"
-_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 # Of a class, or of a multi-modal config's root, not of the text model.
 _OF_CLASS = frozenset(
     {
@@ -203,7 +202,7 @@ def _differences(
         name = key.rpartition(".")[2]
         if key in ours and ours[key] == value:
             continue
-        if name in _MTP_COUNTS and not ours.get(key) and not _has_drafts(here, source):
+        if name in MTP_COUNTS and not ours.get(key) and not _has_drafts(here, source):
             continue
         known = name not in _OF_TRAINING and (value is not None or key in ours)
         found = f"is {ours[key]!r}" if key in ours else "is missing"
@@ -214,7 +213,7 @@ def _differences(
         for key, value in ours.items()
         if key not in wanted
         if value is not None
-        if value or key.rpartition(".")[2] not in _MTP_COUNTS
+        if value or key.rpartition(".")[2] not in MTP_COUNTS
     ]
     if new:
         more = f" and {len(new) - _MOST} more" if len(new) > _MOST else ""

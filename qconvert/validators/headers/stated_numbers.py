@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
-from qconvert.checkpoint.family import first_int, text_config
-from qconvert.checkpoint.grafted import MTP_COUNTS
+from qconvert.checkpoint.family import MTP_COUNTS, first_int, text_config
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.shown import count
@@ -460,7 +459,8 @@ def _drafts(checkpoint: Checkpoint) -> Iterator[Number]:
     if not layers and (not any(r.name.startswith("mtp.") for r in family.roles) or not stated):
         return
     key = keys[0] if keys else ("mtp_num_hidden_layers" if own else "num_nextn_predict_layers")
-    inside = ("text_config",) if text is checkpoint.config.get("text_config") else ()
+    nested = checkpoint.config.get("text_config")
+    inside = () if not isinstance(nested, Mapping) or key in checkpoint.config else ("text_config",)
     yield Number(
         (*inside, key), text.get(key), len(layers), "the names of draft (MTP) layers say so"
     )
