@@ -21,7 +21,6 @@ from qconvert import api
 from qconvert.checkpoint.receipt import digest, manifest_seal
 from qconvert.core.errors import OutputError
 from qconvert.hub.trees import local_files
-from qconvert.repair import write as writing
 
 CONFIG, MANIFEST, RECEIPT = "config.json", "qconvert.json", "qconvert.receipt.jsonl"
 Break = Callable[[Path], None]
@@ -339,40 +338,6 @@ def test_changed_files_go_into_another_folder(sound: dict[str, Path], tmp_path: 
     (said,) = json.loads(result.out)
     assert {change["file"] for change in said["changes"]} == set(os.listdir(tmp_path / "mended"))
     assert all(change["why"] and change["diff"] for change in said["changes"])
-
-
-@pytest.mark.parametrize("step", sampled(range(8), 3))
-def test_a_repair_that_stops_anywhere_is_finished_or_undone(
-    step: int, sound: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever call to the file system is the last: the same command ends with the same folder."""
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
-    _nested(folder)
-    whole = _copied(folder, tmp_path / "whole")
-    api.repair(whole)
-
-    class Killed(BaseException):
-        pass
-
-    calls = 0
-
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > step:
-                raise Killed
-            return real(*arguments)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", counted(os.replace))
-        patch.setattr(writing, "_synced", counted(writing._synced))
-        with pytest.raises(Killed):
-            api.repair(folder)
-    api.repair(folder)
-    assert tree(folder) == tree(whole)
 
 
 def _staged(folder: Path, files: object, **data: bytes) -> Path:
