@@ -23,6 +23,7 @@ pytestmark = [
 PUBLISHED: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "rotary_dim": 32,
+        "use_routing_bias": True,
     },
     "hunyuan_v1_moe": {
         "moe_intermediate_size": [512] * 4, "num_shared_expert": [1] * 4, "moe_topk": [2] * 4,

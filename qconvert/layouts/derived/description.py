@@ -164,8 +164,8 @@ def _class_names(description: Description, there: Collection[str]) -> Mapping[st
     for name, module in description.modules.items():
         if module.tower or "{L}" not in name or module.kind is Kind.EXPERT_UNKNOWN:
             continue
-        kind = Kind.EXPERT_DOWN if module.kind.routed else module.kind
-        by_kind.setdefault(kind, ([], []))[name not in there].append(name)
+        shared = Kind.EXPERT_DOWN if module.kind.routed else module.kind
+        by_kind.setdefault(shared, ([], []))[name not in there].append(name)
     found: dict[str, str] = {}
     for kind, (published, own) in by_kind.items():
         if published and (len(published) == len(own) == 1 or (kind.routed and own)):
