@@ -289,4 +289,45 @@ def _finished() -> Iterator[Mutation]:
     yield one("foreign file", lambda g: (g.out / "mine.txt").write_text("mine"))
 
 
-MUTATIONS = (*_mutations(), *_finished())
+def _planted() -> Iterator[Mutation]:
+    """Own folders of qconvert in what was downloaded, and a header that is only claimed."""
+
+    def one(name: str, make: Callable[[Ground], object], **more: Any) -> Mutation:
+        more.setdefault("verdict", Verdict.EITHER)
+        return Mutation(name, "planted", make, **more)
+
+    def stage(said: object, folder: str = ".qconvert-repair") -> Callable[[Ground], None]:
+        def make(ground: Ground) -> None:
+            place = ground.at / folder
+            place.mkdir()
+            (place / "config.json").write_bytes(b'{"model_type": "pwned"}')
+            (place / "commit.json").write_bytes(said if isinstance(said, bytes) else dumped(said))
+
+        return make
+
+    weights = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name, said in {
+        "old form": {"written": ["config.json"], "removed": ["model.safetensors", *weights]},
+        "weights": {"files": {name: [None, None] for name in ("model.safetensors", *weights)}},
+        "victim": {"files": {"../victim.txt": [None, None], "../../secret.txt": ["0" * 32, None]}},
+        "no hash": {"files": {"config.json": None}},
+        "numbers": {"files": {"config.json": [1, 2]}},
+        "torn": b"",
+        "half": b'{"files": {"config.json": ["',
+        "deep": deep(3000),
+    }.items():
+        yield one(f"stage {name}", stage(said), most=5)
+    yield one("stage of other case", stage({"files": {}}, ".QConvert-Repair"), most=4)
+    for form, make in FORMS.items():
+        yield one(f"stage {form}", lambda g, make=make: make(g.at / ".qconvert-repair"), most=2)  # type: ignore[misc]
+
+    def claims(ground: Ground) -> None:
+        shard = ground.at / "model-00009-of-00009.safetensors"
+        shard.write_bytes((99_999_999).to_bytes(8, "little"))
+        with (ground.at / "model.safetensors.index.json").open("wb") as stream:
+            stream.truncate(2 << 30)
+
+    yield one("claimed header, large index", claims, verdict=Verdict.REFUSED, most=8)
+
+
+MUTATIONS = (*_mutations(), *_finished(), *_planted())
