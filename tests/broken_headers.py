@@ -660,8 +660,50 @@ def _pickles_beside_safetensors(bench: Bench) -> Repo:
 @broken("QC056", severity="warning")
 def _a_shard_the_index_does_not_name(bench: Bench) -> Repo:
     folder = bench.copy("moe_bf16")
+    write_shard(folder / "other.safetensors", {"x": tensor("U8", 1)})
+    return Repo(folder)
+
+
+@broken("QC098")
+def _weights_that_vllm_takes_for_mistral_s(bench: Bench) -> Repo:
+    folder = bench.copy("moe_bf16")
     write_shard(folder / "consolidated.safetensors", {"x": tensor("U8", 1)})
     return Repo(folder)
+
+
+@broken("QC098")
+def _one_file_beside_an_index(bench: Bench) -> Repo:
+    """transformers looks for model.safetensors before an index."""
+    folder = bench.copy("moe_bf16")
+    write_shard(folder / "model.safetensors", {HEAD: tensor("BF16", 10, 8)})
+    return Repo(folder)
+
+
+@broken("QC096")
+def _codes_of_another_format_than_stated(bench: Bench) -> Repo:
+    def say(config: dict[str, Any]) -> None:
+        block = config["quantization_config"]
+        block["config_groups"]["group_0"]["weights"].update(type="float", num_bits=8)
+        block["format"] = "float-quantized"
+
+    return Repo(edit_config(bench.copy("moe_int4"), say))
+
+
+@broken("QC097")
+def _a_method_that_nothing_judges(bench: Bench) -> Repo:
+    def say(config: dict[str, Any]) -> None:
+        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+    return Repo(edit_config(bench.copy("moe_int4"), say))
+
+
+@broken("QC099")
+def _a_norm_left_out_as_a_scale(bench: Bench) -> Repo:
+    def claim(manifest: dict[str, Any]) -> None:
+        rule = "dequant: activation scales and shapes beside quantized weights"
+        manifest["dropped"] = {rule: ["model.layers.0.self_attn.q_proj.bias"]}
+
+    return Repo(edit_manifest(bench.copy("moe_dequantized"), claim))
 
 
 @broken("QC057", severity="warning")
@@ -823,7 +865,11 @@ def draft_int4(ignore: list[str]) -> Any:
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
-        "ignore": [r"re:model\.layers\.[01]\.(self_attn|mlp\.[a-z_]*(proj|shared)).*", *ignore],
+        "ignore": [
+            "lm_head",
+            r"re:model\.layers\.[01]\.(self_attn|mlp\.[a-z_]*(proj|shared)).*",
+            *ignore,
+        ],
     }
     return model
 
@@ -839,7 +885,7 @@ def _parts_listed_for_a_class_without_a_mapping(bench: Bench) -> Repo:
     """sglang's DeepSeek finds no scheme for gate_up_proj, and refuses the folder."""
     model = draft_int4([r"re:model\.decoder\.(?!mlp\.experts\.).*"])
     ignore = model.config["quantization_config"]["ignore"]
-    ignore[0] = r"re:model\.layers\.[01]\.(self_attn|mlp\.(shared_experts\.)?(gate|up|down)_proj).*"
+    ignore[1] = r"re:model\.layers\.[01]\.(self_attn|mlp\.(shared_experts\.)?(gate|up|down)_proj).*"
     ignore.append(r"re:model\.layers\.2\.(self_attn|mlp\.shared).*")
     return bench.write(model)
 
@@ -866,7 +912,7 @@ def _hf_quant_config_of_another_format(bench: Bench) -> Repo:
 @broken("QC039")
 def _two_lists(bench: Bench) -> Repo:
     def add(config: dict[str, Any]) -> None:
-        config["quantization_config"]["ignored_layers"] = ["model.norm"]
+        config["quantization_config"]["ignored_layers"] = ["model.norm", "lm_head"]
         config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
 
     return Repo(edit_config(bench.copy("moe_fp8"), add))
@@ -1038,6 +1084,9 @@ def _dropped_and_there(bench: Bench) -> Repo:
     folder = bench.copy("moe_dequantized")
 
     def claim(manifest: dict[str, Any]) -> None:
+        spec = "Drop(what=None, match='*e*.weight', why='a base model')"
+        step = {"name": "drop", "spec": spec, "matched": 2, "expected": None}
+        manifest["passes"].insert(0, step)
         manifest["dropped"] = {"drop: a base model": [HEAD, EMBEDDINGS]}
 
     return Repo(edit_manifest(folder, claim))

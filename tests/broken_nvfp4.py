@@ -202,6 +202,13 @@ def _an_input_scale_of_an_expert_that_saw_nothing(bench: Bench) -> Repo:
     return Repo(edited(bench, "nvfp4_mo_inputs", edit).folder)
 
 
+@broken("QC112", level="full")
+def _an_input_scale_that_is_not_the_source_s(bench: Bench) -> Repo:
+    source = bench.sound("nvfp4_mo_inputs")
+    edit = scaled(".input_scale", lambda value: 1 / value, only=".down_proj")
+    return Repo(edited(bench, "nvfp4_mo_inputs", edit).folder, against=source)
+
+
 @broken("QC101", beside=("QC037",))
 def _w4a4_said_of_weights_alone(bench: Bench) -> Repo:
     return stating(bench, "nvfp4_mo", lambda block: block.update(quant_algo="NVFP4"))

@@ -150,7 +150,10 @@ def _int8(symmetric: bool, group: int | None) -> dict[str, Any]:
 def _awq_block(zero_point: bool, group: int) -> dict[str, Any]:
     return {
         "quant_method": "awq", "bits": 4, "group_size": group, "zero_point": zero_point,
-        "version": "gemm", "modules_to_not_convert": None,
+        "version": "gemm",
+        "modules_to_not_convert": [
+            "self_attn", "shared_experts", "mlp.gate", "mlp.up_proj", "mlp.down_proj", "lm_head",
+        ],
     }  # fmt: skip
 
 

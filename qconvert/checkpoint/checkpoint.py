@@ -49,7 +49,8 @@ DENIED_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack",
     ".gguf", ".onnx", ".onnx_data", ".npz", ".npy", ".tflite", ".ot", ".partial", ".incomplete",
 )  # fmt: skip
-DENIED_PATHS = frozenset({INDEX, MANIFEST, RECEIPT, "config.json"})
+# An adapter's weights are not copied either: with its config transformers would look for them.
+DENIED_PATHS = frozenset({INDEX, MANIFEST, RECEIPT, "config.json", "adapter_config.json"})
 # The Hub's own files, and files that may hold tokens.
 DENIED_NAMES = frozenset({".gitattributes", ".env"})
 _DENIED_FOLDERS = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints"})

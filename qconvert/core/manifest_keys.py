@@ -173,4 +173,7 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
         "a list of repairs, each with its file",
     ),
     "tp_sizes": (_is_counts, "a list of counts"),
+    "input_scale": (_is_number, "a number"),
+    "kv_scale": (_is_number, "a number"),
+    "input_maxima": (_values(_is_text), "an object of strings"),
 }

@@ -175,6 +175,7 @@ class ToFp8:
         if maxima is not None:
             spec = repr(replace(self, stats=maxima.digest))
             notes += maxima.notes()
+            facts["input_maxima"] = maxima.recorded
         if self.input_scale is not None:
             facts["input_scale"] = self.input_scale
             notes.append(f"input scales are the constant {self.input_scale:g}, found from no data")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from struct import pack
 
 from qconvert.checkpoint.safetensors import Entry, read_header
 from qconvert.core.dtypes import TensorType
@@ -37,6 +38,15 @@ class InputMaxima:
     def digest(self) -> str:
         """Of what was read, wherever it lay: what stands for the folder in a pass's identity."""
         return sha256(repr(sorted(self.largest.items())).encode()).hexdigest()[:32]
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        """For the manifest, with which validators compare the scales that follow: by `LAYER.KIND` the
+        largest input of each expert, F32 as hexadecimal text."""
+        return {
+            f"{layer}.{kind}": pack(f"<{len(values)}f", *values).hex()
+            for (layer, kind), values in sorted(self.largest.items())
+        }
 
     def notes(self) -> list[str]:
         """For a pass's log entry."""

@@ -200,8 +200,10 @@ class ToNvfp4:
         step = self.name, repr(self)
         return as_nvfp4(plan, step, found, self.dialect, self.input_scale)
 
-    def _facts(self) -> dict[str, Any]:
-        """What the card says of input scales."""
+    def _facts(self, maxima: InputMaxima | None) -> dict[str, Any]:
+        """What input scales follow from."""
+        if maxima is not None:
+            return {"input_maxima": maxima.recorded}
         return {} if self.input_scale is None else {"input_scale": self.input_scale}
 
     def chosen(self, plan: Plan) -> Selection:
@@ -253,7 +255,7 @@ class ToNvfp4:
             {**others, **made},
             dropped=chosen.dropped(plan),
             block=block,
-            facts={"tp_sizes": _loads_at(chosen), **self._facts()},
+            facts={"tp_sizes": _loads_at(chosen), **self._facts(maxima)},
             calibrate=self.calibrate,
             digest=digest,
         )

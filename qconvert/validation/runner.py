@@ -70,6 +70,8 @@ _OPTIONS: Mapping[str, tuple[str, str, Extra, tuple[str, ...]]] = {
 _KINDS = ("amx", "gdn", "kv-cache", "model", "nvfp4", "prepared", "runtime")
 # Names that only such folders have.
 _NVFP4 = (".weight_scale_2", ".weight_global_scale")
+# Keys of a quantization block that state scales of a KV cache.
+KV_STATED = ("kv_cache_scheme", "kv_cache_quant_algo")
 _SAMPLE = 64
 
 # Where validators are. The kernels' own modules are imported where they run.
@@ -355,7 +357,7 @@ def validate_kernels() -> Report:
 def _at_hand(folder: Folder) -> set[Need]:
     """What validators may need and have. Raises CheckpointError if the files they rely on are broken."""
     checkpoint, request = folder.checkpoint, folder.request
-    manifest, _ = checkpoint.manifest, checkpoint.quantization_configs
+    manifest, stated = checkpoint.manifest, checkpoint.quantization_configs
     found: dict[Need, bool] = {
         "source": folder.source is not None,
         "receipt": folder.receipt is not None,
@@ -366,7 +368,9 @@ def _at_hand(folder: Folder) -> set[Need]:
         "model": "amx" not in (manifest or {}),
         "gdn": checkpoint.role_index.dims.gdn is not None and "amx" not in (manifest or {}),
         "nvfp4": any(end.endswith(_NVFP4) for end in checkpoint.ends),
-        "kv-cache": any(end.endswith(KV_SCALES) for end in checkpoint.ends),
+        "kv-cache": any(end.endswith(KV_SCALES) for end in checkpoint.ends)
+        or "kv_scale" in (manifest or {})
+        or any(one.block.get(key) for one in stated for key in KV_STATED),
         "prepared": says_prepared(checkpoint),
         "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,
         "kernels": request.kernels,

@@ -20,7 +20,13 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.names import split_parameter
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validators.reading.parts import lost
-from qconvert.validators.reading.quantization import PackedInts, gptq_block, gptq_ints, ints_of
+from qconvert.validators.reading.quantization import (
+    PackedInts,
+    awq_ints,
+    gptq_block,
+    gptq_ints,
+    ints_of,
+)
 
 RULES = (
     Rule(
@@ -58,6 +64,7 @@ def int_parts(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Iterator[F
     the config does not state."""
     yield from _packed(checkpoint)
     yield from _gptq(checkpoint, shapes)
+    yield from _awq(checkpoint, shapes)
     yield from _experts(checkpoint)
 
 
@@ -157,6 +164,42 @@ def _gptq_parts(
         elif part != "g_idx" or stated.ordered:
             message = f"has no {part}, which every loader requires"
             yield Finding("QC088", "error", f"{module}.qweight", message)
+
+
+def _awq(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Iterator[Finding]:
+    """AutoAWQ's own form (0.2, version gemm; vLLM 0.33 `awq.py`, sglang 0.5.23 `awq/`): qweight I32
+    [K, N / 8], qzeros I32 [groups, N / 8], scales [groups, N]."""
+    stated = awq_ints(checkpoint.quantization_configs)
+    if stated is None:
+        return  # QC012, QC097
+    for name in [name for name in checkpoint if name.endswith(".qweight")]:
+        module, words = name.removesuffix(".qweight"), checkpoint[name].type
+        place = checkpoint.role_index.places.get(name)
+        shape = None if place is None else shapes.get(place.role.name.removeprefix("mtp."))
+        if len(words.shape) != 2 or words.dtype != "I32":
+            yield Finding("QC089", "error", name, f"expected I32 [K, N / 8], found {words}")
+            continue
+        if shape is not None and len(shape) == 2 and min(shape) > 0:
+            wanted = (shape[1], ceil_div(shape[0], 8))
+            if words.shape != wanted:
+                yield from _unlike(name, words, ("I32",), wanted, stated)
+                continue
+        columns, rows = words.shape[0], words.shape[1] * 8
+        groups = ceil_div(columns, stated.group or columns)
+        for part, wanted, dtypes in (
+            ("qzeros", (groups, words.shape[1]), ("I32",)), ("scales", (groups, rows), _INT4_SCALES),
+        ):  # fmt: skip
+            found, asked = (
+                checkpoint.get(f"{module}.{part}"),
+                part == "scales" or not stated.symmetric,
+            )
+            if found is not None and not asked:
+                message = "exists, but the config's zero_point says that there is none"
+                yield Finding("QC088", "error", found.name, message)
+            elif found is not None:
+                yield from _unlike(found.name, found.type, dtypes, wanted, stated)
+            elif asked:
+                yield Finding("QC088", "error", name, f"has no {part}, which every loader requires")
 
 
 def _unlike(

@@ -1,18 +1,21 @@
 """Scales of a KV cache that is kept in FP8.
 
 QC111 a scale of the KV cache is one that runtimes do not take: of another type, without its partner, or
-      beside a config that states no KV cache.
+      beside a config that states no KV cache; or a layer of attention has none where others do, or where
+      qconvert.json says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from qconvert.core.names import KV_SCALES
+from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint, QuantConfig
+from qconvert.core.names import KV_SCALES, split_parameter
+from qconvert.core.roles import Kind
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Rule
-from qconvert.validation.runner import Folder, Need
+from qconvert.validation.runner import KV_STATED, Folder, Need
 from qconvert.validators.reading.parts import of_cache
 
 RULES = (
@@ -20,15 +23,16 @@ RULES = (
         "QC111",
         "a scale of the KV cache is one that runtimes do not take",
         "sglang 0.5.23 and vLLM 0.33 take one float for the keys of a layer and one for its values; of "
-        "values alone they fail, of keys alone they use the one for both. Where a config of "
-        "compressed-tensors or modelopt states no KV cache, sglang builds no parameter for either, and "
-        "uses 1.",
+        "values alone they fail, of keys alone they use the one for both, and of a layer without any 1. "
+        "Where a config of compressed-tensors or modelopt states no KV cache, sglang builds no "
+        "parameter for either, and uses 1.",
         "Convert again with --kv-scale, or add kv_cache_scheme to the quantization_config.",
     ),
 )
 K, V = KV_SCALES
 _FLOATS = ("F32", "BF16", "F16")
-_STATED = ("kv_cache_scheme", "kv_cache_quant_algo")
+# What makes keys and values, in a layer.
+_MAKERS = (Kind.KEY, Kind.QKV, Kind.KV_UP)
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,56 @@ class KvCache:
                 (only,) = ends
                 message = f"it has {only[1:]} and no {(V if only == K else K)[1:]}"
                 yield Finding("QC111", "warning" if only == K else "error", module, message)
+        yield from _layers_without(checkpoint, layers)
         for config in checkpoint.quantization_configs:
-            silent = not any(config.block.get(key) for key in _STATED)
+            silent = not any(config.block.get(key) for key in KV_STATED)
+            if not (scales or silent) and _is_static(config):
+                message = "states a scaled KV cache, and no scale of one is stored: runtimes use 1"
+                yield Finding("QC111", "warning", config.where, message)
             if scales and silent and config.method in ("compressed-tensors", "modelopt"):
                 message = (
                     f"there are {count(len(scales), 'scale')} of the KV cache, and {config.where} "
-                    f"states neither {' nor '.join(_STATED)}: sglang reads none of them"
+                    f"states neither {' nor '.join(KV_STATED)}: sglang reads none of them"
                 )
                 yield Finding("QC111", "warning", scales[0], message)
+
+
+def _layers_without(checkpoint: Checkpoint, having: Collection[str]) -> Iterator[Finding]:
+    """Layers of attention that lack the scales which others have, or all are said to have."""
+    stated = (checkpoint.manifest or {}).get("kv_scale")
+    if not having and stated is None:
+        return
+    index = checkpoint.role_index
+    with_scales = {_place_of(module) for module in having}
+    lacking: dict[str, None] = {}
+    for name, place in index.places.items():
+        draft = index.family.is_mtp(name, index.dims)
+        tower = place.role.name.startswith("vision.")
+        if place.role.kind in _MAKERS and place.layer is not None and not (draft or tower):
+            module = split_parameter(name)[0].rpartition(".")[0]
+            if _place_of(module) not in with_scales:
+                lacking[module] = None
+    if lacking:
+        first = next(iter(lacking))
+        why = f"{MANIFEST} says that keys and values have the scale {stated}"
+        if stated is None:
+            why = f"{count(len(having), 'other layer')} of attention have some"
+        message = (
+            f"{count(len(lacking), 'layer')} of attention have no scales of the KV cache: {why}"
+        )
+        yield Finding("QC111", "error", first, message)
+
+
+def _is_static(config: QuantConfig) -> bool:
+    scheme = config.block.get("kv_cache_scheme")
+    return not (isinstance(scheme, Mapping) and scheme.get("dynamic"))
+
+
+def _place_of(module: str) -> str:
+    """What is before a module's layer, and the layer: runtimes hang scales at attention, at what is in
+    it, or at its projections."""
+    before, layers, rest = module.partition(".layers.")
+    return f"{before}{layers}{rest.partition('.')[0]}"
 
 
 VALIDATOR = KvCache()

@@ -30,18 +30,19 @@ from qconvert.validators.reading.quantization import judged
 RULES = (
     Rule(
         "QC101",
-        "NVFP4 is stated to quantize activations, but input scales are missing",
+        "activations are stated to have stored scales, but input scales are missing",
         "Weights were quantized without a calibration, and the block of a calibrated model was copied. "
         "Runtimes create a parameter for each input scale and never fill it.",
-        "State weights only (quant_algo W4A16_NVFP4; in compressed-tensors no input_activations), or "
-        "quantize again with a calibration's statistics (--stats).",
+        "NVFP4: state weights only (quant_algo W4A16_NVFP4; in compressed-tensors no "
+        "input_activations). FP8 and INT8: state that activations are scaled as they come "
+        "(activation_scheme, or dynamic). Or quantize again with a calibration's statistics (--stats).",
     ),
     Rule(
         "QC102",
-        "NVFP4 is stated to be weights only, but there are input scales",
-        "The block was written for weights alone. Loaders drop the scales, "
-        "or fail on tensors that they have no parameter for.",
-        "State that activations are quantized, or convert again with --weight-only.",
+        "activations are stated to have no stored scales, but there are input scales",
+        "The block was written for weights alone, or for activations that are scaled as they come. "
+        "Loaders drop the scales, or fail on tensors that they have no parameter for.",
+        "State that activations have stored scales; NVFP4: or convert again with --weight-only.",
     ),
     Rule(
         "QC103",

@@ -30,11 +30,10 @@ from qconvert.validators.reading.quantization import (
     HF_QUANT_CONFIG,
     LISTS,
     Listed,
-    gptq_block,
     ignored,
-    judged,
     named_targets,
     scheme,
+    taken_block,
     targets,
 )
 
@@ -99,6 +98,8 @@ _DRAFT = "model.decoder"
 # Whose config classes take text_config's block to the root: sglang 0.5.23 (`configs/`). vLLM 0.33 reads
 # it for all classes (`transformers_utils/model_arch_config_convertor.py`).
 _TAKE_FROM_TEXT = ("kimi_k25", "kimi_k3", "glm5_next")
+# Ends of names of classes that have a head, tied or not.
+_WITH_HEADS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ class QuantizationConfig:
         yield from contradictions
         for config in configs:
             yield from _two_lists(config)
-        taken = judged(configs) or gptq_block(configs)
+        taken = taken_block(configs)
+        if taken is not None and taken.method == "mxfp4":
+            return  # gpt-oss's stacks of experts alone, whatever is listed
         if any(found.severity == "error" for found in contradictions):
             return  # unknown which block is meant
         if taken is None and configs:
@@ -142,6 +145,7 @@ class QuantizationConfig:
         # vLLM 0.33 (kimi_k25.py) quantizes no tower by a block of the language model's config.
         towers = "text_config" not in taken.where
         plain = [m for m in _plain_linears(checkpoint, towers=towers) if m not in quantized]
+        plain += [m for m in _linears_of_classes(checkpoint, taken) if m not in quantized]
         yield from _uncovered(checkpoint, listed, named, plain)
         if taken.method == "compressed-tensors":
             yield from _draft_names(checkpoint, listed, named, plain)
@@ -189,6 +193,36 @@ def _plain_linears(checkpoint: Checkpoint, *, towers: bool) -> Iterator[str]:
             and (towers or place.role.kind is not Kind.VISION)
         ):
             yield name.removesuffix(".weight")
+
+
+def _linears_of_classes(checkpoint: Checkpoint, config: QuantConfig) -> Iterator[str]:
+    """The model's other modules that a block without a word about them has quantized: the head, also one
+    that is tied and not stored, and the gate of a shared expert. transformers 5.17 builds both as
+    torch.nn.Linear, which compressed-tensors' `Linear` names; quant_method fp8 takes all of these but
+    those of modules_to_not_convert, with which it no longer leaves the head out by itself
+    (`quantizers/base.py`, `get_modules_to_not_convert`). modelopt's heads are those of vLLM 0.33 and
+    sglang 0.5.23 (`ParallelLMHead` in `modelopt.py`, `modelopt_quant.py`)."""
+    kinds: tuple[Kind, ...] = (Kind.HEAD, Kind.SHARED_WEIGHT)
+    if config.method == "modelopt":
+        kinds = () if config.block.get("quant_algo") == "MIXED_PRECISION" else (Kind.HEAD,)
+    elif config.method == "awq":
+        kinds = ()
+    elif config.method != "compressed-tensors":
+        kinds = kinds if isinstance(config.block.get("modules_to_not_convert"), list) else ()
+    index = checkpoint.role_index
+    for name, place in index.places.items():
+        if (
+            place.role.kind in kinds
+            and place.parameter == "weight"
+            and not index.family.is_mtp(name, index.dims)
+        ):
+            yield name.removesuffix(".weight")
+    classes = checkpoint.config.get("architectures")
+    heads = (
+        any(str(c).endswith(_WITH_HEADS) for c in classes) if isinstance(classes, list) else False
+    )
+    if Kind.HEAD in kinds and heads and index.dims.tied and index.named("lm_head") is None:
+        yield "lm_head"
 
 
 def _all_linear(config: QuantConfig) -> bool:
@@ -247,6 +281,8 @@ def _uncovered(
         # the fused name, so it must be listed with its parts.
         whole = members[-1:] == (lacking[0].rpartition(".")[2],) and module not in lacking
         message = "is not quantized, but the config does not list " + ", ".join(lacking)
+        if f"{module}.weight" not in checkpoint:
+            message = f"shares the embeddings, and {message.removeprefix('is not quantized, but ')}"
         yield Finding("QC035", "warning" if whole else "error", f"{module}.weight", message)
 
 

@@ -6,6 +6,7 @@ QC056 weights that the index does not name: pickles, shards, another index.
 QC057 no shard's metadata says `format: pt`.
 QC058 config.json names code that is missing.
 QC059 README.md's front matter is broken.
+QC098 a file is read instead of the weights that the index names, or on top of them.
 
 The first ones are not checked in a folder with a receipt: QC020 and QC032 compare it with what was
 written and what its source has. generation_config.json is optional in every runtime, so only QC032
@@ -19,14 +20,17 @@ from dataclasses import dataclass
 from reprlib import Repr
 from typing import Any
 
-from qconvert.checkpoint.checkpoint import RECEIPT, Checkpoint
+from qconvert.checkpoint.checkpoint import INDEX, RECEIPT, Checkpoint
 from qconvert.checkpoint.family import vision_config
+from qconvert.checkpoint.safetensors import read_header
 from qconvert.core.errors import CheckpointError
+from qconvert.core.json_text import parse_object
 from qconvert.core.yaml_lines import load
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule
 from qconvert.validation.runner import Folder, Need
 
 README = "README.md"
+_SINGLE, _PICKLE, _PARAMS = "model.safetensors", "pytorch_model.bin", "params.json"
 _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
     "spiece.model", "tekken.json", "sentencepiece.bpe.model",
@@ -83,6 +87,15 @@ RULES = (
         "Front matter is a YAML mapping between two lines of ---; base_model is a repo id or a list "
         "of ids, base_model_relation one of adapter, merge, quantized, finetune.",
     ),
+    Rule(
+        "QC098",
+        "a file is read instead of the weights that the index names, or on top of them",
+        "A folder was written into twice, or files of the source or of training were copied. "
+        "transformers takes model.safetensors before an index, and applies an adapter that lies beside; "
+        "vLLM takes consolidated*.safetensors before all; kt-kernel reads every .safetensors file. What "
+        "they read was not validated.",
+        "Delete the named file, after checking whether the index should name it.",
+    ),
 )
 
 
@@ -98,11 +111,17 @@ class SideFiles:
         checkpoint = folder.checkpoint
         if checkpoint.there(RECEIPT) is None:
             yield from _missing(checkpoint)
-            yield from _stale(checkpoint)
-        elif any(_missing(checkpoint)):
-            # The source may not have had them: the receipt lists everything that it had.
-            yield OnlyRead(f"no tokenizer, processor or code was left behind, says {RECEIPT}")
-            yield Proved("shard metadata and README front matter are valid")
+            first = list(_read_first(checkpoint))
+            yield from first
+            yield from (
+                f for f in _stale(checkpoint) if f.where not in {one.where for one in first}
+            )
+        else:
+            yield from _read_first(checkpoint)
+            if any(_missing(checkpoint)):
+                # The source may not have had them: the receipt lists everything that it had.
+                yield OnlyRead(f"no tokenizer, processor or code was left behind, says {RECEIPT}")
+                yield Proved("shard metadata and README front matter are valid")
         if checkpoint.metadata.get("format") is None:
             name = checkpoint.shards[0].path.name
             message = "its metadata, and any other shard's, lacks format: pt"
@@ -154,6 +173,73 @@ def _stale(checkpoint: Checkpoint) -> Iterator[Finding]:
         else:
             continue
         yield Finding("QC056", "warning", file, message)
+
+
+def _read_first(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Files that a reader takes before those that were validated. transformers 5.17 (`modeling_utils.py`,
+    `_get_resolved_checkpoint_files`; `integrations/peft.py`), vLLM 0.33 (`default_loader.py`), sglang
+    0.5.23 (`weight_utils.py`), kt-kernel 0.7.2 (`utils/loader.py`: all below the folder, the last
+    counts)."""
+    files = {*checkpoint.denied_files, *checkpoint.side_files}
+    shards = {shard.path.name for shard in checkpoint.shards}
+    whole = checkpoint.indexed or shards == {_SINGLE}
+    if checkpoint.indexed and _SINGLE in files:
+        yield _first(_SINGLE, "transformers reads it instead of the shards that the index names")
+    named = checkpoint.config.get("transformers_weights")
+    if isinstance(named, str) and named not in (INDEX if checkpoint.indexed else "", *shards):
+        yield _first("config.json", f"transformers_weights has transformers read {named!r} alone")
+    pickle = next((file for file in (_PICKLE, f"{_PICKLE}.index.json") if file in files), None)
+    if not whole and pickle is not None:
+        message = f"transformers reads it: it finds neither {_SINGLE} nor {INDEX}"
+        yield _first(pickle, message)
+    if "adapter_config.json" in files:
+        yield _first("adapter_config.json", "transformers applies this adapter to the weights")
+    loose = sorted(f for f in files if f.endswith(".safetensors"))
+    mistral = [f for f in loose if "/" not in f and f.startswith("consolidated")]
+    if mistral and not _is_mistral(checkpoint):
+        yield _first(
+            mistral[0], "vLLM reads consolidated*.safetensors instead of all other weights"
+        )
+    drafts = checkpoint.role_index.dims.mtp_layers and checkpoint.family.name.startswith("glm4_moe")
+    if drafts and "mtp.safetensors" in loose:
+        yield _first(
+            "mtp.safetensors", "sglang reads draft layers from it, whatever the index names"
+        )
+    for file in loose:
+        both = () if file == _SINGLE else _names_again(checkpoint, file)
+        if both:
+            message = (
+                f"holds {both[0]!r} again, which kt-kernel then reads from it or from the index's"
+            )
+            yield _first(file, message)
+
+
+def _first(file: str, message: str) -> Finding:
+    return Finding("QC098", "error", file, message)
+
+
+def _is_mistral(checkpoint: Checkpoint) -> bool:
+    """Whether the folder holds Mistral's own form of the model too, as Mistral publishes it: with its
+    config, and quantized if this one is."""
+    text = checkpoint.read(_PARAMS, _MOST_README) if _PARAMS in checkpoint.side_files else None
+    if text is None or checkpoint.manifest is not None:
+        return False
+    try:
+        own = parse_object(text, checkpoint.root / _PARAMS)
+    except CheckpointError:
+        return False
+    return bool(own.get("quantization")) == bool(checkpoint.quantization_configs)
+
+
+def _names_again(checkpoint: Checkpoint, file: str) -> list[str]:
+    """Tensors of the model that a file which is not read holds as well."""
+    if checkpoint.there(file) is None:
+        return []
+    try:
+        header = read_header(checkpoint.root / file, checkpoint.real(file))
+    except CheckpointError:
+        return []
+    return [entry.name for entry in header.entries if entry.name in checkpoint]
 
 
 # --- README.md -----------------------------------------------------------------------------------

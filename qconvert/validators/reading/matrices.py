@@ -200,7 +200,7 @@ def _key_of(checkpoint: Checkpoint, name: str, place: Place | None) -> Key:
     """The key of a tensor that is one matrix."""
     if place is None or checkpoint.family.name == "generic":
         module, parameter = split_parameter(name)
-        return _plain_name(module), None, None, _as_weight(parameter)
+        return plain_name(module), None, None, _as_weight(parameter)
     return place.role.name, place.layer, place.expert, _as_weight(place.parameter)
 
 
@@ -304,7 +304,8 @@ def _as_weight(parameter: str) -> str:
     return "weight" if parameter in ("weight_packed", "qweight") else parameter
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
+    """The same in a multi-modal and in a text-only checkpoint."""
     for prefix, plain in _PREFIXES.items():
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)

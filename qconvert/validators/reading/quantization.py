@@ -24,8 +24,9 @@ T = TypeVar("T")
 
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
 KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
-# Methods that some rules read: GPTQ's own form and prepared folders by rules of their own.
-READ_METHODS = (*KNOWN_METHODS, "gptq", "qconvert-trtllm-gen")
+# Methods that some rules read: own forms of GPTQ and AutoAWQ, gpt-oss's stacks and prepared folders by
+# rules of their own.
+READ_METHODS = (*KNOWN_METHODS, "gptq", "awq", "mxfp4", "qconvert-trtllm-gen")
 HF_QUANT_CONFIG = "hf_quant_config.json"
 # Keys of lists of modules that stay unquantized, by method; the first that is present applies.
 LISTS: Mapping[str, tuple[str, ...]] = {
@@ -276,6 +277,18 @@ def group_names(config: QuantConfig) -> Callable[[str], str | None]:
     return of
 
 
+def group_of(checkpoint: Checkpoint, module: str) -> Mapping[str, Any] | None:
+    """The compressed-tensors group that covers a module, with what it states about activations; None if
+    there is none."""
+    for config, groups, _ in _groups(checkpoint):
+        mine = _group_of(config, groups, module)
+        blocks = config.block.get("config_groups")
+        for group in blocks.values() if isinstance(blocks, Mapping) else ():
+            if mine is not None and isinstance(group, Mapping) and group.get("weights") is mine:
+                return group
+    return None
+
+
 def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
     """The block of a module's FP8 scales: of several that of the compressed-tensors group that covers
     the module, else the first that is stated; None if there is none."""
@@ -353,6 +366,13 @@ def gptq_ints(configs: Iterable[QuantConfig]) -> tuple[PackedInts, int] | None:
     return PackedInts(bits, group, block.get("sym", True) is not False, ordered), version
 
 
+def taken_block(configs: Sequence[QuantConfig]) -> QuantConfig | None:
+    """The block that runtimes take, own forms among them; None if it is of a method that no rule
+    reads."""
+    own = next((config for config in configs if config.method in ("gptq", "awq", "mxfp4")), None)
+    return judged(configs) or own
+
+
 def awq_ints(configs: Iterable[QuantConfig]) -> PackedInts | None:
     """What a block of AutoAWQ's own form states (0.2, version gemm); None if there is none, or one that
     is not read here."""
@@ -391,6 +411,10 @@ def ignored(config: QuantConfig) -> Listed:
         if config.block.get("modules_in_block_to_quantize"):
             left = ["re:"]
         return Listed(config.method, tuple(left))
+    if config.method == "awq":  # any part of a name, as transformers 5.17 and vLLM 0.33 match it
+        entries = config.block.get("modules_to_not_convert")
+        parts = [n for n in entries if isinstance(n, str)] if isinstance(entries, list) else []
+        return Listed(config.method, tuple(f"re:.*{re.escape(part)}" for part in parts))
     for key in LISTS.get(config.method, ()):
         value = config.block.get(key)
         if isinstance(value, list) and value:

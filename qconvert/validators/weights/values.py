@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.names import KV_SCALES
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import CHUNK, Folders, Watch
@@ -21,7 +20,6 @@ from qconvert.validators.reading.decode import FP8, code_floats, scale_floats
 from qconvert.validators.reading.forms import Grid
 from qconvert.validators.reading.matrices import Matrix, matrices
 from qconvert.validators.reading.nvfp4 import FP4, is_part
-from qconvert.validators.reading.parts import of_cache
 from qconvert.validators.reading.rows import group_of, row_bytes, zero_points
 from qconvert.validators.weights.signs import may_be_negative
 
@@ -116,7 +114,6 @@ class Values:
                 task = Numbers(
                     tensor=source, spans=spans, parts=parts, blank=blank,
                     infinities=allowed and source.type.dtype == "BF16",
-                    positive=name.endswith(KV_SCALES) and of_cache(checkpoint, name),
                 )  # fmt: skip
                 kinds.setdefault(kind, []).append(task)
         for tasks in kinds.values():
@@ -127,12 +124,11 @@ class Values:
 class Numbers(Watch):
     """One tensor. `parts` matrices of equal size make it up; each is checked for being zero: for
     packed integers, whether each byte is `blank` (0: these are floats). `infinities` were written on
-    purpose; scales of a KV cache must be `positive`."""
+    purpose."""
 
     parts: int
     blank: int
     infinities: bool
-    positive: bool
     scratch: ClassVar[int] = 2 * CHUNK
 
     def look(self) -> _Numbers:
@@ -169,9 +165,6 @@ class _Numbers:
                 (self._meant if meant else self._fault).append(
                     self._broken(first, count, meant=meant)
                 )
-            if task.positive and not self._fault and (raw.view(f"<i{width}") <= 0).any():
-                message = "a scale of the KV cache is not above 0: runtimes take 1 instead, or fail"
-                self._fault.append(Finding("QC068", "error", task.tensor.name, message))
             some = largest > 0
         if some and self._zero.any():
             self._note(raw, at)

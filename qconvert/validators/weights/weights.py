@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint.text_class import text_model_type
-from qconvert.core.names import KV_SCALES, parse, split_parameter
+from qconvert.core.names import parse, split_parameter
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
@@ -25,9 +25,9 @@ from qconvert.validators.reading.decode import FLOATS
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Key, Matrix, matrices
 from qconvert.validators.reading.nvfp4 import FP4, MXFP4, NVFP4
-from qconvert.validators.reading.parts import is_of_activations
 from qconvert.validators.reading.prepared import bases, prepared_tensors
 from qconvert.validators.weights.compare import Compare, How, described
+from qconvert.validators.weights.input_scales import is_such_a_scale, scale_key
 from qconvert.validators.weights.searched import CompareSearched, is_searched
 from qconvert.validators.weights.solved_nvfp4 import CompareSolvedNvfp4
 
@@ -80,18 +80,11 @@ class Weights:
         unread: list[tuple[Matrix, str]] = []
         holes = {_whole(m): m.note for m in theirs.values() if m.note}
         moved = prepared_tensors(folder.checkpoint)
-        inputs = cache = 0
         for key, mine in ours.items():
-            if mine.tensor in moved:
-                continue
+            if mine.tensor in moved or is_such_a_scale(folder.checkpoint, mine.tensor):
+                continue  # QC109, QC112
             yours = _counterpart(folder, key, theirs)
             hole = mine.note or holes.get(_whole(mine), "")
-            if yours is None and is_of_activations(folder.checkpoint, mine.tensor):
-                inputs += 1
-                continue
-            if yours is None and mine.tensor.endswith(KV_SCALES):
-                cache += 1
-                continue
             if yours is None and hole:
                 unread.append((mine, hole))
                 continue
@@ -113,10 +106,6 @@ class Weights:
                 task = _kind_of(folder, mine, how)(mine, yours, how, _is_full(folder))
                 kind = mine.key[0], mine.format, yours.format, mine.key[3]
                 kinds.setdefault(kind, []).append(task)
-        if cache:
-            yield Skipped(f"{count(cache, 'scale')} of the KV cache (the source has none)")
-        if inputs:
-            yield Skipped(f"{count(inputs, 'input scale')} (of activations; the source has none)")
         if moved:
             yield Skipped(
                 f"{count(len(moved), 'prepared tensor')} against weights (see `prepared`)"
@@ -192,11 +181,15 @@ def _missing(
     # A head that differs from the embeddings cannot be left out, whatever the folder's config says.
     tied = folder.checkpoint.role_index.dims.tied and folder.source.role_index.dims.tied
     gone: dict[str, str] = {}
+    here = folder.checkpoint
+    scales = {scale_key(name) for name in here if is_such_a_scale(here, name)}
     moved = tuple(f"{base}." for base in bases(folder.checkpoint))  # QC109 checks all of theirs
     for key, matrix in theirs.items():
         if matrix.tensor.startswith(moved):
             continue
         spare = tied and key[0] == "lm_head"
+        if scale_key(matrix.tensor) in scales and is_such_a_scale(folder.source, matrix.tensor):
+            continue
         if key not in ours and matrix.tensor not in dropped and not spare:
             gone.setdefault(matrix.tensor, described(matrix, "is missing, and no rule drops it"))
     for name, message in list(gone.items())[:_MOST_MISSING]:

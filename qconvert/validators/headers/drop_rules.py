@@ -1,0 +1,151 @@
+"""What was left out against the rule that left it out: a rule's text says what it is about.
+
+QC099 a tensor was dropped by a rule that is not about it, or by one that no pass of the folder has.
+
+The manifest lists what is missing by rule, and QC030 takes what it lists for accounted for: a bias under
+a rule about scales would be lost with everything proved.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
+from qconvert.core.shown import count
+from qconvert.validation.findings import Finding, Rule, Skipped
+from qconvert.validation.runner import Folder, Need, NotChecked
+
+RULES = (
+    Rule(
+        "QC099",
+        "a tensor was dropped by a rule that is not about it",
+        "A conversion dropped too much under a name that fits something else: biases with scales, "
+        "layers of the model with those of a draft. Or qconvert.json was edited.",
+        "Convert again; if qconvert made the folder as it is, report the command and the message.",
+    ),
+)
+
+Takes = Callable[[str], bool]
+
+_SCALES_OF_INPUTS = r"[._](input|activation)_scale|[._]input_global_scale|\.input_zero_point"
+# Rules by their whole text: the names that each may take.
+_NAMES: Mapping[str, re.Pattern[str]] = {
+    "derived: it follows from the scales that stay": re.compile(
+        r".*\.(g1_alphas|g2_alphas|g1_scale_c|w13_input_scale_quant|w2_input_scale_quant)$"
+    ),
+    "elsewhere: what was noted beside expert weights, and is not of the new ones": re.compile(
+        rf".*(\.weight_shape|{_SCALES_OF_INPUTS})$"
+    ),
+    "dequant: activation scales and shapes beside quantized weights": re.compile(
+        rf".*(\.weight_shape|{_SCALES_OF_INPUTS})$"
+    ),
+    "fuse: equal to the per-tensor scale kept for all parts": re.compile(
+        r".*\.(weight_scale(_inv|_2)?|weight_global_scale|(input|activation)_scale|input_global_scale)$"
+    ),
+    "fuse: the size of packed rows, which is another now": re.compile(r".*\.weight_shape$"),
+}
+# Rules about a part of the model, which the source tells.
+_DRAFT = ("drop: what=mtp", "amx: mtp=drop")
+_NOT_DRAFT = "extract_draft: of the model, not of its draft"
+_TOWERS = (
+    "as_class: qwen3_next has no vision tower",
+    "text_only: of a tower, or of what joins one to the text model",
+)
+_NOT_EXPERTS = "elsewhere: no routed expert; the runtime reads it from its GPU side"
+_SHARED = ("elsewhere", "derived")  # beginnings that are no pass's name
+_RENAMING = ("as_class", "text_only", "fuse", "unfuse", "stack", "unstack", "prepare")
+_MOST = 20
+
+
+@dataclass(frozen=True)
+class DropRules:
+    """Names alone."""
+
+    name: str = "drop_rules"
+    proves: str = "each rule that left tensors out is about them"
+    needs: frozenset[Need] = frozenset()
+
+    def __call__(self, folder: Folder) -> Iterator[Finding | Skipped]:
+        manifest = folder.checkpoint.manifest
+        if manifest is None:
+            raise NotChecked(f"the folder has no {MANIFEST}")
+        unheld: list[str] = []
+        for rule, names in manifest["dropped"].items():
+            takes = _takes(rule, manifest, folder.source)
+            if takes is None:
+                unheld.append(rule)
+                continue
+            wrong = [name for name in names if isinstance(name, str) and not takes(name)]
+            for name in wrong[:_MOST]:
+                more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
+                message = f"was dropped by a rule that is not about it: {rule!r}{more}"
+                yield Finding("QC099", "error", name, message)
+        if unheld:
+            why = "give --against SRC" if folder.source is None else "another package's, or renamed"
+            yield Skipped(f"what {count(len(unheld), 'rule')} left out ({unheld[0]!r}: {why})")
+
+
+def _takes(rule: str, manifest: Mapping[str, Any], source: Checkpoint | None) -> Takes | None:
+    """Whether a rule may take a name; None where that cannot be told."""
+    passes = [step for step in manifest["passes"] if isinstance(step, Mapping)]
+    begins = rule.partition(":")[0]
+    if begins not in _SHARED and begins not in {str(step.get("name")) for step in passes}:
+        return _none
+    if rule in _NAMES:
+        return partial(_fits, _NAMES[rule])
+    if rule in (*_DRAFT, _NOT_DRAFT, *_TOWERS, _NOT_EXPERTS):
+        return None if source is None else partial(_is_part, rule, source)
+    return _by_pattern(rule, passes) if begins == "drop" else None
+
+
+def _none(name: str) -> bool:
+    return False
+
+
+def _fits(pattern: re.Pattern[str], name: str) -> bool:
+    return pattern.match(name) is not None
+
+
+def _is_part(rule: str, source: Checkpoint, name: str) -> bool:
+    index = source.role_index
+    if rule in _DRAFT or rule == _NOT_DRAFT:
+        return index.family.is_mtp(name, index.dims) == (rule in _DRAFT)
+    if rule == _NOT_EXPERTS:
+        return not index.kind(name).routed
+    place = index.places.get(name)
+    if place is None:
+        return "visual" in name or "vision" in name
+    return place.role.name.startswith("vision.")
+
+
+def _by_pattern(rule: str, passes: list[Mapping[str, Any]]) -> Takes | None:
+    """What the patterns of a recipe's drops match that gave this reason."""
+    patterns = []
+    for number, step in enumerate(passes):
+        if step.get("name") != "drop":
+            continue
+        asked = _arguments(str(step.get("spec")))
+        if asked.get("match") is not None and rule == f"drop: {asked.get('why')}":
+            if any(before.get("name") in _RENAMING for before in passes[:number]):
+                return None  # patterns are of the names at that step
+            patterns.append(str(asked["match"]))
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _arguments(spec: str) -> dict[str, Any]:
+    """The arguments in a pass's text, {} if it is none."""
+    try:
+        call = ast.parse(spec, mode="eval").body
+        named = call.keywords if isinstance(call, ast.Call) else []
+        return {one.arg: ast.literal_eval(one.value) for one in named if one.arg is not None}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}  # QC094: it was edited
+
+
+VALIDATOR = DropRules()

@@ -1,0 +1,282 @@
+"""Every quantized module in the format that the config states for it, and no format that nothing judges.
+
+QC096 a module is stored in another format than the config states for it.
+QC097 no rule judges how weights are stored: the config's method, its form, or tensors of codes.
+
+What is stored is told by parameters and types; what is stated by the block, for compressed-tensors by
+the group that covers the module. Parts and shapes: structure, shapes, int_parts, nvfp4_headers.
+A folder that is stored in a way that is judged nowhere has no finding otherwise, also a broken one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
+from qconvert.core.graph import Source
+from qconvert.core.names import is_scale, scale_candidates
+from qconvert.core.shown import count
+from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.runner import Folder, Need
+from qconvert.validators.reading.nvfp4 import parts_of
+from qconvert.validators.reading.quantization import (
+    READ_METHODS,
+    awq_ints,
+    fp8_blocks,
+    gptq_ints,
+    group_of,
+    taken_block,
+)
+
+RULES = (
+    Rule(
+        "QC096",
+        "a module is stored in another format than the config states for it",
+        "The quantization block is another conversion's or another release's, or a tool rewrote tensors "
+        "and not the block. Runtimes build the parameters that the block states, and read codes of one "
+        "format as those of another, or nothing.",
+        "Take config.json and shards from one repo, or convert again from the source.",
+    ),
+    Rule(
+        "QC097",
+        "weights are stored in a way that no rule judges",
+        "The folder is of a tool whose format is not read here (bitsandbytes, Quark, AutoRound, HQQ and "
+        "others), or states a form that does not exist. Nothing was compared: that there is no other "
+        "finding says nothing about it.",
+        "Check it with the tool that made it, or convert the unquantized model with qconvert.",
+    ),
+)
+
+Kinds = frozenset[str]
+
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_PACKED_TYPES = (
+    "U8", "I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32",
+)  # fmt: skip
+_ALL: Kinds = frozenset({"FP8", "INT8", "packed integers", "NVFP4", "MXFP4", "qweight"})
+# compressed-tensors 0.19 (`config/format.py`): what its formats store. Of others (sparse, marlin-24) no
+# weights are read here.
+_FORMATS: Mapping[str, Kinds] = {
+    "pack-quantized": frozenset({"packed integers"}),
+    "int-quantized": frozenset({"INT8"}),
+    "float-quantized": frozenset({"FP8"}),
+    "naive-quantized": frozenset({"INT8", "FP8"}),
+    "nvfp4-pack-quantized": frozenset({"NVFP4"}),
+    "mxfp4-pack-quantized": frozenset({"MXFP4"}),
+    "mxfp8-quantized": frozenset({"FP8"}),
+    "mixed-precision": _ALL,
+    "dense": _ALL,
+}
+# modelopt 0.47's algorithms, by what their names begin with.
+_ALGORITHMS: Mapping[str, Kinds] = {
+    "NVFP4": frozenset({"NVFP4"}),
+    "W4A16_NVFP4": frozenset({"NVFP4"}),
+    "FP8": frozenset({"FP8"}),
+    "MXFP8": frozenset({"FP8"}),
+    "MIXED_PRECISION": _ALL,
+}
+
+
+@dataclass(frozen=True)
+class Encodings:
+    """Names and types; no numbers."""
+
+    name: str = "encodings"
+    proves: str = "every quantized module is stored in the format that the config states for it"
+    needs: frozenset[Need] = frozenset({"model"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding]:
+        checkpoint = folder.checkpoint
+        unjudged = list(_unjudged(checkpoint))
+        yield from unjudged
+        if unjudged:
+            return
+        config = taken_block(checkpoint.quantization_configs)
+        unread: dict[str, list[str]] = {}
+        other: dict[str, list[tuple[str, str]]] = {}
+        for name, source in checkpoint.items():
+            if not _is_code(name, source):
+                continue
+            stored = _stored(checkpoint, name, source)
+            if stored is None:
+                unread.setdefault(source.type.dtype, []).append(name)
+            elif config is not None:
+                said = _misstated(checkpoint, config, name, stored)
+                if said is not None:
+                    other.setdefault(said, []).append((name, stored))
+        for dtype, names in unread.items():
+            message = (
+                f"{count(len(names), 'tensor')} of {dtype} that no format here has: not judged"
+            )
+            yield Finding("QC097", "error", names[0], message)
+        for said, found in other.items():
+            name, stored = found[0]
+            more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
+            yield Finding("QC096", "error", name, f"is stored as {stored}, but {said}{more}")
+
+
+def _unjudged(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Blocks that state a method or a form of it that no rule knows."""
+    for config in checkpoint.quantization_configs:
+        said = _unknown(config)
+        if said:
+            message = f"states {said}: how weights are stored is not judged"
+            yield Finding("QC097", "error", config.where, message)
+
+
+def _unknown(config: QuantConfig) -> str:
+    block = config.block
+    if config.method not in READ_METHODS:
+        return f"quant_method {config.method!r}, which no rule here reads"
+    if config.method == "awq" and awq_ints([config]) is None:
+        keys = ("bits", "group_size", "version")
+        return "an AWQ form that is not read here: " + ", ".join(
+            f"{k} {block.get(k)!r}" for k in keys
+        )
+    if config.method == "gptq" and block.get("bits") not in (4, 8) and gptq_ints([config]) is None:
+        return f"GPTQ of bits {block.get('bits')!r}: 4 and 8 are read here"
+    if config.method == "modelopt" and _by_algorithm(config) is None:
+        return f"quant_algo {block.get('quant_algo')!r} of modelopt, which no rule here reads"
+    if config.method != "compressed-tensors":
+        return ""
+    groups = block.get("config_groups")
+    every = (
+        [g for g in groups.values() if isinstance(g, Mapping)]
+        if isinstance(groups, Mapping)
+        else []
+    )
+    for stated in (block, *every):
+        form = stated.get("format")
+        if isinstance(form, str) and form not in _FORMATS:
+            return f"format {form!r} of compressed-tensors, which no rule here reads"
+    for group in every:
+        weights = group.get("weights")
+        if isinstance(weights, Mapping) and not _by_numbers(weights):
+            kind = f"{weights.get('num_bits')!r} bits of type {weights.get('type')!r}"
+            return f"weights of {kind}, which no rule here reads"
+    return ""
+
+
+def _is_code(name: str, source: Source) -> bool:
+    """Whether a tensor holds the codes of a weight, by its name and type."""
+    last, dtype = name.rpartition(".")[2], source.type.dtype
+    if is_scale(name) and dtype not in ("I32", "I8"):
+        return False
+    if last in ("weight_packed", "qweight") or last.endswith("_blocks"):
+        return True
+    if last.startswith(("w13_", "w2_")) or last.endswith(("scale", "scales", "scale_inv")):
+        return False  # QC105 to QC107: of kernels' own layouts
+    experts = ".experts." in name and len(source.type.shape) == 3
+    if last != "weight" and not experts:
+        return False
+    return dtype in _FP8 or (dtype in _PACKED_TYPES and len(source.type.shape) > 1)
+
+
+def _stored(checkpoint: Checkpoint, name: str, source: Source) -> str | None:
+    """The format of a tensor of codes; None if it has none of those that are read here."""
+    dtype, last = source.type.dtype, name.rpartition(".")[2]
+    module = name.removesuffix(f".{last}")
+    if last == "qweight":
+        return "qweight" if dtype == "I32" else None
+    if last.endswith("_blocks"):
+        return "MXFP4" if dtype == "U8" else None
+    if dtype in _FP8:
+        return "FP8"
+    if dtype == "U8":
+        if parts_of(checkpoint, name) is not None:
+            return "NVFP4"
+        return (
+            "MXFP4"
+            if last.endswith("weight_packed") and f"{module}.weight_scale" in checkpoint
+            else None
+        )
+    if last == "weight_packed":
+        return "packed integers" if dtype == "I32" else None
+    if dtype == "I8":
+        beside = checkpoint.get(f"{module}.scale")
+        if beside is not None and beside.type.dtype == "F8_E8M0":
+            return "MXFP4"
+        return "INT8" if f"{module}.weight_scale" in checkpoint else None
+    return None
+
+
+def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: str) -> str | None:
+    """What the block states for a module instead of how it is stored; None if nothing else."""
+    module = name.rpartition(".")[0] if "." in name else name
+    method, block = config.method, config.block
+    if method == "gptq" or method == "awq":
+        wanted: Kinds = frozenset({"qweight"})
+    elif method == "mxfp4":
+        wanted = frozenset({"MXFP4"})
+    elif method == "modelopt":
+        wanted = _by_algorithm(config) or _ALL
+    elif method in ("fp8", "fbgemm_fp8"):
+        if stored == "FP8":
+            return _other_fp8(checkpoint, config, name)
+        if stored == "MXFP4" and name.endswith(".weight"):
+            return None  # DeepSeek-V4's experts, of which its block says nothing
+        wanted = frozenset({"FP8"})
+    elif method == "compressed-tensors":
+        group = group_of(checkpoint, module)
+        if group is None:
+            return None  # QC034
+        wanted = _by_numbers(group.get("weights") or {})
+        form = group.get("format") or block.get("format")
+        wanted &= _FORMATS.get(form, _ALL) if isinstance(form, str) else _ALL
+    else:
+        return None
+    if stored in wanted:
+        return None
+    return (
+        f"{config.where} states {' or '.join(sorted(wanted)) or 'formats that exclude one another'}"
+    )
+
+
+def _other_fp8(checkpoint: Checkpoint, config: QuantConfig, name: str) -> str | None:
+    """Of quant_method fp8: another FP8 type, or a scale a row where blocks are stated."""
+    source, fmt = checkpoint[name], str(config.block.get("fmt", "")).lower()
+    stated = {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2"}.get(fmt, source.type.dtype)
+    if stated != source.type.dtype:
+        return f"{source.type.dtype}, {config.where} states fmt {fmt}"
+    blocks = fp8_blocks([config])
+    scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
+    if not blocks or scale is None or config.method != "fp8" or len(source.type.shape) != 2:
+        return None
+    high, wide = next(iter(blocks))
+    rows, columns = source.type.shape
+    by_row = checkpoint[scale].type.shape == (rows, 1)
+    if by_row and (high > 1 or columns > wide) and rows > 1:
+        return f"with a scale a row, {config.where} states blocks of {high}x{wide}"
+    return None
+
+
+def _by_algorithm(config: QuantConfig) -> Kinds | None:
+    algorithm = config.block.get("quant_algo")
+    if algorithm is None:
+        return _ALL  # QC037, QC103: modelopt's block of another version
+    return next(
+        (
+            kinds
+            for name, kinds in _ALGORITHMS.items()
+            if str(algorithm) == name or str(algorithm).startswith(f"{name}_")
+        ),
+        None,
+    )
+
+
+def _by_numbers(weights: Mapping[str, Any]) -> Kinds:
+    """What a group's type and bits are stored as; nothing for those that are not read here."""
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    if kind == "float" and bits == 8:
+        return frozenset({"FP8"})
+    if kind == "float" and bits == 4:
+        mx = weights.get("group_size") == 32
+        return frozenset({"MXFP4"} if mx else {"NVFP4"})
+    if kind == "int" and bits == 8:
+        return frozenset({"INT8", "packed integers"})
+    return frozenset({"packed integers"} if kind == "int" and bits == 4 else ())
+
+
+VALIDATOR = Encodings()
