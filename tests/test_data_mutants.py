@@ -1,5 +1,5 @@
-"""Finished folders with one thing wrong in them, whatever code would have made it so: each is found by the
-rule that is named, with `validate --level full --against`. No decoder sees any of these: scales of
+"""Finished folders with one thing wrong in them, whatever code would have made it so: each is found by
+the rule that is named, with `validate --level full --against`. No decoder sees any of these: scales of
 activations and of the KV cache, lists of modules, what rules left out, files beside the weights, and
 formats that the config states for other tensors. Receipts are left out, so that no hash tells.
 
