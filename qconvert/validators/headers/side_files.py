@@ -176,10 +176,10 @@ def _stale(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _read_first(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Files that a reader takes before those that were validated. transformers 5.17
-    (`modeling_utils.py`, `_get_resolved_checkpoint_files`; `integrations/peft.py`), vLLM 0.33 (`default_loader.py`), sglang
-    0.5.23 (`weight_utils.py`), kt-kernel 0.7.2 (`utils/loader.py`: all below the folder, the last
-    counts)."""
+    """Files that a reader takes before those that were validated. Read in transformers 5.17
+    (`modeling_utils.py`, `_get_resolved_checkpoint_files`; `integrations/peft.py`), vLLM 0.33
+    (`default_loader.py`), sglang 0.5.23 (`weight_utils.py`) and kt-kernel 0.7.2 (`utils/loader.py`: all
+    files below the folder, of which the last counts)."""
     files = {*checkpoint.denied_files, *checkpoint.side_files}
     shards = {shard.path.name for shard in checkpoint.shards}
     whole = checkpoint.indexed or shards == {_SINGLE}
