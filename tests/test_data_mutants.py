@@ -442,10 +442,6 @@ MUTANTS = (
     Mutant("one file beside the index", "bf16", "QC098", beside("model.safetensors")),
     Mutant("Mistral's names", "bf16", "QC098", beside("consolidated-00001-of-00002.safetensors")),
     Mutant("tensors again in a loose shard", "bf16", "QC098", beside("more.safetensors", f"{Q}.weight")),
-    Mutant(
-        "tensors again below the folder", "bf16", "QC098",
-        beside("old/model.safetensors", f"{Q}.weight"),
-    ),
     Mutant("an adapter", "bf16", "QC098", texts("adapter_config.json", {"peft_type": "LORA"})),
     Mutant("a pickle that is found first", "bf16", "QC098", _own_pickle),
     Mutant("weights named by the config", "bf16", "QC098", weights_named),

@@ -26,7 +26,7 @@ from qconvert.checkpoint.safetensors import read_header
 from qconvert.core.errors import CheckpointError
 from qconvert.core.json_text import parse_object
 from qconvert.core.yaml_lines import load
-from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule
+from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity
 from qconvert.validation.runner import Folder, Need
 
 README = "README.md"
@@ -211,11 +211,12 @@ def _read_first(checkpoint: Checkpoint) -> Iterator[Finding]:
             message = (
                 f"holds {both[0]!r} again, which kt-kernel then reads from it or from the index's"
             )
-            yield _first(file, message)
+            # A folder below may be another model, which is no runtime's --kt-weight-path.
+            yield _first(file, message, "warning" if "/" in file else "error")
 
 
-def _first(file: str, message: str) -> Finding:
-    return Finding("QC098", "error", file, message)
+def _first(file: str, message: str, severity: Severity = "error") -> Finding:
+    return Finding("QC098", severity, file, message)
 
 
 def _is_mistral(checkpoint: Checkpoint) -> bool:
