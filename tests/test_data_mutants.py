@@ -448,7 +448,7 @@ MUTANTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", sampled(FOLDERS, 3))
 def test_a_sound_folder_has_no_error(name: str, room: Path) -> None:
     out, source = sound(name, room)
     report = validate_folder(out, str(source) if source else None, request=Request("full", jobs=1))
