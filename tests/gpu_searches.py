@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from test_compiled import (
     _ORDINARY,
+    DECODERS,
     ENCODERS,
     WEIGHTS,
     Encoder,
@@ -33,6 +34,7 @@ from qconvert.core.graph import Buffer, Op
 from qconvert.formats.amx.encode import Amx
 from qconvert.ops import compiled
 from qconvert.ops.gpu import choice
+from qconvert.ops.rowwise import Recode
 
 _SEARCHES = {
     name: found for name, found in ENCODERS.items() if getattr(found.op, "search_loop", None)
@@ -59,6 +61,15 @@ def main() -> int:
                     "fits" if fits else "differs", name, weights.__name__, list(shape),
                     "taken" if taken else "declined", sep="\t",
                 )  # fmt: skip
+    # Behind the decoder of every source encoding.
+    search = ENCODERS["w4a16 g32, searched"].op
+    for name, decoder in DECODERS.items():
+        op: Any = Recode(decoder.op, (search,))  # type: ignore[arg-type]
+        ins = decoder.ins(np.random.default_rng(len(name)), decoder.scales[0])
+        made, taken = _on(device, op, ins)
+        fits = made == outcome(op, ins, on=False) and taken
+        bad += not fits
+        print("fits" if fits else "differs", name, "decoded", "[]", "taken", sep="\t")
     if not interpreted:
         _speed(device)
     return 1 if bad else 0

@@ -568,7 +568,7 @@ def _decoders() -> Iterator[tuple[str, Decoder]]:
             Decoder(
                 op,
                 ("fp4_decode",),
-                lambda r, d: [codes(r, "U8", 16, 32), numbers(r, d, 16, 2)],
+                lambda r, d: [codes(r, "U8", 32, 32), numbers(r, d, 32, 2)],
                 ("U8",),
             ),
         )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import both_forms
 import pytest
 from checkpoints import run_cli
 from models import numbers_only, qwen3_moe
@@ -36,6 +37,15 @@ def test_kernels_make_numpys_bytes() -> None:
     assert {line[0] for line in lines} == {"fits"}
     assert {line[4] for line in lines} == {"taken", "declined"}
     assert len({line[1] for line in lines}) >= len(CORE_RATES)
+
+
+@pytest.mark.peer
+def test_conversions_that_search_make_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own tests again, each op in the kernels too, whatever its size (both_forms.py)."""
+    monkeypatch.setenv(both_forms.VARIABLE, "gpu")
+    tests = Path(__file__).with_name("test_nvfp4_search.py")
+    done = interpreted("-m", "pytest", "-q", "-p", "no:cacheprovider", tests)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.peer
