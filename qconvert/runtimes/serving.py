@@ -71,7 +71,8 @@ class Answer:
     looked for their parameter, and `of_cache` the scales of a KV cache among all that none reads: it is
     served with a scale of 1 then; `unread`, all of those; `nbytes` is what the fullest rank holds;
     `mended_by` is an option with which the folder loads whole, where it does not without; `cure` is
-    what to do about a folder that the class is known to misread (runtimes/misreadings.py), of which nothing else is said."""
+    what to do about a folder that the class is known to misread (runtimes/misreadings.py), of which
+    nothing else is said."""
 
     ranks: tuple[Simulated, ...]
     ignored: tuple[str, ...]
