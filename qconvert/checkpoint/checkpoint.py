@@ -21,6 +21,7 @@ import xxhash
 
 from qconvert.checkpoint.family import Family, RoleIndex, role_index
 from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
+from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
 from qconvert.checkpoint.store import Remote, Store, Stored, mirrored_at, named
@@ -330,7 +331,7 @@ class Checkpoint(Mapping[str, Source]):
         if "amx" in (self.manifest or {}):
             return []
         # A layer whose experts were prepared for TensorRT-LLM's kernels stores them under other names.
-        ends = (".experts.w13_weight", ".experts.w13_weight_packed")
+        ends = (".experts.w13_weight", ".experts.w13_weight_packed") if says_prepared(self) else ()
         prepared = {parse(name).layer for name in self if name.endswith(ends)}
         found = [
             name

@@ -3,16 +3,19 @@
 One YAML file a model: its config, and a line for each kind of tensor. A line's `layers` is a range
 such as "0-60" or "3-47:4" (every fourth), several of them joined by commas, or a name of one from
 the file's `layers`; `experts: 256` repeats it for that many experts; `scale: F32` adds the block
-scales of an FP8 weight. `modules_to_not_convert` becomes that list of the quantization config.
+scales of an FP8 weight. `modules_to_not_convert`, `ignore` and `exclude_modules` become those lists of
+the quantization config, `quantized_layers` modelopt's table (a line's `entry`), with which a group's
+`targets: FP8` are its modules of that algorithm; `hf_quant_config` is modelopt's file, which takes list
+and table from there.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +31,12 @@ _FOLDER = Path(__file__).parent
 @dataclass(frozen=True)
 class HeaderSet:
     """A checkpoint's config.json, its tensors in the order a model runs in, and how many files the
-    published one has."""
+    published one has; JSON `files` beside them."""
 
     config: dict[str, Any]
     tensors: dict[str, TensorType]
     shards: int
+    files: dict[str, Any] = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -55,10 +59,15 @@ def read(file: Path) -> HeaderSet:
     """The headers that a file of this form states."""
     raw = deepcopy(_raw(file))
     config, groups = raw["config"], raw.get("layers", {})
-    if "modules_to_not_convert" in raw:
-        config["quantization_config"]["modules_to_not_convert"] = [
-            name for line in raw["modules_to_not_convert"] for name in _names(line, groups)
-        ]
+    for key in _LISTS:
+        if key in raw:
+            listed = [name for line in raw[key] for name in _names(line, groups)]
+            config["quantization_config"][key] = listed
+    files = {}
+    if "quantized_layers" in raw:
+        _with_table(config["quantization_config"], raw["quantized_layers"], groups)
+    if "hf_quant_config" in raw:
+        files["hf_quant_config.json"] = _modelopt_file(raw["hf_quant_config"], config)
     block = config.get("quantization_config", {}).get("weight_block_size")
     tensors: dict[str, TensorType] = {}
     for line in raw["tensors"]:
@@ -71,7 +80,31 @@ def read(file: Path) -> HeaderSet:
                 grid = tuple(ceil_div(*pair) for pair in zip(weight.shape, block, strict=True))
                 tensors[f"{name}_scale_inv"] = TensorType(line["scale"], grid)
     ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
-    return HeaderSet(config, ordered, raw["shards"])
+    return HeaderSet(config, ordered, raw["shards"], files)
+
+
+_LISTS = ("modules_to_not_convert", "ignore", "exclude_modules")
+_TABLE = "quantized_layers"
+
+
+def _with_table(
+    block: dict[str, Any], lines: Iterable[Mapping[str, Any]], groups: Mapping[str, str]
+) -> None:
+    """Put modelopt's table into a quantization block, and the targets of its groups."""
+    table = {name: line["entry"] for line in lines for name in _names(line, groups)}
+    for group in block.get("config_groups", {}).values():
+        algorithm = group["targets"]
+        group["targets"] = [n for n, entry in table.items() if entry["quant_algo"] == algorithm]
+    block[_TABLE] = table
+
+
+def _modelopt_file(found: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """hf_quant_config.json, with the list and the table that config.json's block has."""
+    block, inner = config["quantization_config"], found["quantization"]
+    listed = block.get("ignore", block.get("exclude_modules"))
+    inner |= {} if listed is None else {"exclude_modules": listed}
+    inner |= {_TABLE: block[_TABLE]} if _TABLE in block else {}
+    return found
 
 
 @cache
@@ -82,6 +115,8 @@ def _raw(file: Path) -> dict[str, Any]:
 
 
 _COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+# Beside a router, and of no expert.
+_OF_NO_EXPERT = ("tid2eid", "router.scale", "gate.global_scale")
 # Parts of names of what has a row or a number for each expert.
 _PER_EXPERT = (".gate.", ".router.", "block_sparse_moe.e_score_", ".moe_statics.")
 
@@ -111,11 +146,25 @@ def with_few(found: HeaderSet, most: int = 3) -> HeaderSet:
             continue
         stack = ".experts." in name and parse(name).expert is None
         if stack or any(part in name for part in _PER_EXPERT):
-            shape = tuple(most if size == count else size for size in kind.shape)
-            assert shape != kind.shape or name.endswith("tid2eid"), name
+            # A router may have rows of shared experts too: Inkling's has two.
+            shape = tuple(
+                most + size - count if count <= size <= count + 2 else size for size in kind.shape
+            )
+            assert shape != kind.shape or name.endswith(_OF_NO_EXPERT), name
             kind = TensorType(kind.dtype, shape)
         tensors[name] = kind
-    return HeaderSet(config, tensors, 3)
+    config = without_experts(config, most)
+    return HeaderSet(config, tensors, 3, without_experts(found.files, most))
+
+
+def without_experts(value: Any, most: int) -> Any:
+    """JSON without what names experts from a number on: entries of tables and lists."""
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if (parse(k).expert or 0) < most}
+        return {key: without_experts(one, most) for key, one in kept.items()}
+    if isinstance(value, list):
+        return [v for v in value if not isinstance(v, str) or (parse(v).expert or 0) < most]
+    return value
 
 
 def write_sparse(headers: HeaderSet, folder: Path, *, shards: int | None = None) -> None:
@@ -129,7 +178,8 @@ def write_sparse(headers: HeaderSet, folder: Path, *, shards: int | None = None)
     total = sum(tensor.nbytes for tensor in headers.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(folder / "model.safetensors.index.json", index)
-    _write_json(folder / "config.json", headers.config)
+    for file, content in {"config.json": headers.config, **headers.files}.items():
+        _write_json(folder / file, content)
     _write_json(folder / "tokenizer.json", {"version": "1.0", "model": {"type": "BPE"}})
     _write_json(folder / "tokenizer_config.json", {"model_max_length": 131072})
 

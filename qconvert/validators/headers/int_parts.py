@@ -132,6 +132,14 @@ def _gptq(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> Iterator[Findi
     for name in names:
         module = name.removesuffix(".qweight")
         kind = checkpoint[name].type
+        own = gptq_ints(checkpoint.quantization_configs, module)
+        if own is None:
+            message = (
+                "a rule of `dynamic` covers it: expected bits 4 or 8 and a group_size (-1: a row)"
+            )
+            yield Finding("QC089", "error", name, message)
+            continue
+        stated = own[0]
         place = role_index.places.get(name)
         shape = None if place is None else shapes.get(place.role.name.removeprefix("mtp."))
         if len(kind.shape) != 2 or kind.dtype != "I32":

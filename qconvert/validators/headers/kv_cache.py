@@ -17,6 +17,7 @@ from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import KV_STATED, Folder, Need
 from qconvert.validators.reading.parts import of_cache
+from qconvert.validators.reading.schemes import layer_table
 
 RULES = (
     Rule(
@@ -62,7 +63,11 @@ class KvCache:
                 yield Finding("QC111", "warning" if only == K else "error", module, message)
         yield from _layers_without(checkpoint, layers)
         for config in checkpoint.quantization_configs:
-            silent = not any(config.block.get(key) for key in KV_STATED)
+            blocks = [config.block]
+            if layer_table(config) is not None:
+                # sglang 0.5.23 (`weight_utils.py`) reads modelopt's file too where this says nothing.
+                blocks += [one.block for one in checkpoint.quantization_configs]
+            silent = not any(block.get(key) for block in blocks for key in KV_STATED)
             if not (scales or silent) and _is_static(config):
                 message = "states a scaled KV cache, and no scale of one is stored: runtimes use 1"
                 yield Finding("QC111", "warning", config.where, message)

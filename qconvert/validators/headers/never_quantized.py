@@ -23,7 +23,8 @@ from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.model import readable_quantization
-from qconvert.validators.reading.quantization import named_targets
+from qconvert.validators.reading.quantization import named_targets, targets
+from qconvert.validators.reading.schemes import layer_table
 
 RULES = (
     Rule(
@@ -138,6 +139,8 @@ def _said(checkpoint: Checkpoint, module: str) -> bool:
             return True
         if config.method == "compressed-tensors" and named_targets(config).names(module):
             return True
+        if layer_table(config) is not None and (of_table := targets(config)) is not None:
+            return of_table.names(module)
     return False
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.nvfp4 import (
@@ -25,7 +26,7 @@ from qconvert.validators.reading.nvfp4 import (
     speaks_of_nvfp4,
     stated,
 )
-from qconvert.validators.reading.quantization import judged
+from qconvert.validators.reading.quantization import judged, scheme_of
 
 RULES = (
     Rule(
@@ -96,25 +97,31 @@ class Nvfp4Headers:
             )
             yield Finding("QC103", "error", first.weight.name, message)
             return
-        yield from _inputs(said, found)
+        yield from _inputs(folder.checkpoint, said, found)
 
 
-def _inputs(said: Stated, found: Sequence[Parts]) -> Iterator[Finding]:
-    """One finding for all matrices: the block is wrong."""
+def _inputs(checkpoint: Checkpoint, said: Stated, found: Sequence[Parts]) -> Iterator[Finding]:
+    """One finding for all matrices: the block is wrong. modelopt's table says it of each."""
     end = said.dialect.input
-    if said.inputs:
-        lacking = [parts for parts in found if parts.input is None]
-        if lacking:
-            message = (
-                f"{said.where} says that activations are quantized; {len(lacking)} of {len(found)} "
-                f"matrices have no {end}"
-            )
-            yield Finding("QC101", "error", lacking[0].weight.name, message)
-        return
-    given = [parts.input.name for parts in found if parts.input is not None]
+    asked = [
+        (scheme_of(checkpoint, parts.module) or {}).get("inputs", said.inputs) for parts in found
+    ]
+    lacking = [p for p, inputs in zip(found, asked, strict=True) if inputs and p.input is None]
+    if lacking:
+        message = (
+            f"{said.where} says that activations are quantized; {len(lacking)} of {sum(asked)} "
+            f"matrices have no {end}"
+        )
+        yield Finding("QC101", "error", lacking[0].weight.name, message)
+    given = [
+        p.input.name
+        for p, inputs in zip(found, asked, strict=True)
+        if not inputs and p.input is not None
+    ]
     if given:
         message = (
-            f"{said.where} says weights only; {len(given)} of {len(found)} matrices have {end}"
+            f"{said.where} says weights only; {len(given)} of {len(asked) - sum(asked)} matrices have "
+            f"{end}"
         )
         yield Finding("QC102", "warning", given[0], message)
 

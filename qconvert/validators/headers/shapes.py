@@ -19,13 +19,19 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.family import Config, Dims, expert_inputs, first_int, text_config
 from qconvert.core.dtypes import TensorType, ceil_div
-from qconvert.core.names import is_scale, scale_candidates
+from qconvert.core.names import is_scale, scale_candidates, split_parameter
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.headers.int_parts import int_parts
 from qconvert.validators.reading.int8 import int8_scale
 from qconvert.validators.reading.model import FP8, known_family, readable_quantization
-from qconvert.validators.reading.quantization import packed_ints, states_mxfp8, states_ue8m0
+from qconvert.validators.reading.quantization import (
+    exponents_of,
+    fp8_strategy_of,
+    packed_ints,
+    scheme_of,
+)
+from qconvert.validators.reading.schemes import layer_table
 
 RULES = (
     Rule(
@@ -84,6 +90,7 @@ class Shapes:
         checkpoint = folder.checkpoint
         yield from _sizes(checkpoint)
         yield from _roles(checkpoint)
+        yield from _of_table(checkpoint)
         yield from _fp8(checkpoint)
         yield from _packed(checkpoint)
         yield from _int8(checkpoint)
@@ -257,9 +264,32 @@ def _linear_attention(dims: Dims, hidden: int, size: Sizes) -> dict[str, Shape]:
 # --- Expected by the formats ---------------------------------------------------------------------
 
 
+# The dtypes of codes by what is stated of them.
+_STATED_CODES = {("float", 8): ("F8_E4M3",), ("float", 4): ("U8",)}
+
+
+def _of_table(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Codes of another algorithm than their layer's entry in modelopt's table states."""
+    if not any(layer_table(config) is not None for config in checkpoint.quantization_configs):
+        return
+    for name, source in checkpoint.items():
+        dtype = source.type.dtype
+        if dtype not in (*_CODES, *FP8) or is_scale(name):
+            continue
+        module, parameter = split_parameter(name)
+        stated = scheme_of(checkpoint, module) if parameter in ("", "weight") else None
+        wanted = _STATED_CODES.get(
+            (str((stated or {}).get("type")), (stated or {}).get("num_bits", 0))
+        )
+        if stated is not None and wanted is not None and dtype not in wanted:
+            message = (
+                f"quantized_layers states {stated['num_bits']}-bit floats for {module!r}: expected "
+                f"{' or '.join(wanted)}, found {source.type}"
+            )
+            yield Finding("QC027", "error", name, message)
+
+
 def _fp8(checkpoint: Checkpoint) -> Iterator[Finding]:
-    configs = checkpoint.quantization_configs
-    exponents = states_ue8m0(configs) or states_mxfp8(configs)
     for name, source in checkpoint.items():
         kind = source.type
         if kind.dtype not in FP8 or is_scale(name):
@@ -270,12 +300,20 @@ def _fp8(checkpoint: Checkpoint) -> Iterator[Finding]:
         scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
         if scale is None:
             continue
-        fault = _scale_fault(checkpoint[scale].type, exponents=exponents)
+        module = split_parameter(name)[0]
+        fault = _scale_fault(
+            checkpoint[scale].type,
+            exponents=exponents_of(checkpoint, module),
+            only=fp8_strategy_of(checkpoint, module) == "group",
+        )
         if fault is not None:
             yield Finding("QC027", "error", scale, fault)
 
 
-def _scale_fault(scale: TensorType, *, exponents: bool) -> str | None:
+def _scale_fault(scale: TensorType, *, exponents: bool, only: bool) -> str | None:
+    """`only`: MXFP8, whose scales are nothing but exponents."""
+    if only and scale.dtype not in ("U8", "F8_E8M0"):
+        return f"the config states MXFP8: expected exponents in U8 or F8_E8M0, found {scale}"
     if scale.dtype not in _SCALE_DTYPES:
         return f"expected FP8 scales in {', '.join(_SCALE_DTYPES)}, found {scale}"
     if scale.dtype == "U8" and not exponents:

@@ -244,24 +244,34 @@ def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
             continue
         module, found = split_parameter(name)[0], checkpoint[scale].type
         block = fp8_block_of(checkpoint, module)
-        fault = _grid_fault(source.type, found, scale, block)
+        fault = _strategy_fault(source.type, found, fp8_strategy_of(checkpoint, module), block)
         if fault is None:
-            fault = _strategy_fault(source.type, found, fp8_strategy_of(checkpoint, module))
+            fault = _grid_fault(source.type, found, scale, block)
         if fault is not None and (block is not None or known):
             yield Finding("QC015", "error", scale, fault)
 
 
-def _strategy_fault(weight: TensorType, scale: TensorType, strategy: str | None) -> str | None:
-    """What is wrong with scales that compressed-tensors' group states to be of tensors or channels."""
+def _strategy_fault(
+    weight: TensorType, scale: TensorType, strategy: str | None, block: tuple[int, int] | None
+) -> str | None:
+    """What is wrong with scales that are stated to be of tensors, channels, blocks or groups."""
     if len(weight.shape) != 2:
         return None
-    rows = weight.shape[0]
+    rows, columns = weight.shape
     if strategy == "tensor" and scale.numel != 1:
         return (
             f"the config states a scale a tensor: expected one number for {weight}, found {scale}"
         )
     if strategy == "channel" and scale.shape[-2:] not in ((rows, 1), (rows,)):
         return f"the config states a scale a row: expected [{rows}, 1] for {weight}, found {scale}"
+    if strategy in ("block", "group") and block is not None:
+        grid = ceil_div(rows, block[0]), ceil_div(columns, block[1])
+        # modelopt's FP8_PB_WO keeps axes of one (vLLM 0.33, `modelopt.py`).
+        if scale.shape not in (grid, (grid[0], 1, grid[1], 1)):
+            return (
+                f"the config states blocks of {block[0]}x{block[1]}: expected scales {list(grid)} for "
+                f"{weight}, found {scale}"
+            )
     return None
 
 

@@ -33,12 +33,14 @@ from qconvert.validators.reading.prepared import blocks_of
 from qconvert.validators.reading.quantization import (
     PackedInts,
     awq_ints,
+    exponents_of,
     float_block,
     fp8_block_of,
+    fp8_blocks,
+    fp8_strategy_of,
     gptq_ints,
     ints_of,
     states_mxfp4,
-    states_mxfp8,
 )
 
 _NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
@@ -151,16 +153,17 @@ class Forms:
             if isinstance(size, list) and len(size) == 2 and all(type(n) is int for n in size)
             if min(size) > 0
         }
-        return found | {block for w in self._groups if (block := float_block(w)) is not None}
+        found |= {block for w in self._groups if (block := float_block(w)) is not None}
+        return found | set(fp8_blocks(self.checkpoint.quantization_configs))
 
     @cached_property
     def _awq(self) -> PackedInts | None:
         return awq_ints(self.checkpoint.quantization_configs)
 
-    @cached_property
-    def u8_exponents(self) -> bool:
+    def u8_exponents(self, weight: str) -> bool:
+        """Whether a weight's U8 scales are exponents."""
         stated = any(block.get("scale_fmt") == "ue8m0" for block in self._blocks)
-        return stated or states_mxfp8(self.checkpoint.quantization_configs)
+        return stated or exponents_of(self.checkpoint, split_parameter(weight)[0])
 
     def scale_of(self, weight: str) -> Source:
         """The scale of an FP8 weight."""
@@ -173,7 +176,7 @@ class Forms:
         scale = sources[found[0]]
         if scale.type.dtype not in SCALES:
             raise Unread(f"its scale is {scale.type.dtype}")
-        if scale.type.dtype == "U8" and not self.u8_exponents:
+        if scale.type.dtype == "U8" and not self.u8_exponents(weight):
             raise Unread("its scale is U8, but no scale_fmt says that those are exponents")
         return scale
 
@@ -207,12 +210,16 @@ class Forms:
         form = _NAMES.get(dtype)
         return self.raw(name) if form is None else Form(form, weight, 0, rows, columns)
 
-    def _block_of(self, scale: str) -> tuple[int, int]:
-        """The block of these scales, of those that are stated."""
+    def _block_of(self, scale: str) -> tuple[int, int] | None:
+        """The block of these scales, of those that are stated; None where a scale a tensor or a row is
+        stated for their weight."""
+        weight = next(iter(weight_candidates(scale)), scale)
+        module = split_parameter(weight)[0]
+        found = fp8_block_of(self.checkpoint, module)
+        if found is None and fp8_strategy_of(self.checkpoint, module) is not None:
+            return None
         if len(self.fp8_blocks) == 1:
             return next(iter(self.fp8_blocks))
-        weight = next(iter(weight_candidates(scale)), scale)
-        found = fp8_block_of(self.checkpoint, split_parameter(weight)[0])
         if found not in self.fp8_blocks:
             raise Unread(
                 "the config states several block sizes for scales, and not which one applies"
@@ -249,10 +256,11 @@ class Forms:
     ) -> Grid:
         """Scales of matrix `number` in a stack of `of`."""
         shape = scale.type.shape
-        if self.fp8_blocks:
-            high, wide = self._block_of(scale.name)
+        block = self._block_of(scale.name) if self.fp8_blocks else None
+        if block is not None:
+            high, wide = block
             grid = ceil_div(rows, high), ceil_div(columns, wide)
-            if shape == (*lead, *grid):
+            if shape in ((*lead, *grid), (*lead, grid[0], 1, grid[1], 1)):
                 return Grid(scale, number * prod(grid), *grid, (high, wide))
         if scale.type.numel == 1:
             return Grid(scale, 0, 1, 1, (rows, columns))
@@ -361,7 +369,7 @@ class Forms:
         zeros, scale, order = (
             self.checkpoint.get(f"{module}.{part}") for part in ("qzeros", "scales", "g_idx")
         )
-        found = gptq_ints(self.checkpoint.quantization_configs)
+        found = gptq_ints(self.checkpoint.quantization_configs, module)
         if found is None:
             raise Unread("the config states no form of GPTQ weights that is read here")
         stated, version = found

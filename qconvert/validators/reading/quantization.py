@@ -19,6 +19,14 @@ from typing import Any, TypeVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.patterns import compiled
+from qconvert.validators.reading.prepared import blocks_of
+from qconvert.validators.reading.schemes import (
+    Targets,
+    gptq_left_out,
+    gptq_weights,
+    layer_table,
+    stated_weights,
+)
 
 T = TypeVar("T")
 
@@ -28,6 +36,7 @@ KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
 # rules of their own.
 READ_METHODS = (*KNOWN_METHODS, "gptq", "awq", "mxfp4", "qconvert-trtllm-gen")
 HF_QUANT_CONFIG = "hf_quant_config.json"
+_SHELL = frozenset("*?[")
 # Keys of lists of modules that stay unquantized, by method; the first that is present applies.
 LISTS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("ignored_layers", "modules_to_not_convert"),
@@ -38,12 +47,9 @@ LISTS: Mapping[str, tuple[str, ...]] = {
 
 
 def weight_groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
-    """What compressed-tensors' config_groups state about weights."""
-    groups = config.block.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping):
-            yield weights
+    """Everything that a block states about weights, of any module."""
+    for _, weights in stated_weights(config):
+        yield weights
 
 
 def _pair(size: Any) -> tuple[int, int] | None:
@@ -121,7 +127,7 @@ class Listed:
         broken: dict[str, str] = {}
         for entry in self.entries:
             is_shell = self.method == "modelopt"
-            if entry.startswith("re:") == is_shell:
+            if entry.startswith("re:") == is_shell or (is_shell and not _SHELL & set(entry)):
                 continue
             part = translate(entry) if is_shell else entry[3:]
             try:
@@ -202,9 +208,9 @@ def _stated_for(
     agree. Blocks that cannot be read state nothing."""
     own: set[T] = set()
     every: set[T] = set()
-    for config, groups, distinct in _groups(checkpoint):
-        stated = {one for g in distinct if (one := read(g)) is not None}
-        mine = _group_of(config, groups, module) if len(stated) > 1 else None
+    for block in _blocks(checkpoint):
+        stated = {one for g in block.stated if (one := read(g)) is not None}
+        mine = block.of(module) if len(stated) > 1 else None
         one = None if mine is None else read(mine)
         if one is not None:
             own.add(one)
@@ -214,48 +220,48 @@ def _stated_for(
     return found.pop() if len(found) == 1 else None
 
 
-_Group = tuple[Listed, Mapping[str, Any]]  # its own target, and what its group states about weights
-# And what its groups state about weights, once each: a dense model names some 500 targets a group.
-_Block = tuple[QuantConfig, tuple[_Group, ...], tuple[Mapping[str, Any], ...]]
+@dataclass(frozen=True)
+class Block:
+    """A quantization block by module: what it leaves out, what its targets state, and all that it states
+    about weights, once each."""
+
+    config: QuantConfig
+    left: Listed
+    targets: Targets
+    stated: tuple[Mapping[str, Any], ...]
+
+    def of(self, module: str) -> Mapping[str, Any] | None:
+        """What is stated about one module's weight: None for one that the block leaves out, or does not
+        name."""
+        return None if self.left.names(module) else self.targets.find(module)
 
 
 @lru_cache(maxsize=8)  # called for each matrix
-def _groups(checkpoint: Checkpoint) -> tuple[_Block, ...]:
-    """Every target of every block; for a target in two groups the last group applies."""
-    found: list[_Block] = []
-    for config in checkpoint.quantization_configs:
-        groups = config.block.get("config_groups")
-        by_target: dict[str, Mapping[str, Any]] = {}
-        for group in groups.values() if isinstance(groups, Mapping) else ():
-            weights = group.get("weights") if isinstance(group, Mapping) else None
-            names = group.get("targets") if isinstance(group, Mapping) else None
-            if isinstance(weights, Mapping):
-                every = [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
-                by_target.update(
-                    dict.fromkeys(every or [f"re:no target {len(by_target)}"], weights)
-                )
-        targets = tuple((Listed(config.method, (t,)), w) for t, w in by_target.items())
-        found.append((config, targets, tuple({id(w): w for w in by_target.values()}.values())))
+def _blocks(checkpoint: Checkpoint) -> tuple[Block, ...]:
+    """Every block, in the order in which runtimes ask them: modelopt's file last. A prepared folder's
+    marker keeps the blocks that hold for the tensors that are not prepared."""
+    found: list[Block] = []
+    for config in sorted(checkpoint.quantization_configs, key=_comes_last):
+        found += [_block(QuantConfig(config.where, kept)) for kept in blocks_of(config)]
+        found.append(_block(config))
     return tuple(found)
 
 
-def _group_of(
-    config: QuantConfig, groups: Iterable[_Group], module: str
-) -> Mapping[str, Any] | None:
-    """compressed-tensors 0.19 (`utils/match.py`, `match_targets`): a module's own name counts before
-    patterns, those before names of classes; among equals the first in the order of their letters."""
-    if ignored(config).names(module):
-        return None
-    fits = []
-    for target, weights in groups:
-        (entry,) = target.entries
-        if target.literal(module):
-            fits.append((0, entry, weights))
-        elif target.pattern_names(module):
-            fits.append((1, entry, weights))
-        elif entry in ("Linear", "Module"):
-            fits.append((2, entry, weights))
-    return min(fits, key=lambda fit: fit[:2])[2] if fits else None
+def _block(config: QuantConfig) -> Block:
+    stated = tuple({id(one): one for one in weight_groups(config)}.values())
+    return Block(config, ignored(config), Targets.of(config), stated)
+
+
+def scheme_of(checkpoint: Checkpoint, module: str) -> Mapping[str, Any] | None:
+    """How a module's weight is stored by the first block that covers it, whatever its method, in the
+    words of compressed-tensors; None if none does."""
+    return next(
+        (one for block in _blocks(checkpoint) if (one := block.of(module)) is not None), None
+    )
+
+
+def _comes_last(config: QuantConfig) -> bool:
+    return config.where == HF_QUANT_CONFIG
 
 
 def group_names(config: QuantConfig) -> Callable[[str], str | None]:
@@ -290,23 +296,44 @@ def group_of(checkpoint: Checkpoint, module: str) -> Mapping[str, Any] | None:
 
 
 def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
-    """The block of a module's FP8 scales: of several that of the compressed-tensors group that covers
-    the module, else the first that is stated; None if there is none."""
-    blocks = fp8_blocks(checkpoint.quantization_configs)
-    own = _stated_for(checkpoint, module, float_block) if len(blocks) > 1 else None
-    return own or next(iter(blocks), None)
+    """The block of a module's FP8 scales: what is stated for the module, where that is FP8, else the
+    first that is stated at all; None if there is none."""
+    own = scheme_of(checkpoint, module)
+    if own is not None and _is_fp8(own):
+        return float_block(own)
+    return _first_fp8_block(checkpoint)
+
+
+@lru_cache(maxsize=8)
+def _first_fp8_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
+    return next(iter(fp8_blocks(block.config for block in _blocks(checkpoint))), None)
 
 
 def fp8_strategy_of(checkpoint: Checkpoint, module: str) -> str | None:
-    """Whether compressed-tensors' group of a module's FP8 weight states a scale for a `tensor`, a
-    `channel` or a `block`; None where it states none."""
+    """Whether a scale for a `tensor`, a `channel`, a `block` or a `group` of columns is stated for a
+    module's FP8 weight; None where none is."""
     return _stated_for(checkpoint, module, _float_strategy)
 
 
 def _float_strategy(g: Mapping[str, Any]) -> str | None:
     strategy = g.get("strategy")
-    is_fp8 = (g.get("type"), g.get("num_bits")) == ("float", 8)
-    return strategy if is_fp8 and isinstance(strategy, str) else None
+    return strategy if _is_fp8(g) and isinstance(strategy, str) else None
+
+
+def _is_fp8(g: Mapping[str, Any]) -> bool:
+    return (g.get("type"), g.get("num_bits")) == ("float", 8)
+
+
+def exponents_of(checkpoint: Checkpoint, module: str) -> bool:
+    """Whether the U8 scales of a module's FP8 weight are exponents."""
+    own = scheme_of(checkpoint, module)
+    mx = _any_mxfp8(checkpoint) if own is None else _is_mxfp8(own)
+    return mx or states_ue8m0(checkpoint.quantization_configs)
+
+
+@lru_cache(maxsize=8)
+def _any_mxfp8(checkpoint: Checkpoint) -> bool:
+    return states_mxfp8(checkpoint.quantization_configs)
 
 
 def float_block(g: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -350,20 +377,18 @@ def gptq_block(configs: Iterable[QuantConfig]) -> QuantConfig | None:
     return next((config for config in configs if config.method == "gptq"), None)
 
 
-def gptq_ints(configs: Iterable[QuantConfig]) -> tuple[PackedInts, int] | None:
-    """What a block of GPTQ's own form states (AutoGPTQ 0.7, GPTQModel), and its version: 1 stores zero
-    points minus one. None if there is none, or an invalid one."""
+def gptq_ints(
+    configs: Iterable[QuantConfig], module: str | None = None
+) -> tuple[PackedInts, int] | None:
+    """What a block of GPTQ's own form states (AutoGPTQ 0.7, GPTQModel), for all modules or for one, and
+    its version: 1 stores zero points minus one. None if there is none, or an invalid one."""
     config = gptq_block(configs)
     if config is None:
         return None
-    block = config.block
-    bits, size = block.get("bits"), block.get("group_size")
-    version = {"gptq": 1, "gptq_v2": 2}.get(block.get("checkpoint_format", "gptq"))
-    if bits not in (4, 8) or type(size) is not int or (size < 1 and size != -1) or version is None:
-        return None
-    group = None if size == -1 else size
-    ordered = bool(block.get("desc_act"))
-    return PackedInts(bits, group, block.get("sym", True) is not False, ordered), version
+    weights = gptq_weights(config.block) if module is None else Targets.of(config).find(module)
+    version = {"gptq": 1, "gptq_v2": 2}.get(config.block.get("checkpoint_format", "gptq"))
+    found = None if weights is None else _packed(weights)
+    return None if found is None or version is None else (found, version)
 
 
 def taken_block(configs: Sequence[QuantConfig]) -> QuantConfig | None:
@@ -405,9 +430,7 @@ def ignored(config: QuantConfig) -> Listed:
     that begin with `-:` (GPTQModel; sglang 0.5.23 `get_dynamic_override`); if the block names the
     quantized modules instead (`modules_in_block_to_quantize`), others are not checked."""
     if config.method == "gptq":
-        dynamic = config.block.get("dynamic")
-        names = [name for name in dynamic or () if isinstance(name, str)]
-        left = [f"re:{name.removeprefix('-:')}" for name in names if name.startswith("-:")]
+        left = gptq_left_out(config.block)
         if config.block.get("modules_in_block_to_quantize"):
             left = ["re:"]
         return Listed(config.method, tuple(left))
@@ -433,8 +456,11 @@ def named_targets(config: QuantConfig) -> Listed:
 
 
 def targets(config: QuantConfig) -> Listed | None:
-    """The modules that compressed-tensors' groups name, None if every linear layer is one (or the
-    method has no targets)."""
+    """The modules that compressed-tensors' groups or modelopt's table of layers name, None if every
+    linear layer is one (or the method has no targets)."""
+    table = layer_table(config)
+    if table is not None:
+        return Listed(config.method, tuple(table))
     listed = named_targets(config)
     every = config.method != "compressed-tensors" or "Linear" in listed.entries
     return None if every else listed

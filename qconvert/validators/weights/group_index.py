@@ -47,12 +47,12 @@ class GroupIndex:
 
 
 def _tasks(checkpoint: Checkpoint) -> Iterator[Groups]:
-    gptq = gptq_ints(checkpoint.quantization_configs)
     for name, source in checkpoint.items():
         module, parameter = split_parameter(name)
         stated: PackedInts | None = None
-        if parameter == "g_idx" and gptq is not None:
-            stated = gptq[0]
+        if parameter == "g_idx":
+            found = gptq_ints(checkpoint.quantization_configs, module)
+            stated = None if found is None else found[0]
         elif parameter == "weight_g_idx":
             stated = ints_of(checkpoint, module)
         kind = source.type

@@ -21,8 +21,8 @@ from qconvert.validation.findings import Finding, Rule, Severity
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Folders
 from qconvert.validators.reading.decode import SCALES, scale_floats
-from qconvert.validators.reading.forms import Forms
 from qconvert.validators.reading.parts import ACTIVATIONS
+from qconvert.validators.reading.quantization import fp8_block_of
 
 RULES = (
     Rule(
@@ -62,11 +62,10 @@ class SharedScales:
 
 def _groups(checkpoint: Checkpoint) -> Iterator[Group]:
     """Every set of global scales of one kind that belong to a fused group."""
-    blocks = bool(Forms(checkpoint).fp8_blocks)
     sets: dict[tuple[str, tuple[Kind, ...], str], dict[Kind, Source]] = {}
     for name, source in checkpoint.items():
         module, parameter = split_parameter(name)
-        if parameter == "weight_scale" and blocks:
+        if parameter == "weight_scale" and fp8_block_of(checkpoint, module) is not None:
             continue  # the only block of a small matrix
         if parameter not in (*_TWO_LEVEL, *ACTIVATIONS, "weight_scale"):
             continue

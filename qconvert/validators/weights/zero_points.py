@@ -19,7 +19,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import CHUNK, Folders, Watch
-from qconvert.validators.reading.quantization import PackedInts, gptq_ints
+from qconvert.validators.reading.quantization import gptq_ints
 
 RULES = (
     Rule(
@@ -50,20 +50,21 @@ class ZeroPoints:
 
     def __call__(self, folder: Folder) -> Iterator[Yield]:
         checkpoint = folder.checkpoint
-        found = gptq_ints(checkpoint.quantization_configs)
         names = [name for name in checkpoint if name.endswith(".qzeros")]
-        # Else QC012, QC089, or asymmetric weights of the second version, which has a field for each.
-        if found is not None and (found[0].symmetric or found[1] == 1):
-            yield from folder.some(list(_tasks(checkpoint, names, *found)), _A_FEW)
+        yield from folder.some(list(_tasks(checkpoint, names)), _A_FEW)
 
 
-def _tasks(
-    checkpoint: Checkpoint, names: list[str], stated: PackedInts, version: int
-) -> Iterator[Middles]:
-    middle = (1 << (stated.bits - 1)) - (1 if version == 1 else 0) if stated.symmetric else None
+def _tasks(checkpoint: Checkpoint, names: list[str]) -> Iterator[Middles]:
     for name in names:
+        module = name.removesuffix(".qzeros")
+        found = gptq_ints(checkpoint.quantization_configs, module)
+        # Else QC012, QC089, or asymmetric weights of the second version, which has a field for each.
+        if found is None or not (found[0].symmetric or found[1] == 1):
+            continue
+        stated, version = found
+        middle = (1 << (stated.bits - 1)) - (1 if version == 1 else 0) if stated.symmetric else None
         kind = checkpoint[name].type
-        scales = checkpoint.get(f"{name.removesuffix('.qzeros')}.scales")
+        scales = checkpoint.get(f"{module}.scales")
         if kind.dtype != "I32" or len(kind.shape) != 2 or scales is None:
             continue  # QC089
         rows = scales.type.shape[-1] if scales.type.shape else 0

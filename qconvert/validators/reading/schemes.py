@@ -1,0 +1,215 @@
+"""What quantization blocks state about weights, whatever their method, in the words of one of them:
+compressed-tensors 0.19 (`quantization/quant_args.py`: type, num_bits, strategy, group_size,
+block_structure, symmetric, actorder). `quantization.scheme_of` answers with it for a module.
+
+Read in vLLM 0.33 (`modelopt.py`: `ModelOptMixedPrecisionConfig`; `utils/gptq_utils.py`), sglang 0.5.23
+(`layers/quantization/utils.py`: `get_dynamic_override`) and nvidia-modelopt 0.47
+(`torch/export/quant_utils.py`).
+
+Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.checkpoint.checkpoint import QuantConfig
+from qconvert.core.patterns import compiled
+
+Weights = Mapping[str, Any]
+
+# Targets that every linear layer fits, in the order in which compressed-tensors asks for them.
+CLASSES = ("Linear", "Module")
+MIXED = "MIXED_PRECISION"
+_FLOAT8 = {"type": "float", "num_bits": 8}
+# Prefixes under which runtimes and exporters name the language model's modules.
+_WRAPPERS = ("model.language_model.", "language_model.model.")
+
+
+def stated_weights(config: QuantConfig) -> Iterator[tuple[list[str], Weights]]:
+    """Targets of a block, and what it states about their weights."""
+    block = config.block
+    if config.method == "modelopt" and str(block.get("quant_algo") or "") not in ("", "None"):
+        yield from _modelopt(block)
+    elif config.method == "gptq":
+        yield from _gptq(block)
+    elif config.method in ("fp8", "fbgemm_fp8"):
+        size = block.get("weight_block_size")
+        yield [CLASSES[0]], {**_FLOAT8, **({} if size is None else {"block_structure": size})}
+    else:
+        groups = block.get("config_groups")
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            names = group.get("targets") if isinstance(group, Mapping) else None
+            if isinstance(weights, Mapping):
+                yield (
+                    [n for n in names if isinstance(n, str)] if isinstance(names, list) else [],
+                    weights,
+                )
+
+
+# --- modelopt ------------------------------------------------------------------------------------
+
+
+def layer_table(config: QuantConfig) -> Mapping[str, Mapping[str, Any]] | None:
+    """Each quantized module's entry in modelopt's `quantized_layers`, which names all there are; None
+    for a block of one algorithm."""
+    table = config.block.get("quantized_layers")
+    if config.method != "modelopt" or not isinstance(table, Mapping):
+        return None
+    if config.block.get("quant_algo") != MIXED:
+        return None
+    return {name: entry for name, entry in table.items() if isinstance(entry, Mapping)}
+
+
+def _modelopt(block: Mapping[str, Any]) -> Iterator[tuple[list[str], Weights]]:
+    table = layer_table(QuantConfig("", block))
+    if table is None:
+        found = dict(_algorithm(block))
+        if (size := block.get("weight_block_size")) is not None:
+            found.pop("strategy", None)
+            found["block_structure"] = size
+        yield [CLASSES[0]], found
+        return
+    alike: dict[str, tuple[list[str], Weights]] = {}
+    for name, entry in table.items():
+        alike.setdefault(repr(entry), ([], _algorithm(entry)))[0].append(name)
+    yield from alike.values()
+
+
+def _algorithm(entry: Mapping[str, Any]) -> Weights:
+    """The weights that an algorithm of modelopt makes, and whether activations have stored scales
+    (`inputs`); no type for one that is not read here."""
+    name, size = str(entry.get("quant_algo") or "").upper(), entry.get("group_size")
+    if name in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
+        side = size if type(size) is int and size > 0 else 128
+        return {**_FLOAT8, "strategy": "block", "block_structure": [side, side], "inputs": False}
+    if name == "MXFP8":
+        return {**_FLOAT8, "strategy": "group", "group_size": 32, "inputs": False}
+    if name == "FP8_PER_CHANNEL_PER_TOKEN":
+        return {**_FLOAT8, "strategy": "channel", "inputs": False}
+    if name == "FP8":
+        return {**_FLOAT8, "strategy": "tensor", "inputs": True}
+    if "NVFP4" in name:
+        inputs = not name.startswith("W4A16")
+        return {
+            "type": "float",
+            "num_bits": 4,
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "inputs": inputs,
+        }
+    return {"quant_algo": name}
+
+
+# --- GPTQ ----------------------------------------------------------------------------------------
+
+
+def gptq_weights(block: Mapping[str, Any]) -> Weights:
+    """What a block of GPTQ's own form, or a rule of its `dynamic` over it, states."""
+    size = block.get("group_size")
+    return {
+        "type": "int",
+        "num_bits": block.get("bits"),
+        "strategy": "channel" if size == -1 else "group",
+        "group_size": size,
+        "symmetric": block.get("sym", True) is not False,
+        "actorder": "group" if block.get("desc_act") else None,
+    }
+
+
+def gptq_rules(block: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+    """Patterns of `dynamic` and what each changes (None: it leaves modules out), in order: the first one
+    that matches the beginning of a module's name applies."""
+    dynamic = block.get("dynamic")
+    for pattern, change in dynamic.items() if isinstance(dynamic, Mapping) else ():
+        if isinstance(pattern, str) and pattern.startswith("-:"):
+            yield pattern.removeprefix("-:"), None
+        elif isinstance(pattern, str) and isinstance(change, Mapping):
+            yield pattern.removeprefix("+:"), change
+
+
+def gptq_left_out(block: Mapping[str, Any]) -> list[str]:
+    """The patterns that leave modules out, each without what a rule before it takes."""
+    left, before = [], list[str]()
+    for pattern, change in gptq_rules(block):
+        if change is None:
+            first = f"(?!{'|'.join(f'(?:{one})' for one in before)})" if before else ""
+            left.append(f"re:{first}(?:{pattern})" if first else f"re:{pattern}")
+        elif _valid(pattern):
+            before.append(pattern)
+    return left
+
+
+def _valid(pattern: str) -> bool:
+    try:
+        compiled(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def _gptq(block: Mapping[str, Any]) -> Iterator[tuple[list[str], Weights]]:
+    for pattern, change in gptq_rules(block):
+        if change is not None:
+            yield [f"re:{pattern}"], gptq_weights({**block, **change})
+    yield [CLASSES[0]], gptq_weights(block)
+
+
+# --- Which applies -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a block's targets state, by module: `named` ones; `patterns` in the order in which they are
+    asked; `every` linear layer that neither names. With `below`, a name holds for all modules below it
+    too."""
+
+    named: Mapping[str, Weights]
+    patterns: tuple[tuple[re.Pattern[str], Weights], ...]
+    every: Weights | None
+    below: bool
+
+    @classmethod
+    def of(cls, config: QuantConfig) -> Targets:
+        """Of a target in two groups the last group applies. compressed-tensors asks names before
+        patterns, those before classes, and patterns in the order of their letters (`utils/match.py`,
+        `match_targets`); GPTQ's rules are in an order of their own."""
+        entries = [(t, weights) for targets, weights in stated_weights(config) for t in targets]
+        if config.method != "gptq":
+            entries = sorted(dict(entries).items())
+        plain = {target: weights for target, weights in entries if not target.startswith("re:")}
+        every = next((plain[name] for name in CLASSES if name in plain), None)
+        patterns = [
+            (compiled(target[3:]), weights)
+            for target, weights in entries
+            if target.startswith("re:") and _valid(target[3:])
+        ]
+        return cls(plain, tuple(patterns), every, config.method == "modelopt")
+
+    def find(self, module: str) -> Weights | None:
+        """None where nothing names a module. Entries that are no valid pattern name nothing."""
+        for name in _spelled(module) if self.below else (module,):
+            found = self.named.get(name)
+            while found is None and self.below and "." in name:
+                name = name.rpartition(".")[0]
+                found = self.named.get(name)
+            if found is not None:
+                return found
+        for pattern, weights in self.patterns:
+            if pattern.match(module):
+                return weights
+        return self.every
+
+
+def _spelled(module: str) -> Iterable[str]:
+    """The names that a table may have for a module."""
+    yield module
+    if module.endswith(".lm_head"):
+        yield "lm_head"
+    for mine, other in (_WRAPPERS, _WRAPPERS[::-1]):
+        if module.startswith(mine):
+            yield other + module.removeprefix(mine)
