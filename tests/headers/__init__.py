@@ -50,6 +50,17 @@ def load(model: str) -> HeaderSet:
     return read(_FOLDER / f"{model}.yaml")
 
 
+def forms() -> list[str]:
+    """The releases in other forms than `names`, of which few commands take any: they are validated."""
+    return sorted(file.stem for file in (_FOLDER / "forms").glob("*.yaml"))
+
+
+@cache
+def form(model: str, most: int = 3) -> HeaderSet:
+    """One of them with few experts. Change none of it."""
+    return with_few(read(_FOLDER / "forms" / f"{model}.yaml"), most)
+
+
 def model_type(model: str) -> str:
     """What its config calls it, without the headers: what tests choose their cases by."""
     return str(_raw(_FOLDER / f"{model}.yaml")["config"]["model_type"])

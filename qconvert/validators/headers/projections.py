@@ -115,14 +115,14 @@ def _layers_disagree(checkpoint: Checkpoint, found: dict[Where, Present]) -> Ite
     """For one projection in all layers; a layer with both forms is QC016's. If no family says which
     layers are alike (models with two kinds of attention have two forms by design), layers with
     the same modules next to the projection are compared."""
-    forms: dict[tuple[TwoForms, bool, str], dict[Side, list[str]]] = {}
+    forms: dict[tuple[TwoForms, str, str], dict[Side, list[str]]] = {}
     for where, present in found.items():
         if present.fused and present.split:
             continue
         side: Side = "fused" if present.fused else "split"
         if not _has(present, where.forms, side):
             continue
-        layers = forms.setdefault((where.forms, where.draft, where.parent), {})
+        layers = forms.setdefault((where.forms, where.stack, where.parent), {})
         layers.setdefault(side, []).append(next(iter(present.side(side).values())))
     for (form, _, _), sides in forms.items():
         if len(sides) == 2:

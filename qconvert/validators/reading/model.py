@@ -148,12 +148,40 @@ QKV = TwoForms(
 )
 
 
+# Lists of layers, and components before them that the decoder's have and towers have not alone. A number
+# behind another name is that of a module in a sequence (nn.Sequential's `mlp1.3`), not of a layer.
+_LISTS = ("layers", "blocks", "h", "layer", "block")
+_DECODER = frozenset(
+    {
+        "model",
+        "language_model",
+        "text_model",
+        "llm",
+        "transformer",
+        "decoder",
+        "backbone",
+        "thinker",
+    }
+)
+
+
+@lru_cache(maxsize=4096)
+def stack_of(template: str) -> tuple[str, str] | None:
+    """The stack of layers that a module is in ("" for the decoder's, `mtp` for a draft's, a tower's by
+    its name), and the rest of its template below its layer; None for a module of no layer."""
+    before, found, below = template.partition(".{L}")
+    *names, last = before.removeprefix("@").split(".")
+    if not found or last not in _LISTS:
+        return None
+    return ".".join(name for name in names if name not in _DECODER), below
+
+
 class Where(NamedTuple):
-    """A module that has two forms: where it is below its layer (`.mlp.experts`), whether in a
-    draft layer with names under `mtp`, and the layer."""
+    """A module that has two forms: in which stack of layers, where it is below its layer
+    (`.mlp.experts`), and the layer."""
 
     forms: TwoForms
-    draft: bool
+    stack: str
     parent: str
     layer: int | None
 
@@ -176,7 +204,7 @@ class Member(NamedTuple):
     """What a module's name template says: of which forms, on which side it is a member."""
 
     forms: TwoForms
-    draft: bool
+    stack: str
     parent: str
     side: Side
     name: str
@@ -185,19 +213,21 @@ class Member(NamedTuple):
 @lru_cache(maxsize=4096)
 def member_of(module: str) -> Member | None:
     """The member that a module template is (`model.layers.{L}.mlp.experts.{E}.up_proj`), None if its
-    matrices have only one form."""
-    before, _, below = module.rpartition("layers.{L}")
+    matrices have only one form, or are in no layer."""
+    found = stack_of(module)
+    if found is None:
+        return None
+    stack, below = found
     parent, _, last = below.rpartition(".")
-    draft = before.endswith("mtp.")
     if parent.endswith(("experts.{E}", ".experts")):
         side: Side = "split" if parent.endswith(".{E}") else "fused"
         if last not in EXPERTS.members(side):
             return None
-        return Member(EXPERTS, draft, parent.removesuffix(".{E}"), side, last)
+        return Member(EXPERTS, stack, parent.removesuffix(".{E}"), side, last)
     for forms in (LINEAR_ATTENTION, GATE_UP, QKV):
         for one in ("fused", "split"):
             if last in forms.members(one):
-                return Member(forms, draft, parent, one, last)
+                return Member(forms, stack, parent, one, last)
     return None
 
 
@@ -207,7 +237,7 @@ def forms_in(checkpoint: Checkpoint) -> dict[Where, Present]:
     for name, module, layer in _matrices(checkpoint):
         member = member_of(module)
         if member is not None:
-            where = Where(member.forms, member.draft, member.parent, layer)
+            where = Where(member.forms, member.stack, member.parent, layer)
             present = found.get(where)
             if present is None:
                 present = found[where] = Present()
@@ -234,7 +264,7 @@ def where_of(name: str) -> tuple[Where, Side] | None:
     member = member_of(split_parameter(template)[0])
     if member is None:
         return None
-    return Where(member.forms, member.draft, member.parent, layer), member.side
+    return Where(member.forms, member.stack, member.parent, layer), member.side
 
 
 def other(side: Side) -> Side:

@@ -37,6 +37,7 @@ KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
 READ_METHODS = (*KNOWN_METHODS, "gptq", "awq", "mxfp4", "qconvert-trtllm-gen")
 HF_QUANT_CONFIG = "hf_quant_config.json"
 _SHELL = frozenset("*?[")
+_OF_DECODERS = ("model", "language_model", "layers")
 # Keys of lists of modules that stay unquantized, by method; the first that is present applies.
 LISTS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("ignored_layers", "modules_to_not_convert"),
@@ -167,7 +168,13 @@ class Listed:
         return False
 
     def names(self, module: str) -> bool:
-        return self.literal(module) or self.pattern_names(module)
+        if self.literal(module) or self.pattern_names(module):
+            return True
+        # transformers' lists have the names of its modules in memory, where towers and projectors are
+        # below `model` (Ministral 3); runtimes rename the list as they rename tensors.
+        if self.method not in _FP8_METHODS or module.partition(".")[0] in _OF_DECODERS:
+            return False
+        return self.literal(f"model.{module}")
 
 
 @dataclass(frozen=True, slots=True)
