@@ -24,6 +24,10 @@ QWEN, MINIMAX = "qwen3.6-35b-a3b-nvfp4", "minimax-m3-nvfp4"
 DYNAMIC, PB_WO = "tinyllama-gptq-dynamic", "qwen3-30b-a3b-pb-wo"
 MINISTRAL, GEMMA, INKLING = "ministral-3-8b", "gemma-4-26b-a4b", "inkling"
 EAGLE, NEXTN = "eagle3-llama-3.1-8b", "deepseek-v3-nextn"
+_L = "model.language_model.layers"
+_M = "language_model.model.layers"
+_T = "model.layers"
+_E = f"{_L}.0.mlp.experts"
 
 
 def judged(found: HeaderSet) -> list[Finding]:
@@ -48,6 +52,65 @@ def test_config_and_modelopts_file_agree(model: str, tmp_path: Path) -> None:
     for file in ("preprocessor_config.json", "configuration_minimax_m3_vl.py"):
         (tmp_path / file).write_text("{}\n")
     assert validate_folder(tmp_path).findings == []
+
+
+def _kept(model: str, kept: Callable[[str], bool], **config: Any) -> HeaderSet:
+    """A part of a release, with another config."""
+    found = headers.form(model)
+    return HeaderSet(
+        {**found.config, **config}, {n: t for n, t in found.tensors.items() if kept(n)}, 1
+    )
+
+
+def test_a_draft_alone_is_known_by_its_class_or_by_what_it_has() -> None:
+    whole = HeaderSet(**vars(headers.few("qwen3.5-0.8b")))
+    assert (
+        errors(HeaderSet(whole.config, {n: t for n, t in whole.tensors.items() if "mtp." in n}, 1))
+        == []
+    )
+    assert errors(_kept(NEXTN, lambda name: True, architectures=["DeepseekV3ForCausalLM"])) == []
+    shared = _kept(
+        NEXTN, lambda name: "embed_tokens" not in name and "shared_head.head" not in name
+    )
+    assert errors(shared) == []
+
+
+_TOWER = "vision_tower.encoder.layers"
+# Towers and projectors in forms of their own, beside a decoder with split projections.
+_BESIDE = {
+    f"{_TOWER}.0.self_attn.qkv_proj.weight": (384, 128),
+    f"{_TOWER}.0.mlp.gate_up_proj.weight": (512, 128),
+    f"{_TOWER}.1.self_attn.qkv_proj.weight": (384, 128),
+    f"{_TOWER}.1.mlp.gate_up_proj.weight": (512, 128),
+    "mm_projector.0.weight": (4096, 128),
+    "mm_projector.2.gate_up_proj.weight": (4096, 4096),
+    "mm_projector.4.up_proj.weight": (4096, 4096),
+}
+
+
+@pytest.mark.parametrize(("model", "layer"), [(GEMMA, f"{_L}.9"), (MINISTRAL, f"{_M}.9")])
+def test_towers_and_sequences_are_no_layers_of_the_decoder(model: str, layer: str) -> None:
+    """Other forms there; in a layer of the decoder the same is found."""
+    found = headers.form(model)
+    config = {key: value for key, value in found.config.items() if key != "quantization_config"}
+    plain = {n: TensorType("BF16", t.shape) for n, t in found.tensors.items() if "n_scale" not in n}
+    plain = {n: t for n, t in plain.items() if not n.endswith("weight_scale_inv")}
+    more = {name: TensorType("BF16", shape) for name, shape in _BESIDE.items()}
+    assert errors(HeaderSet(config, plain | more, 1)) == []
+    at = f"{layer}.mlp."
+    fused = {n: t for n, t in plain.items() if not n.startswith((f"{at}gate_proj", f"{at}up_proj"))}
+    fused[f"{at}gate_up_proj.weight"] = TensorType("BF16", (4224, 2816))
+    rules = {finding.rule for finding in errors(HeaderSet(config, fused | more, 1))}
+    assert rules & {"QC013", "QC017"}
+
+
+def test_a_scale_of_logits_is_none_of_the_head() -> None:
+    found = headers.form(DYNAMIC)
+    more = {
+        "lm_head.logit_scale": TensorType("F32", (1,)),
+        "model.logit_scale": TensorType("F32", ()),
+    }
+    assert errors(HeaderSet(found.config, found.tensors | more, 1)) == []
 
 
 # --- Broken variants -----------------------------------------------------------------------------
@@ -98,12 +161,6 @@ class Mutant:
 @cache
 def _sound(model: str) -> frozenset[tuple[str, str]]:
     return frozenset((f.rule, f.where) for f in judged(headers.form(model)))
-
-
-_L = "model.language_model.layers"
-_M = "language_model.model.layers"
-_T = "model.layers"
-_E = f"{_L}.0.mlp.experts"
 
 
 def _of(*rules: str) -> frozenset[str]:

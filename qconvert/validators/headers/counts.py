@@ -24,7 +24,14 @@ from qconvert.checkpoint.family import (
 from qconvert.core.errors import PlanError
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
-from qconvert.validators.reading.model import EXPERTS, known_family, member_of, stage_of
+from qconvert.validators.reading.model import (
+    EXPERTS,
+    draft_alone,
+    is_of_draft,
+    known_family,
+    member_of,
+    stage_of,
+)
 
 # Draft layers that may take these from the model itself.
 _SHARED = ("mtp.embed_tokens", "mtp.shared_head.head")
@@ -88,7 +95,10 @@ def _uncounted(checkpoint: Checkpoint) -> Iterator[Finding]:
         if place.expert is not None and place.expert >= experts:
             message = f"belongs to expert {place.expert}, but the config counts {experts}"
             yield Finding("QC019", "error", name, message)
+    alone = draft_alone(checkpoint)  # whose layers may be numbered as the model's own
     for name in role_index.unknown:
+        if alone and is_of_draft(checkpoint, name):
+            continue
         roles, layer, _, _ = role_index.family.candidates(name)
         groups = sorted({role.layers for role in roles if role.layers not in ("", "*")})
         if groups and not _is_vision(name):
@@ -111,7 +121,12 @@ def _vision(checkpoint: Checkpoint, config: Config) -> Iterator[Finding]:
     if tower is not None and not config:
         message = "belongs to a vision tower, but config.json has no vision_config"
         yield Finding("QC024", "warning", tower, message)
-    if tower is None and config and not any(map(_is_vision, _dropped(checkpoint))):
+    if (
+        tower is None
+        and config
+        and not draft_alone(checkpoint)
+        and not any(map(_is_vision, _dropped(checkpoint)))
+    ):
         message = "has a vision_config, but the folder has no tensor of a vision tower"
         yield Finding("QC024", "error", "config.json", message)
 
@@ -127,7 +142,10 @@ def _drafts(checkpoint: Checkpoint) -> Iterator[Finding]:
     roles = [role for role in family.roles if role.name.startswith("mtp.")]
     if not roles or any(family.is_mtp(name, dims) for name in _dropped(checkpoint)):
         return
-    if not any(role.name in role_index.present for role in roles):
+    present = set(role_index.present)
+    if draft_alone(checkpoint):
+        present |= {r.name for n in checkpoint for r in family.candidates(n)[0]}
+    if not any(role.name in present for role in roles):
         text = text_config(checkpoint.config)
         stated = first_int(text, "num_nextn_predict_layers", "mtp_num_hidden_layers")
         if stated:
@@ -138,7 +156,7 @@ def _drafts(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     for role in roles:
         layers = dims.groups.get(role.layers, ()) if role.layers else (0,)
-        if layers and role.name not in role_index.present and _needed(role, role_index):
+        if layers and role.name not in present and _needed(role, role_index):
             name = role.module.replace("{L}", str(layers[0]))
             message = "is missing, but other tensors of the draft (MTP) layers are present"
             yield Finding("QC023", "error", f"{name}.weight", message)

@@ -30,6 +30,7 @@ from qconvert.validators.reading.model import (
     Side,
     TwoForms,
     Where,
+    draft_alone,
     forms_in,
     holds,
     known_family,
@@ -174,6 +175,8 @@ def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
             side: {n for n, role in roles.items() if role.name in role_index.present}
             for side, roles in sides.items()
         }
+        if draft_alone(checkpoint) and not draft and not any(there.values()):
+            continue  # of the model that it drafts for
         if forms is EXPERTS and prepared_tensors(checkpoint):
             continue  # QC106: their layers are counted there
         if not layers_of or any(there[side] == forms.members(side) for side in sides):

@@ -24,7 +24,7 @@ from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.headers.int_parts import int_parts
 from qconvert.validators.reading.int8 import int8_scale
-from qconvert.validators.reading.model import FP8, known_family, readable_quantization
+from qconvert.validators.reading.model import FP8, draft_alone, known_family, readable_quantization
 from qconvert.validators.reading.quantization import (
     exponents_of,
     fp8_strategy_of,
@@ -74,6 +74,7 @@ _ANY = -1
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 # Types that hold several codes, or are checked with their format's own parameters.
 _CODES = ("U8", "I8", "I32", "F4")
+_INTO_DRAFTS = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
 Shape = tuple[int, ...]
 Sizes = Callable[..., int]
 
@@ -118,12 +119,14 @@ def _sizes(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _roles(checkpoint: Checkpoint) -> Iterator[Finding]:
     role_index = checkpoint.role_index
     wanted = expected_shapes(checkpoint.config, role_index.dims, role_index.family.name)
-    either = role_index.family.stacked_transposed
+    either, alone = role_index.family.stacked_transposed, draft_alone(checkpoint)
     for name, place in role_index.places.items():
         shape = wanted.get(place.role.name.removeprefix("mtp."))
         if shape is None:
             continue
         kind = checkpoint[name].type
+        if place.role.name in _INTO_DRAFTS and kind.shape[-1:] == (2 * shape[-1],) and alone:
+            continue  # EAGLE-3: hidden states and embeddings side by side
         if place.parameter == "weight_packed" and kind.dtype == "I32":
             ints = packed_ints(checkpoint, name.removesuffix(".weight_packed"))
             if ints is None:
@@ -164,7 +167,9 @@ def expected_shapes(config: Config, dims: Dims, family: str) -> dict[str, Shape]
     several = _times(first_int(text, "n_shared_experts") or _ANY, each)
     inputs = expert_inputs(config, dims) or _ANY
     found: dict[str, Shape] = {
-        **dict.fromkeys(("embed_tokens", "lm_head", "shared_head.head"), (vocab, hidden)),
+        **dict.fromkeys(("embed_tokens", "shared_head.head"), (vocab, hidden)),
+        # An EAGLE-3 draft answers in a part of the vocabulary.
+        "lm_head": (size("draft_vocab_size", "vocab_size"), hidden),
         **dict.fromkeys(_NORMS, (hidden,)),
         **dict.fromkeys(("eh_proj", "fc"), (hidden, twice)),
         "router": (experts, hidden),

@@ -32,7 +32,9 @@ from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.reading.int8 import int8_scale
 from qconvert.validators.reading.model import (
     FP8,
+    draft_alone,
     forms_in,
+    layer_of,
     other,
     stage_of,
     unread_quantization,
@@ -343,6 +345,9 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
     except PlanError:
         return  # QC054: the tensors of this stage are unknown
     absent = checkpoint.absent()
+    if absent and draft_alone(checkpoint):
+        there = set(map(layer_of, checkpoint)) - {None}
+        absent = [name for name in absent if layer_of(name) in there]
     forms = forms_in(checkpoint) if absent else {}
     family = checkpoint.role_index.family.name
     stored = _modules(checkpoint) if absent and unread_quantization(checkpoint) else frozenset()

@@ -6,6 +6,7 @@ Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -115,6 +116,36 @@ def holds(stage: Stage | None, layer: int | None, *, draft: bool) -> bool:
     return stage.last if draft else layer is None or layer in stage.layers
 
 
+# --- Drafts that stand alone -----------------------------------------------------------------------
+
+# Classes of drafts in sglang 0.5.23 and vLLM 0.33 (`models/registry.py`), and keys that only their
+# configs have (SpecForge, speculators).
+_DRAFT_CLASS = re.compile(r"NextN|MTP|Eagle|EAGLE|Medusa|DFlash|Speculator|DraftModel")
+_DRAFT_KEYS = ("draft_vocab_size", "eagle_config", "speculators_config", "dflash_config")
+_OUTER = ("embed_tokens", "norm", "lm_head")
+
+
+@lru_cache(maxsize=8)
+def draft_alone(checkpoint: Checkpoint) -> bool:
+    """Whether a folder holds a draft without the model that it drafts for: by its class or config, or
+    because it has modules of a draft, and neither embeddings nor final norm nor head of a model."""
+    config, role_index = checkpoint.config, checkpoint.role_index
+    classes = config.get("architectures")
+    if any(map(_DRAFT_CLASS.search, map(str, classes if isinstance(classes, list) else ()))):
+        return True
+    if any(config.get(key) is not None for key in _DRAFT_KEYS):
+        return True
+    if DRAFT in (checkpoint.manifest or {}) or any(role in role_index.present for role in _OUTER):
+        return False
+    return any(is_of_draft(checkpoint, name) for name in checkpoint)
+
+
+def is_of_draft(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether nothing but a draft layer of the family has a module of this name, in whatever layer."""
+    roles = checkpoint.family.candidates(name)[0]
+    return bool(roles) and all(role.name.startswith("mtp.") for role in roles)
+
+
 # --- Two forms of the same matrices --------------------------------------------------------------
 
 Side = Literal["fused", "split"]
@@ -174,6 +205,13 @@ def stack_of(template: str) -> tuple[str, str] | None:
     if not found or last not in _LISTS:
         return None
     return ".".join(name for name in names if name not in _DECODER), below
+
+
+def layer_of(name: str) -> tuple[str, int | None] | None:
+    """The stack and number of the layer that a tensor is in; None for one in no layer."""
+    template, layer, _ = parse(name)
+    found = stack_of(template)
+    return None if found is None else (found[0], layer)
 
 
 class Where(NamedTuple):
