@@ -280,11 +280,11 @@ def group_names(config: QuantConfig) -> Callable[[str], str | None]:
         for target in named if isinstance(named, list) else ():
             if isinstance(target, str):
                 by_target[target] = name
-    listed = tuple((Listed(config.method, (target,)), name) for target, name in by_target.items())
-    as_weights = tuple((target, {"name": name}) for target, name in listed)
+    names = Targets.among(((t, {"name": name}) for t, name in by_target.items()), below=False)
+    left = ignored(config)
 
     def of(module: str) -> str | None:
-        found = _group_of(config, as_weights, module)
+        found = None if left.names(module) else names.find(module)
         return None if found is None else str(found["name"])
 
     return of
@@ -293,10 +293,9 @@ def group_names(config: QuantConfig) -> Callable[[str], str | None]:
 def group_of(checkpoint: Checkpoint, module: str) -> Mapping[str, Any] | None:
     """The compressed-tensors group that covers a module, with what it states about activations; None if
     there is none."""
-    for config, groups, _ in _groups(checkpoint):
-        mine = _group_of(config, groups, module)
-        blocks = config.block.get("config_groups")
-        for group in blocks.values() if isinstance(blocks, Mapping) else ():
+    for block in _blocks(checkpoint):
+        mine, groups = block.of(module), block.config.block.get("config_groups")
+        for group in groups.values() if isinstance(groups, Mapping) else ():
             if mine is not None and isinstance(group, Mapping) and group.get("weights") is mine:
                 return group
     return None

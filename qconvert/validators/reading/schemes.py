@@ -175,20 +175,27 @@ class Targets:
 
     @classmethod
     def of(cls, config: QuantConfig) -> Targets:
+        """Those of a block. GPTQ's rules are in an order of their own."""
+        entries = [(t, weights) for targets, weights in stated_weights(config) for t in targets]
+        below = config.method == "modelopt"
+        return cls.among(entries, below=below, ordered=config.method == "gptq")
+
+    @classmethod
+    def among(
+        cls, entries: Iterable[tuple[str, Weights]], *, below: bool, ordered: bool = False
+    ) -> Targets:
         """Of a target in two groups the last group applies. compressed-tensors asks names before
         patterns, those before classes, and patterns in the order of their letters (`utils/match.py`,
-        `match_targets`); GPTQ's rules are in an order of their own."""
-        entries = [(t, weights) for targets, weights in stated_weights(config) for t in targets]
-        if config.method != "gptq":
-            entries = sorted(dict(entries).items())
-        plain = {target: weights for target, weights in entries if not target.startswith("re:")}
+        `match_targets`)."""
+        each = list(entries) if ordered else sorted(dict(entries).items())
+        plain = {target: weights for target, weights in each if not target.startswith("re:")}
         every = next((plain[name] for name in CLASSES if name in plain), None)
         patterns = [
             (compiled(target[3:]), weights)
-            for target, weights in entries
+            for target, weights in each
             if target.startswith("re:") and _valid(target[3:])
         ]
-        return cls(plain, tuple(patterns), every, config.method == "modelopt")
+        return cls(plain, tuple(patterns), every, below)
 
     def find(self, module: str) -> Weights | None:
         """None where nothing names a module. Entries that are no valid pattern name nothing."""
