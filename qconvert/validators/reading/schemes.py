@@ -134,7 +134,8 @@ def gptq_rules(block: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
 
 def gptq_left_out(block: Mapping[str, Any]) -> list[str]:
     """The patterns that leave modules out, each without what a rule before it takes."""
-    left, before = [], list[str]()
+    left: list[str] = []
+    before: list[str] = []
     for pattern, change in gptq_rules(block):
         if change is None:
             first = f"(?!{'|'.join(f'(?:{one})' for one in before)})" if before else ""
