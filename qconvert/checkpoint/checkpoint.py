@@ -282,6 +282,11 @@ class Checkpoint(Mapping[str, Source]):
         return sum([source.type.nbytes for source in self.sources.values()])
 
     @cached_property
+    def says_prepared(self) -> bool:
+        """Whether anything in the folder says that experts were prepared for one kernel library."""
+        return says_prepared(self)
+
+    @cached_property
     def ends(self) -> frozenset[str]:
         """How names end: last components, each with the dot before it. There are few, and whether any
         name has a certain one is asked by many rules."""
@@ -331,7 +336,7 @@ class Checkpoint(Mapping[str, Source]):
         if "amx" in (self.manifest or {}):
             return []
         # A layer whose experts were prepared for TensorRT-LLM's kernels stores them under other names.
-        ends = (".experts.w13_weight", ".experts.w13_weight_packed") if says_prepared(self) else ()
+        ends = (".experts.w13_weight", ".experts.w13_weight_packed") if self.says_prepared else ()
         prepared = {parse(name).layer for name in self if name.endswith(ends)}
         found = [
             name

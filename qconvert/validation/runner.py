@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from qconvert.checkpoint.checkpoint import RECEIPT, REPAIR_DIR, WORK_DIR, Checkpoint
 from qconvert.checkpoint.grafted import grafted
-from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
 from qconvert.core.discovery import VALIDATORS, discover
 from qconvert.core.errors import CheckpointError
@@ -371,7 +370,7 @@ def _at_hand(folder: Folder) -> set[Need]:
         "kv-cache": any(end.endswith(KV_SCALES) for end in checkpoint.ends)
         or "kv_scale" in (manifest or {})
         or any(one.block.get(key) for one in stated for key in KV_STATED),
-        "prepared": says_prepared(checkpoint),
+        "prepared": checkpoint.says_prepared,
         "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,
         "kernels": request.kernels,
         "logits": request.logits > 0,

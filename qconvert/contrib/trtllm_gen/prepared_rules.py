@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.prepared import FACT
 from qconvert.contrib.trtllm_gen.prepared_tasks import Matrices, Scalars, Tensors
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.nvfp4 import BLOCK, Dialect
 from qconvert.validators.reading.prepared import (
+    FACT,
     METHOD,
     SCALARS,
     TILE,

@@ -109,7 +109,7 @@ def _inputs(checkpoint: Checkpoint, said: Stated, found: Sequence[Parts]) -> Ite
     lacking = [p for p, inputs in zip(found, asked, strict=True) if inputs and p.input is None]
     if lacking:
         message = (
-            f"{said.where} says that activations are quantized; {len(lacking)} of {sum(asked)} "
+            f"{said.where} says that activations are quantized; {len(lacking)} of {len(found)} "
             f"matrices have no {end}"
         )
         yield Finding("QC101", "error", lacking[0].weight.name, message)
@@ -120,8 +120,7 @@ def _inputs(checkpoint: Checkpoint, said: Stated, found: Sequence[Parts]) -> Ite
     ]
     if given:
         message = (
-            f"{said.where} says weights only; {len(given)} of {len(asked) - sum(asked)} matrices have "
-            f"{end}"
+            f"{said.where} says weights only; {len(given)} of {len(found)} matrices have {end}"
         )
         yield Finding("QC102", "warning", given[0], message)
 

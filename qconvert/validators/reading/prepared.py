@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
-from qconvert.checkpoint.prepared import FACT, says_prepared
 from qconvert.core.errors import CheckpointError
 from qconvert.core.json_text import parse_json
 from qconvert.validators.reading.nvfp4 import DIALECTS, Dialect
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     Numbers = np.ndarray[Any, np.dtype[np.intp]]
 
 METHOD = "qconvert-trtllm-gen"
+FACT = "trtllm_gen"  # in the metadata of shards, and in qconvert.json
 SCALARS = ("g1_alphas", "g2_alphas", "g1_scale_c", "w13_input_scale_quant", "w2_input_scale_quant")
 TILE = 128
 
@@ -57,7 +57,7 @@ def metadata_layout(checkpoint: Checkpoint) -> Any:
 def bases(checkpoint: Checkpoint) -> dict[str, Dialect]:
     """The name prefix of each layer's prepared tensors, and their dialect."""
     found: dict[str, Dialect] = {}
-    for name in checkpoint if says_prepared(checkpoint) else ():
+    for name in checkpoint if checkpoint.says_prepared else ():
         for dialect in DIALECTS:
             end = f".experts.w13_{dialect.weight}"
             if name.endswith(end) and checkpoint[name].type.dtype == "U8":
