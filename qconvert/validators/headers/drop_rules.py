@@ -20,6 +20,7 @@ from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Rule, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validators.reading.parts import ACTIVATIONS
 
 RULES = (
     Rule(
@@ -33,7 +34,7 @@ RULES = (
 
 Takes = Callable[[str], bool]
 
-_SCALES_OF_INPUTS = r"[._](input|activation)_scale|[._]input_global_scale|\.input_zero_point"
+_SCALES_OF_INPUTS = rf"[._]({'|'.join(ACTIVATIONS)})"
 # Rules by their whole text: the names that each may take.
 _NAMES: Mapping[str, re.Pattern[str]] = {
     "derived: it follows from the scales that stay": re.compile(
@@ -46,7 +47,7 @@ _NAMES: Mapping[str, re.Pattern[str]] = {
         rf".*(\.weight_shape|{_SCALES_OF_INPUTS})$"
     ),
     "fuse: equal to the per-tensor scale kept for all parts": re.compile(
-        r".*\.(weight_scale(_inv|_2)?|weight_global_scale|(input|activation)_scale|input_global_scale)$"
+        rf".*(\.weight_scale(_inv|_2)?|\.weight_global_scale|{_SCALES_OF_INPUTS})$"
     ),
     "fuse: the size of packed rows, which is another now": re.compile(r".*\.weight_shape$"),
 }

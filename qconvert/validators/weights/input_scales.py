@@ -297,8 +297,8 @@ class Peers:
         for scale, value in zip(self.scales, values, strict=True):
             if value > 0 and middle > 0 and max(value / middle, middle / value) > _FAR:
                 message = (
-                    f"{value:.6g} is far from the middle of its layer's experts, {middle:.6g}, and all of "
-                    "them have the same inputs"
+                    f"{value:.6g} is far from the middle of its layer's experts, {middle:.6g}, and all "
+                    "of them have the same inputs"
                 )
                 yield Finding("QC112", "warning", scale.name, message)
 
