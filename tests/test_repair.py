@@ -599,7 +599,7 @@ def test_a_block_in_text_config_alone(tmp_path: Path) -> None:
     )
     done = run_cli("w4a16", source, folder, "--rtn", "--jobs", "1")
     assert done.code == 0, done.err
-    edit_json(folder / CONFIG, lambda config: (_in_text_alone(config), None)[1])
+    edit_json(folder / CONFIG, _in_text_alone)
     found = run_cli("validate", folder, "--for", "sglang==0.5.23", "--tp", "1")
     assert found.code == 3
     assert "QC037 config.json: text_config: quantization_config: is the only block" in found.out

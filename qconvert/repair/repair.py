@@ -154,7 +154,8 @@ def _changes(
         change(INDEX, index.data, index.why)
     checkpoint = Checkpoint.open(copy, follow_links=True)
     why: list[str] = []
-    for mend in (*_MENDS, partial(true_ignore_list, every=every)):
+    lists: Callable[[Checkpoint], Mended | None] = partial(true_ignore_list, every=every)
+    for mend in (*_MENDS, lists):
         mended = mend(checkpoint)
         if mended is not None:
             checkpoint = replace(checkpoint, config=mended.config)

@@ -54,8 +54,8 @@ class Deaths:
             setattr(os, name, self._named(name))
         for name in _SYNCS:  # what a process has written outlives it, synced or not
             setattr(os, name, lambda fd, name=name: self.step(name))
-        os.write = self._write  # type: ignore[assignment]
-        os.pwrite = self._pwrite  # type: ignore[assignment]
+        os.write = self._write
+        os.pwrite = self._pwrite
         own = io.open
 
         def opened(file: Any, mode: str = "r", *given: Any, **more: Any) -> Any:
@@ -64,7 +64,7 @@ class Deaths:
             self.step("open")
             return _Torn(own(file, mode, *given, **more), self)
 
-        io.open = builtins.open = opened  # type: ignore[assignment]
+        io.open = builtins.open = opened
 
     def _named(self, name: str) -> Callable[..., Any]:
         def call(*given: Any, **more: Any) -> Any:

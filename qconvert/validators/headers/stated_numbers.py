@@ -180,7 +180,7 @@ def _grouping(
     rows = all(form.scales == 1 for form in forms)
     if rows and strategy == "channel":
         return {}, ""
-    if strategy == "group" and _is_size(size) and size in _group_sizes(forms, (size,)):
+    if strategy == "group" and _is_size(size) and size in _group_sizes(forms, (int(size or 0),)):
         return {}, ""
     asked = _asked(checkpoint, "group")
     fitting = _group_sizes(forms)
@@ -365,7 +365,7 @@ def _words(
     if stated["bits"] != min(bits):
         yield Number((*path, written["bits"]), stated["bits"], min(bits), proof)
     size, rows = stated["group_size"], all(form.scales == 1 for form in forms)
-    if (size == -1 and rows) or (_is_size(size) and _group_sizes(forms, (size,))):
+    if (size == -1 and rows) or (_is_size(size) and _group_sizes(forms, (int(size or 0),))):
         return
     asked, fitting = _asked(checkpoint, "group"), _group_sizes(forms)
     if asked is not None and (rows if asked < 1 else bool(_group_sizes(forms, (asked,)))):
@@ -390,7 +390,7 @@ def _fp8(checkpoint: Checkpoint, config: QuantConfig, path: tuple[str, ...]) -> 
         for axis in (0, 1):
             length, blocks = source.type.shape[axis - 2], scale.type.shape[axis - 2]
             sizes[axis] = {size for size in sizes[axis] if ceil_div(length, size) == blocks}
-            if fits_stated and ceil_div(length, stated[axis]) != blocks:
+            if fits_stated and stated is not None and ceil_div(length, stated[axis]) != blocks:
                 fits_stated = False
     if matrices and not fits_stated and all(len(fitting) == 1 for fitting in sizes):
         value = [min(fitting) for fitting in sizes]
