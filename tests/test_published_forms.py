@@ -113,6 +113,23 @@ def test_a_scale_of_logits_is_none_of_the_head() -> None:
     assert errors(HeaderSet(found.config, found.tensors | more, 1)) == []
 
 
+def test_torchaos_parts_of_a_weight() -> None:
+    """transformers 5.17 (`quantizers/quantizer_torchao.py`) saves them so."""
+    found, at = headers.form(DYNAMIC), f"{_T}.5.mlp.up_proj"
+    parts = {
+        f"{at}._weight_qdata": TensorType("F8_E4M3", (5632, 2048)),
+        f"{at}._weight_scale": TensorType("F32", (5632, 1)),
+    }
+    config = {**found.config, "quantization_config": {"quant_method": "torchao"}}
+
+    def unpaired(lost: str) -> list[str]:
+        kept = {name: kind for name, kind in parts.items() if name != lost}
+        return [f.where for f in errors(HeaderSet(config, kept, 1)) if f.rule == "QC011"]
+
+    assert unpaired("") == []
+    assert unpaired(f"{at}._weight_scale") == [f"{at}._weight_qdata"]
+
+
 # --- Broken variants -----------------------------------------------------------------------------
 
 

@@ -203,7 +203,9 @@ def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
             what = "the shape of no weight" if name.endswith("_shape") else "has no weight"
             yield Finding("QC011", "error", name, f"{what} ({' or '.join(weights_of(name))})")
         elif source.type.dtype in FP8 and not is_scale(name):
-            tried = scale_candidates(name)
+            # torchao stores a tensor's parts beside one another: `_weight_qdata`, `_weight_scale`.
+            twin = [f"{name.removesuffix('qdata')}scale"] if name.endswith("_weight_qdata") else []
+            tried = (*twin, *scale_candidates(name))
             if there.keys().isdisjoint(tried):
                 yield Finding("QC011", "error", name, f"FP8 without a scale ({' or '.join(tried)})")
         elif name.endswith(".weight_packed"):
