@@ -65,7 +65,7 @@ def main() -> int:
     search = ENCODERS["w4a16 g32, searched"].op
     for name, decoder in DECODERS.items():
         op: Any = Recode(decoder.op, (search,))  # type: ignore[arg-type]
-        ins = decoder.ins(np.random.default_rng(len(name)), decoder.scales[0])
+        ins = decoder.made(np.random.default_rng(len(name)), decoder.scales[0])
         made, taken = _on(device, op, ins)
         fits = made == outcome(op, ins, on=False) and taken
         bad += not fits

@@ -626,8 +626,8 @@ class Child:
         program = f"import json, os, sys; job = json.load(open(sys.argv[-1])); {code}"
         run = subprocess.run
 
-        def instead(command: list[str], **options: Any) -> Any:
-            return run([command[0], "-c", program, command[-1]], **options)
+        def instead(args: list[str], **options: Any) -> Any:
+            return run([args[0], "-c", program, args[-1]], **options)
 
         self.patch.setattr(subprocess, "run", instead)
 

@@ -256,7 +256,7 @@ def test_a_conversion_goes_on_when_its_log_ends(source: Path, tmp_path: Path) ->
     """`2> >(head -0)`"""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "qconvert", "run", "copy", source, tmp_path / "out"]
+    command = [sys.executable, "-m", "qconvert", "run", "copy", str(source), str(tmp_path / "out")]
     done = subprocess.run([*command, "--log-json", "-"], stderr=writer, check=False)
     os.close(writer)
     assert done.returncode == 0

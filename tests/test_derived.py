@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator
 from importlib import resources
@@ -309,7 +310,7 @@ def test_what_the_machine_lacks_is_no_answer_about_a_class(
             raise transformers_class.CannotBuild(str(error)) from error
 
     monkeypatch.setattr(transformers_class, "described", fails)
-    monkeypatch.setattr(transformers_class.resource, "setrlimit", lambda *limits: None)
+    monkeypatch.setattr(resource, "setrlimit", lambda *limits: None)
     monkeypatch.setattr(sys, "argv", ["transformers_class", "1", "1"])
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"config": {}}'))
     monkeypatch.setattr(sys, "stdout", sys.stdout)

@@ -122,8 +122,10 @@ def _file(entry: Any, where: str) -> HubFile | None:
             f"{where}: expected each file to be listed with its path, size and hash, found "
             f"{shortened(repr(entry), 200)}; {_ADVICE}"
         )
-    assert isinstance(path, str)
-    return HubFile(path, sizes[0], hashes[0], None if lfs is None else Lfs(sizes[1], hashes[1]))
+    size, *of_lfs = (int(one) for one in sizes if one is not None)
+    name, *hash_of_lfs = map(str, hashes)
+    kept = Lfs(of_lfs[0], hash_of_lfs[0]) if of_lfs else None
+    return HubFile(str(path), size, name, kept)
 
 
 def _answer(endpoint: str, url: str, repo: str) -> tuple[Any, str | None]:

@@ -508,12 +508,12 @@ def check_names(plan: Plan) -> None:
         if read:
             wrong[name] = next((one for one in read if sorted(one.split(".")) == parts), read[0])
     if wrong:
-        name, read = next(iter(wrong.items()))
+        name, wanted = next(iter(wrong.items()))
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise PlanError(
             f"{name!r}{more}: {family.name} has no tensor of this name, so loaders skip it, and lacks "
-            f"{read!r}, which they read; rename the tensors of the source (their headers and the index) "
-            "to the names that the model was published with, and convert that"
+            f"{wanted!r}, which they read; rename the tensors of the source (headers and index) to the "
+            "names that the model was published with, and convert that"
         )
 
 
