@@ -419,6 +419,7 @@ MUTANTS = (
         "NVFP4 said of FP8", "constant", "QC096",
         stated(quant_method="modelopt", quant_algo="NVFP4"),
     ),
+    Mutant("NVFP4 said of FP8 experts", "blocks", "QC096", block(moe_quant_algo="NVFP4")),
     Mutant("GPTQ said of FP8", "blocks", "QC096", stated(quant_method="gptq", bits=4, group_size=128)),
     Mutant("AWQ said of GPTQ", "gptq", "QC089", stated(quant_method="awq", bits=4, group_size=32)),
     # --- formats that nothing judges

@@ -295,6 +295,11 @@ def test_unquantized_draft_layers_are_ignored_by_both_names(tmp_path: Path) -> N
         "model_type": "deepseek_v3", "first_k_dense_replace": 0, "num_nextn_predict_layers": 1,
         "n_routed_experts": model.config.pop("num_experts"), "num_hidden_layers": 1,
     }  # fmt: skip
+    for name in [name for name in model.tensors if ".self_attn." in name]:
+        del model.tensors[name]
+    for layer in range(2):
+        for part in ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+            model.tensors |= bf16(f"model.layers.{layer}.self_attn.{part}.weight", 48, 32)
     source = model.write(tmp_path / "source")
     for dialect in DIALECTS:
         done = nvfp4(source, tmp_path / dialect, dialect)

@@ -126,6 +126,7 @@ OWN = (
     "mixer.input_scale", "mixer.activation_scale", "mixer.k_scale", "mixer.v_scale",
     "mixer.weight_shape",
     "mixer.weight_zero_point", "mixer.weight_g_idx", "mixer.q_proj_scale", "mixer.gate_proj_blocks",
+    "attn.relative_blocks",
     "experts.w13_weight_scale", "block.layer_scale_2", "lm_head.logit_scale",
 )  # fmt: skip
 

@@ -505,7 +505,7 @@ def check_names(plan: Plan) -> None:
         read = absent.get(block, [])
         if not read and block not in with_experts and experts_module(name) is not None:
             read = _expert_names(plan, name)
-        if read:
+        if read and name not in read:  # stacks as transformers names them are in no role
             wrong[name] = next((one for one in read if sorted(one.split(".")) == parts), read[0])
     if wrong:
         name, wanted = next(iter(wrong.items()))

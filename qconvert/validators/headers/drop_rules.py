@@ -60,6 +60,7 @@ _TOWERS = (
 )
 _NOT_EXPERTS = "elsewhere: no routed expert; the runtime reads it from its GPU side"
 _SHARED = ("elsewhere", "derived")  # beginnings that are no pass's name
+_ALSO_OF = {"fuse": "unfuse"}  # a pass that gives its reasons in another's name
 _RENAMING = ("as_class", "text_only", "fuse", "unfuse", "stack", "unstack", "prepare")
 _MOST = 20
 
@@ -96,7 +97,8 @@ def _takes(rule: str, manifest: Mapping[str, Any], source: Checkpoint | None) ->
     """Whether a rule may take a name; None where that cannot be told."""
     passes = [step for step in manifest["passes"] if isinstance(step, Mapping)]
     begins = rule.partition(":")[0]
-    if begins not in _SHARED and begins not in {str(step.get("name")) for step in passes}:
+    of_passes = {str(step.get("name")) for step in passes}
+    if begins not in _SHARED and of_passes.isdisjoint((begins, _ALSO_OF.get(begins, begins))):
         return _none
     if rule in _NAMES:
         return partial(_fits, _NAMES[rule])

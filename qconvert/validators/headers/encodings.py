@@ -51,6 +51,7 @@ RULES = (
 
 Kinds = frozenset[str]
 
+_FLOATS = ("BF16", "F16", "F32", "F64")
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _PACKED_TYPES = (
     "U8", "I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32",
@@ -97,7 +98,7 @@ class Encodings:
         unread: dict[str, list[str]] = {}
         other: dict[str, list[tuple[str, str]]] = {}
         for name, source in checkpoint.items():
-            if not _is_code(name, source):
+            if not _is_code(checkpoint, name, source):
                 continue
             stored = _stored(checkpoint, name, source)
             if stored is None:
@@ -159,13 +160,16 @@ def _unknown(config: QuantConfig) -> str:
     return ""
 
 
-def _is_code(name: str, source: Source) -> bool:
-    """Whether a tensor holds the codes of a weight, by its name and type."""
+def _is_code(checkpoint: Checkpoint, name: str, source: Source) -> bool:
+    """Whether a tensor holds the codes of a weight, by its name and type. Models have parameters
+    that end in `_blocks`: floats are codes, of a wrong type, only beside scales."""
     last, dtype = name.rpartition(".")[2], source.type.dtype
     if is_scale(name) and dtype not in ("I32", "I8"):
         return False
-    if last in ("weight_packed", "qweight") or last.endswith("_blocks"):
+    if last in ("weight_packed", "qweight"):
         return True
+    if last.endswith("_blocks"):
+        return dtype not in _FLOATS or f"{name.removesuffix('_blocks')}_scales" in checkpoint
     if last.startswith(("w13_", "w2_")) or last.endswith(("scale", "scales", "scale_inv")):
         return False  # QC105 to QC107: of kernels' own layouts
     experts = ".experts." in name and len(source.type.shape) == 3
@@ -213,11 +217,12 @@ def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: s
     elif method == "modelopt":
         wanted = _by_algorithm(config) or _ALL
     elif method in ("fp8", "fbgemm_fp8"):
-        if stored == "FP8":
+        beside = _experts_beside(checkpoint, config, name)
+        if stored == "FP8" and beside is None:
             return _other_fp8(checkpoint, config, name)
-        if stored == "MXFP4" and name.endswith(".weight"):
+        if stored == "MXFP4" and name.endswith(".weight") and beside is None:
             return None  # DeepSeek-V4's experts, of which its block says nothing
-        wanted = frozenset({"FP8"})
+        wanted = beside or frozenset({"FP8"})
     elif method == "compressed-tensors":
         group = group_of(checkpoint, module)
         if group is None:
@@ -232,6 +237,15 @@ def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: s
     return (
         f"{config.where} states {' or '.join(sorted(wanted)) or 'formats that exclude one another'}"
     )
+
+
+def _experts_beside(checkpoint: Checkpoint, config: QuantConfig, name: str) -> Kinds | None:
+    """What `moe_quant_algo` states for routed experts beside FP8 layers; None where it states nothing.
+    sglang 0.5.23 (`HybridFp8NvFp4Config`): a draft's experts are as the block says without it."""
+    algorithm, index = config.block.get("moe_quant_algo"), checkpoint.role_index
+    if algorithm is None or ".experts." not in name or index.family.is_mtp(name, index.dims):
+        return None
+    return _of_algorithm(algorithm)
 
 
 def _other_fp8(checkpoint: Checkpoint, config: QuantConfig, name: str) -> str | None:
@@ -256,6 +270,10 @@ def _by_algorithm(config: QuantConfig) -> Kinds | None:
     algorithm = config.block.get("quant_algo")
     if algorithm is None:
         return _ALL  # QC037, QC103: modelopt's block of another version
+    return _of_algorithm(algorithm)
+
+
+def _of_algorithm(algorithm: object) -> Kinds | None:
     return next(
         (
             kinds
