@@ -506,8 +506,10 @@ class Bench:
         elif first in ("experts", "run"):
             head, more = [first, rest], []
         with pytest.MonkeyPatch.context() as patch:
-            # Most wrong lines are refused while planning: here the finished folder is to be judged.
+            # Most wrong lines are refused while planning, others before the folder is published: here
+            # the finished folder is to be judged.
             patch.setattr(judgement, "judged", lambda ready, source: [Verdict()] * len(ready))
+            patch.setattr(judgement, "judge_staged", lambda folders: None)
             jobs = () if "--gptq" in more else ("--jobs", "1")
             done = run_cli(*head, self.source(source), out, *more, *jobs)
         assert done.code == 0, done.err

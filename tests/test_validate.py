@@ -241,9 +241,9 @@ def _a_side_file_is_gone(out: Path) -> None:
     (out / "tokenizer.json").unlink()
 
 
-@breaks("QC020", "model.safetensors")
+@breaks("QC020", "more.safetensors")
 def _a_shard_was_added(out: Path) -> None:
-    write_shard(out / "model.safetensors", {"a": tensor("U8", 1)})
+    write_shard(out / "more.safetensors", {"a": tensor("U8", 1)})
 
 
 @breaks("QC021", "tokenizer.json")
@@ -295,6 +295,13 @@ def test_another_file_is_only_a_warning(out: Path) -> None:
         ("QC020", "warning", "NOTES.md")
     ]
     assert found_in(out) == ["QC020"]
+
+
+def test_an_added_shard_that_is_read_first_is_of_two_rules(out: Path) -> None:
+    """A file that was not written, which transformers reads instead of the index's shards."""
+    write_shard(out / "model.safetensors", {"a": tensor("U8", 1)})
+    found = [(f.rule, f.severity, f.where) for f in validate_folder(out).findings]
+    assert found == [(rule, "error", "model.safetensors") for rule in ("QC020", "QC098")]
 
 
 class Sources:

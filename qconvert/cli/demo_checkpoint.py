@@ -69,10 +69,15 @@ def config(intermediate: int = INTERMEDIATE) -> dict[str, Any]:
 
 
 def _unquantized() -> list[str]:
-    """Projections too small for FP8 blocks, by every name that a runtime asks for."""
+    """Linear layers too small for FP8 blocks, by every name that a runtime asks for. Only transformers
+    asks for shared experts' gates."""
     parts = ("in_proj_b", "in_proj_a", "in_proj_ba")
     linear = range(LAYERS - 1)  # full attention in the last
-    return [f"model.layers.{layer}.linear_attn.{part}" for layer in linear for part in parts]
+    homes = *(f"model.layers.{layer}" for layer in range(LAYERS)), "mtp.layers.0"
+    gates = [f"{home}.mlp.shared_expert_gate" for home in homes]
+    return gates + [
+        f"model.layers.{layer}.linear_attn.{part}" for layer in linear for part in parts
+    ]
 
 
 def _attention(at: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:

@@ -28,6 +28,7 @@ from qconvert.checkpoint.checkpoint import (
     quantization_in,
 )
 from qconvert.checkpoint.family import RoleIndex, role_index
+from qconvert.checkpoint.prepared import layout_of
 from qconvert.core.dtypes import TypesOf
 from qconvert.core.errors import CheckpointError, OutputError, PlanError
 from qconvert.core.graph import Output, Value
@@ -273,9 +274,21 @@ def _is_carried(finding: Finding, plan: Plan, known: frozenset[_Key]) -> bool:
     made of."""
     if _key(finding, finding.where) in known:
         return True
+    if finding.rule == "QC037" and finding.where in _put_back(plan):
+        return True
     output = plan.tensors.get(finding.where)
     origins = () if output is None else _origins(output)
     return any(_key(finding, name) in known for name in origins)
+
+
+def _put_back(plan: Plan) -> frozenset[str]:
+    """Places of quantization blocks that `unprepare` puts back where they stood before: that runtimes do
+    not look there, or find another block first, is as old as they are."""
+    config = plan.checkpoint.config
+    if layout_of(config) is None or all(entry.name != "unprepare" for entry in plan.log):
+        return frozenset()
+    replaced = config["quantization_config"]["replaced"]
+    return frozenset(": ".join(("config.json", *entry["at"])) for entry in replaced)
 
 
 def _origins(output: Output) -> Iterator[str]:
