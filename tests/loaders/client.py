@@ -33,8 +33,9 @@ class Rank:
 @dataclass(frozen=True)
 class Loaded:
     """What a loader did with a folder. `unwritten`: parameters that no byte came to, or not to all of;
-    `unused`: tensors of the folder that reached no parameter; `schemes`: the quantization method of
-    each module; `parameters`: type, shape and digest by name, right after the load."""
+    `unused`: tensors of the folder that reached no parameter; `dropped`: parameters that the runtime
+    takes away after the load where no byte came to them; `schemes`: the quantization method of each
+    module; `parameters`: type, shape and digest by name, right after the load."""
 
     error: str | None
     step: str
@@ -43,6 +44,7 @@ class Loaded:
     unwritten: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     schemes: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -92,7 +94,7 @@ class Server:
             "draft": draft, "flags": dict(flags or {}), "environment": dict(environment or {}),
         }  # fmt: skip
         said = self._asked(job)
-        tuples = ("unwritten", "unused", "empty", "warnings", "at")
+        tuples = ("unwritten", "unused", "empty", "dropped", "warnings", "at")
         said |= {key: tuple(said[key]) for key in tuples if key in said}
         held = said.get("parameters", {})
         said["parameters"] = {name: tuple(map(str, value)) for name, value in held.items()}

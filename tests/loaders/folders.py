@@ -15,7 +15,6 @@ _DRAFTS = {"deepseek_v3": "model.layers.3.", "glm4_moe": "model.layers.3."}
 # which weight-only forms do not have.
 _NOT_STORED = (
     "_g_idx", "_g_idx_sort_indices", "_blockscale_swizzled", "input_scale", "input_global_scale",
-    "experts.w13_bias", "experts.w2_bias",
 )  # fmt: skip
 
 
@@ -67,9 +66,11 @@ def parts(out: Path) -> list[Path]:
 
 
 def wrong(loaded: Loaded, family: str, *, last: bool) -> list[str]:
-    """What did not load. Some classes build a head in every stage and compute with the last one's."""
+    """What did not load. Some classes build a head and the norm before it in every stage, and compute
+    with the last one's."""
     if loaded.error is not None:
         return [f"{loaded.step}: {loaded.error}"]
     spare = () if last else ("lm_head.weight", "model.norm.weight")
+    spare += loaded.dropped
     unwritten = [n for n in loaded.unwritten if not n.endswith(_NOT_STORED) and n not in spare]
     return [*unwritten, *loaded.empty, *(n for n in loaded.unused if not is_draft(n, family))]

@@ -13,6 +13,7 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,16 @@ def _become(job: dict[str, Any]) -> None:
     parallel_state.initialize_model_parallel(job["tp"], job["pp"], backend="fake")
 
 
+def _dropped(model: torch.nn.Module) -> Iterator[str]:
+    """Biases of experts that GPTQ's method builds for every class and takes away after the load where
+    none came, but for classes that compute with them."""
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        if type(method).__name__ == "AutoGPTQMoEMethod" and not method.moe.has_bias:
+            came: Any = module._loaded_expert_biases
+            yield from (f"{name}.{leaf}" for leaf in ("w13_bias", "w2_bias") if leaf not in came)
+
+
 def load(job: dict[str, Any], told: Told) -> None:
     """Load a folder as a rank would; `told` hears of each fact as soon as it is known."""
     from vllm.config import set_current_vllm_config
@@ -231,6 +242,7 @@ def load(job: dict[str, Any], told: Told) -> None:
         finally:
             told("unwritten", held.unwritten(model, before))
             told("unused", flow.unused)
+            told("dropped", [*_dropped(model)])
         told("parameters", held.hashes(model))
     told("step", "done")
 

@@ -129,10 +129,26 @@ def cells(folder: Path, servers: Mapping[str, Server]) -> Iterator[tuple[str, Ce
         flags = FUSION if one.at(1) == "loads" and 1 not in one.sizes.get("", {}) else {}
         loaded = server.load(folder, rank, flags=flags, environment=stage.get("environment"))
         did = wrong(loaded, "", last=at == rank.pp - 1)
-        if rank.pp > 1:
-            did = [n for n in did if "visual." not in n and "embed_tokens" not in n]
+        if at and rank.pp > 1:
+            did = [name for name in did if not name.startswith(_first_stages(folder))]
         assert one.verdict == "loads" or is_doubted(folder, STARTS[runtime])
         yield runtime, Cell(one.at(1), tuple(did))
+
+
+def _first_stages(folder: Path) -> tuple[str, ...]:
+    """Modules that some classes build in every stage and compute with in the first one's: the embedding,
+    where no later one takes it for a head, and a tower."""
+    config = config_of(folder)
+    tied = config.get(
+        "tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings")
+    )
+    towers = ("visual.", "model.visual.")
+    embeds = (
+        "model.embed_tokens.",
+        "model.language_model.embed_tokens.",
+        "language_model.model.embed_tokens.",
+    )
+    return towers if tied else (*towers, *embeds)
 
 
 def is_doubted(folder: Path, line: str) -> bool:
