@@ -56,7 +56,7 @@ def forms() -> list[str]:
 
 
 @cache
-def form(model: str, most: int = 3) -> HeaderSet:
+def form(model: str, most: int = 2) -> HeaderSet:
     """One of them with few experts. Change none of it."""
     return with_few(read(_FOLDER / "forms" / f"{model}.yaml"), most)
 
