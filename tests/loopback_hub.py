@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -113,6 +114,14 @@ class Pace:
             time.sleep(wait)
 
 
+class _Server(ThreadingHTTPServer):
+    """One that says nothing of clients that hang up: on an answer that they do not believe, for one."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class LoopbackHub:
     """The server. `lfs_from` bytes and more, and every safetensors file, go through LFS; objects of
     more than `part` bytes in parts of that size. `garble` is applied to objects as they arrive."""
@@ -152,7 +161,7 @@ class LoopbackHub:
             pass
 
         Handler.hub = hub
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = _Server(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
 

@@ -16,6 +16,7 @@ from models import qwen3_moe
 from qconvert import api
 from qconvert.checkpoint.checkpoint import Checkpoint, Shard
 from qconvert.checkpoint.fsspec_store import FsspecStore
+from qconvert.checkpoint.store import Stored
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
@@ -159,9 +160,9 @@ def test_objects_of_a_store_are_fetched_once_where_memory_has_room(
     asked: Counter[str] = Counter()
     real = FsspecStore.read
 
-    def read(self: FsspecStore, name: str, start: int, stop: int) -> bytes:
-        asked[name] += stop - start
-        return real(self, name, start, stop)
+    def read(self: FsspecStore, found: Stored, start: int, stop: int) -> bytes:
+        asked[found.name] += stop - start
+        return real(self, found, start, stop)
 
     (planned,) = api.plan(ToNvfp4("modelopt"), source.as_uri(), tmp_path / "far", jobs=1).folders
     assert planned.ready.plan.checkpoint.sample_digest, "the samples are read before"
