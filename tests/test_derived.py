@@ -29,7 +29,8 @@ from qconvert.layouts.derived.description import family_of, parsed
 from qconvert.layouts.derived.find import derive, representatives
 from qconvert.layouts.derived.kinds import Parameter, kind_of
 from qconvert.layouts.derived.transformers_class import kind
-from qconvert.plan.plan import Plan
+from qconvert.passes.w4a16 import ExpertsToW4A16
+from qconvert.plan.plan import Plan, run_passes
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2,
@@ -328,6 +329,30 @@ def test_experts_under_names_that_a_class_does_not_read(monkeypatch: pytest.Monk
     read = r"lacks 'model\.layers\.0\.block_sparse_moe\.experts\.0\.w1\.weight'"
     with pytest.raises(PlanError, match=rf"experts\.w1\.0\.weight' \(and 11 more\).* {read}"):
         plan.check()
+
+
+def test_experts_that_a_pass_takes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that a class does not save, of tensors that it does: runtimes read them."""
+    monkeypatch.setattr(find, "_run", lambda request: {"failed": "not in this test"})
+    config = {
+        "model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 1,
+        "num_local_experts": 2, "hidden_size": 64, "intermediate_size": 32,
+        "interleave_moe_layer_step": 1,
+    }  # fmt: skip
+    at = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (128, 64), "model.norm.weight": (64,), "lm_head.weight": (128, 64),
+        **{f"{at}.self_attn.{one}_proj.weight": (64, 64) for one in "qkvo"},
+        f"{at}.input_layernorm.weight": (64,), f"{at}.post_attention_layernorm.weight": (64,),
+        f"{at}.feed_forward.router.weight": (2, 64),
+        f"{at}.feed_forward.experts.gate_up_proj": (2, 64, 64),
+        f"{at}.feed_forward.experts.down_proj": (2, 32, 64),
+        **{f"{at}.feed_forward.shared_expert.{one}_proj.weight": (32, 64) for one in ("gate", "up")},
+        f"{at}.feed_forward.shared_expert.down_proj.weight": (64, 32),
+    }  # fmt: skip
+    stored = {name: TensorType("BF16", shape) for name, shape in shapes.items()}
+    made = run_passes(Plan.identity(checkpoint(stored, config)), [ExpertsToW4A16(group=32)])
+    assert f"{at}.feed_forward.experts.1.down_proj.weight_packed" in made.tensors
 
 
 # --- Towers --------------------------------------------------------------------------------------
