@@ -70,7 +70,7 @@ def wrong(loaded: Loaded, family: str, *, last: bool) -> list[str]:
     with the last one's."""
     if loaded.error is not None:
         return [f"{loaded.step}: {loaded.error}"]
-    spare = () if last else ("lm_head.weight", "model.norm.weight")
+    spare: tuple[str, ...] = () if last else ("lm_head.weight", "model.norm.weight")
     spare += loaded.dropped
     unwritten = [n for n in loaded.unwritten if not n.endswith(_NOT_STORED) and n not in spare]
     return [*unwritten, *loaded.empty, *(n for n in loaded.unused if not is_draft(n, family))]
