@@ -129,6 +129,8 @@ def cells(folder: Path, servers: Mapping[str, Server]) -> Iterator[tuple[str, Ce
         flags = FUSION if one.at(1) == "loads" and 1 not in one.sizes.get("", {}) else {}
         loaded = server.load(folder, rank, flags=flags, environment=stage.get("environment"))
         did = wrong(loaded, "", last=at == rank.pp - 1)
+        if not (config_of(folder).get("quantization_config") or {}).get("desc_act"):
+            did = [name for name in did if not name.endswith(".g_idx")]  # columns in order
         if at and rank.pp > 1:
             did = [name for name in did if not name.startswith(_first_stages(folder))]
         assert one.verdict == "loads" or is_doubted(folder, STARTS[runtime])
