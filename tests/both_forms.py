@@ -116,8 +116,11 @@ def _run(
 def _together(group: Sequence[Numbered], folders: Folders) -> Iterator[tuple[int, Result]]:
     """Tasks of the product (others may say what they run in)."""
     ours = [one for one in group if type(one[1]).__module__.startswith("qconvert.")]
-    again = [(number, task) for number, task in ours if getattr(task, "computes", False)]
-    numbers, found = {number for number, _ in again}, []
+    # A matrix and its bias may have one number.
+    numbers = {number for number, task in ours if getattr(task, "computes", False)}
+    numbers -= {number for number, task in group if isinstance(task, workers.Watch)}
+    again = [(number, task) for number, task in ours if number in numbers]
+    found = list[tuple[int, Result]]()
     for item in _really_together(group, folders):
         found.append(item)
         yield item

@@ -101,6 +101,8 @@ _TAKE_FROM_TEXT = ("kimi_k25", "kimi_k3", "glm5_next")
 # Ends of names of classes that have a head, tied or not.
 _WITH_HEADS = ("ForCausalLM", "ForConditionalGeneration")
 
+_LANGUAGE = "language_model."
+
 
 @dataclass(frozen=True)
 class QuantizationConfig:
@@ -142,10 +144,13 @@ class QuantizationConfig:
             return  # unknown which of its modules are linear layers
         yield from _never_quantized(checkpoint, quantized)
         named = None if _all_linear(taken) else targets(taken)
-        # vLLM 0.33 (kimi_k25.py) quantizes no tower by a block of the language model's config.
+        # vLLM 0.33 (kimi_k25.py) quantizes no tower by a block of the language model's config, which
+        # may name modules as that model alone has them (Kimi-K2.5's `lm_head`).
         towers = "text_config" not in taken.where
         plain = [m for m in _plain_linears(checkpoint, towers=towers) if m not in quantized]
         plain += [m for m in _linears_of_classes(checkpoint, taken) if m not in quantized]
+        if not towers:
+            plain = [m for m in plain if not listed.names(m.partition(_LANGUAGE)[2])]
         yield from _uncovered(checkpoint, listed, named, plain)
         if taken.method == "compressed-tensors":
             yield from _draft_names(checkpoint, listed, named, plain)
