@@ -6,6 +6,7 @@ script even if it gets past the escaping.
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
@@ -21,6 +22,8 @@ from qconvert.validation.reports.words import is_figure
 # The page must stay small enough to be mailed.
 MOST_ROWS = 500
 _LONGEST = 2000
+# GitHub runs a line of a log that begins so, and a page may be printed.
+_COMMAND = re.compile(r"(?m)^(\s*)::")
 
 
 def document(title: str, body: Iterable[str], script: str = "", data: str = "") -> str:
@@ -57,7 +60,8 @@ def hashed(source: str) -> str:
 def text(plain: str) -> str:
     """Text, or the value of an attribute in double quotes."""
     whole = plain if len(plain) <= _LONGEST else plain[:_LONGEST] + " ..."
-    return escape(printable(whole, "\n")).replace("##", "&#35;#")
+    shown = escape(printable(whole, "\n")).replace("##", "&#35;#")
+    return _COMMAND.sub(r"\1&#58;:", shown)
 
 
 def section(title: str, *parts: str, id: str = "") -> str:
