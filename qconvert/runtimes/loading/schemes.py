@@ -318,9 +318,9 @@ class PackedIntegers:
                 (f"{which}_g_idx_sort_indices", False),
             ):
                 # Gate's and up's are copied whole (sglang 0.5.23, FusedMoE._load_g_idx).
-                role: ExpertRole = "single" if which == "w13" else "weight"
+                index: ExpertRole = "single" if which == "w13" else "weight"
                 shape = slots, length
-                yield name, moe.parameter("I32", shape, role, turned=True, needed=needed)
+                yield name, moe.parameter("I32", shape, index, turned=True, needed=needed)
 
 
 @dataclass(frozen=True, slots=True)
