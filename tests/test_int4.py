@@ -536,14 +536,24 @@ def test_compressed_tensors_decompresses_the_same(name: str, group: int) -> None
     scheme, state = peer_quantized(weight, group)
     expected = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
     assert expected.dtype == torch.bfloat16
-    packed, scale = state["weight_packed"], state["weight_scale"]
-    ins = [
-        buffer(TensorType("I32", tuple(packed.shape)), packed.numpy().tobytes()),
-        buffer(TensorType("BF16", tuple(scale.shape)), bits_of(scale).tobytes()),
-    ]
-    (result,), _ = run_op(DequantInts(4, group), ins, 5_000)
-    found = np.frombuffer(result, np.uint16).reshape(weight.shape)
-    assert np.array_equal(found, bits_of(expected))
+
+    def dequantized(rows: torch.Tensor) -> UInt16s:
+        packed, scale = state["weight_packed"][rows], state["weight_scale"][rows]
+        ins = [
+            buffer(TensorType("I32", tuple(packed.shape)), packed.numpy().tobytes()),
+            buffer(TensorType("BF16", tuple(scale.shape)), bits_of(scale).tobytes()),
+        ]
+        (result,), _ = run_op(DequantInts(4, group), ins, 5_000)
+        return np.frombuffer(result, np.uint16).reshape(len(rows), -1)
+
+    finite = expected.isfinite().all(1)
+    assert np.array_equal(dequantized(finite.nonzero()[:, 0]), bits_of(expected[finite]))
+    # Where compressed-tensors makes infinities, an error.
+    beyond = (~finite).nonzero()[:, 0]
+    assert bool(len(beyond)) == (name == "strange")
+    for row in beyond:
+        with pytest.raises(RowError, match="weights of up to inf, beyond bf16"):
+            dequantized(row[None])
 
 
 @pytest.mark.peer
