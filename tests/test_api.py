@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gdn_models
+import golden
 import pytest
 from checkpoints import bf16_moe, convert, fp8_moe, published, run_cli, tree, watched_reads
 
@@ -51,6 +52,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_names_are_these() -> None:
     """A name that goes, or changes its meaning, breaks programs of others: CHANGELOG says so."""
     assert api.__all__ == NAMES
+    assert set(golden.sections("api.txt")) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signatures_are_these(name: str) -> None:
+    """Of classes, their methods too."""
+    value = getattr(api, name)
+    methods = sorted(vars(value).items()) if inspect.isclass(value) else ()
+    lines = [f"{name}{_signature(value)}"]
+    for method, member in methods:
+        if not method.startswith("_"):
+            member = getattr(member, "fget", member)
+            lines.append(f".{method}{_signature(member) if callable(member) else ''}")
+    golden.same("api.txt", name, lines)
+
+
+def _signature(value: Any) -> str:
+    try:
+        return str(inspect.signature(value))
+    except ValueError:
+        return ""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,11 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import golden
 import headers
 import pytest
 from checkpoints import (
@@ -49,6 +50,53 @@ def master(source: Path) -> Path:
     out = source.parent / "out"
     convert("dequant", source, out)
     return out
+
+
+def snapshot(path: Sequence[str], command: click.Command, room: Path) -> list[str]:
+    """Options and arguments of a command; what it says and returns without them, and with the names of
+    folders that are not there."""
+    lines, least = [], list[str]()
+    for one in command.params:
+        kind, name = one.type.name, one.name or ""
+        if isinstance(one.type, click.Choice):
+            kind, name = "|".join(one.type.choices), one.type.choices[0]
+        elif isinstance(one.type, click.IntRange | click.FloatRange):
+            kind, name = f"{kind} {one.type._describe_range()}", str(one.type.min or 1)
+        told = [" ".join([*one.opts, *one.secondary_opts, kind])]
+        told += [word for word in ("required", "multiple") if getattr(one, word)]
+        told += ["flag"] if isinstance(one, click.Option) and one.is_flag else []
+        if isinstance(one.default, str | int | float | tuple) and one.default is not False:
+            told.append(f"default {one.default}")
+        lines.append(", ".join(told))
+        if one.required:
+            least += [name] if isinstance(one, click.Argument) else [one.opts[0], name]
+    group = isinstance(command, click.Group)
+    for words in ([], least) if least else ([[]] if group else []):
+        done = run_cli(*path, *words)
+        lines.append(f"$ qconvert {' '.join((*path, *words))}: {done.code}")
+        if not group:
+            said = golden.shown(done.err, room).splitlines()
+            lines += [line for line in said if not line.startswith(("Usage:", "Try "))]
+    return lines
+
+
+@pytest.mark.parametrize("name", cli.commands)
+def test_snapshot(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    first = cli.commands[name]
+    for path in [(name,), *(commands(first, name) if isinstance(first, click.Group) else ())]:
+        found: click.Command = cli
+        for word in path:
+            assert isinstance(found, click.Group)
+            found = found.commands[word]
+        golden.same("commands.txt", f"qconvert {' '.join(path)}", snapshot(path, found, tmp_path))
+
+
+def test_snapshot_of_exit_codes() -> None:
+    every = {"qconvert", *(f"qconvert {' '.join(path)}" for path in commands(cli))}
+    assert set(golden.sections("commands.txt")) == every
+    golden.same("commands.txt", "qconvert", [(cli.help or "").partition("Exit codes: ")[2]])
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:

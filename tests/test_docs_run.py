@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+import golden
 import pytest
 from calibrate_models import llama, qwen3, saved
 from checkpoints import Model, run_cli
@@ -120,8 +121,19 @@ def _made(words: list[str]) -> str:
     return words[min(options, default=len(words)) - 1]
 
 
-def _run(line: str, *, alone: bool) -> str:
-    """Why the line failed, "" if it did not. `alone`: an OUT of an earlier line goes first."""
+def _compare(line: str, made: str, words: list[str], page: str) -> None:
+    """The tensors of the folders that a page's line made, with those that it made before."""
+    if not page or not made or "--dry-run" in words:
+        return
+    names = [made, *(words[n + 1] for n, word in enumerate(words) if word == "--gpu-out")]
+    folders = [Path(name) for name in names]
+    if all(folder.is_dir() and not folder.is_symlink() for folder in folders):
+        golden.same_tensors(f"{page}: {line}", *folders, exact=not set(DENSE) & set(words))
+
+
+def _run(line: str, page: str) -> str:
+    """Why the line failed, "" if it did not. On pages of LISTS an OUT of an earlier line goes first."""
+    told, alone = line, page in LISTS
     for published_size, size in _SIZES.items():
         line = line.replace(published_size, size)
     words = shlex.split(line)[1:]
@@ -138,7 +150,7 @@ def _run(line: str, *, alone: bool) -> str:
         if alone and word in ("out", "stages"):
             shutil.rmtree(word, ignore_errors=True)
         missing = word in BEFORE and word != made and not Path(word).exists()
-        if missing and (failed := _run(BEFORE[word], alone=False)):
+        if missing and (failed := _run(BEFORE[word], "")):
             return failed
     if re.search(DRY, line) and "--dry-run" not in words:
         words.append("--dry-run")
@@ -147,6 +159,7 @@ def _run(line: str, *, alone: bool) -> str:
         words[at : at + 2] = ["--synthetic"]
     done = run_cli(*words)
     if done.code == 0:
+        _compare(told, made, words, page)
         return ""
     return f"{line}: {done.code}: {done.err[-700:]}{done.out[-700:] if done.code == 3 else ''}"
 
@@ -161,7 +174,7 @@ def test_the_lines_of_a_page_run(
     run = [line for line in lines(page) if not any(re.search(each, line) for each in NOT_RUN)]
     sends = any("hf://ORG/" in line for line in run)
     with hub_and_client(tmp_path / ".hub") if sends else nullcontext():
-        failed = [_run(line, alone=page.name in LISTS) for line in run]
+        failed = [_run(line, page.name) for line in run]
     assert "\n\n".join(why for why in failed if why) == ""
 
 
@@ -169,6 +182,8 @@ def test_what_is_not_run_is_little() -> None:
     every = [line for page in PAGES for line in lines(page)]
     left = [line for line in every if any(re.search(pattern, line) for pattern in NOT_RUN)]
     assert len(every) > 100
+    compared = {name for name in golden.sections("outputs.txt") if ".md: " in name}
+    assert compared <= {f"{page.name}: {line}" for page in PAGES for line in lines(page)}
     assert len(left) < len(every) / 4
     for pattern in NOT_RUN:
         assert any(re.search(pattern, line) for line in every), pattern

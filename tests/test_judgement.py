@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import gdn_models
+import golden
 import pytest
 from broken_repos import resized
 from checkpoints import (
@@ -351,6 +352,9 @@ def test_no_command_publishes_what_header_rules_refuse(
     assert [made for made in command.made if published(tmp_path / made)] == []
     shutil.rmtree(tmp_path / "out")
     command.run(sources, tmp_path)
+    golden.same_tensors(
+        f"commands.py: {command.words}", *(tmp_path / made for made in command.made)
+    )
     for made in command.made:
         report = run_cli("validate", tmp_path / made)
         assert "0 errors" in report.out, report.out
@@ -361,6 +365,8 @@ def test_no_command_is_missing_from_the_table() -> None:
     walked = {command.words.split()[0] for command in COMMANDS}
     assert walked | OTHERS == set(cli.commands)
     assert not walked & OTHERS
+    compared = [name for name in golden.sections("outputs.txt") if name.startswith("commands.py: ")]
+    assert len(compared) == len(COMMANDS)
 
 
 def test_a_folder_on_the_hub_is_judged_as_any(

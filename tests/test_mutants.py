@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import golden
 import pytest
 from mutants import CASES, Bench, Mutant, applied, changed, differ, found_wrong
 from sampled import sampled
@@ -720,11 +721,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.parametrize("case", sampled(CASES))
 def test_right_lines_have_no_finding(case: str, bench: Bench) -> None:
+    golden.same_tensors(f"test_mutants.py: {case}", bench.sound(case))
     assert bench.findings(case, bench.sound(case)) == []
 
 
 def test_every_mutant_stands_in_the_source() -> None:
     """Of all lists, in a moment: a place that was renamed is told of before CI runs the mutant."""
+    compared = [s for s in golden.sections("outputs.txt") if s.startswith("test_mutants.py: ")]
+    assert len(compared) == len(CASES)
     assert all(changed(mutant) for mutant in (*MUTANTS, *CALIBRATED_MUTANTS))
 
 
