@@ -3,13 +3,15 @@ What was imported for all tests is left out of garbage collections: with torch a
 millions of objects, and each collection of a test that makes many would look at all of them.
 Properties have no deadline: how long an example takes says more of the machine than of the code.
 Ctrl-C has its usual effect in processes that tests start: a shell that runs the tests in the
-background has had it ignored."""
+background has had it ignored. How often processes were killed is said at the end, by file."""
 
 from __future__ import annotations
 
 import gc
 import signal
+import sys
 import tempfile
+from collections import Counter
 
 import both_forms
 import pytest
@@ -38,3 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
     forms = pytest.MonkeyPatch()
     config.add_cleanup(forms.undo)
     both_forms.begin(forms)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    killed = getattr(sys.modules.get("faults"), "deaths", [])
+    item.user_properties += [("killed", len(killed))] if killed else []
+    killed.clear()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    found: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("", []):
+        if report.when == "teardown":
+            found[report.nodeid.partition("::")[0]] += dict(report.user_properties).get("killed", 0)
+    for file, count in sorted((+found).items()):
+        terminalreporter.write_line(f"{count:5} kills in {file}")

@@ -22,6 +22,7 @@ from pathlib import Path
 from qconvert.checkpoint.checkpoint import INDEX, SINGLE, WORK_DIR, Checkpoint
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.errors import OutputError
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import execute
@@ -320,18 +321,37 @@ class Killing(Stepping):
         self._left -= 1
 
 
-def in_child(work: Callable[[], object]) -> int:
-    """Run `work` in a forked process. Returns 0, 1 where it raised, or -9 where it was killed."""
+deaths: list[int] = []  # children that were killed in this test: conftest.py counts them
+
+
+def started(work: Callable[[], object]) -> int:
+    """Begin `work` in a forked process. Returns its number at once."""
     child = os.fork()
     if child == 0:
         try:
             work()
             os._exit(0)
+        except OutputError:
+            traceback.print_exc()
+            os._exit(3)  # refused
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return child
+
+
+def ended(child: int) -> int:
+    """Wait for such a process. Returns 0, 3 where it was refused, 1 where it raised another error, or -9
+    where it was killed."""
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == -signal.SIGKILL:
+        deaths.append(child)
+    return code
+
+
+def in_child(work: Callable[[], object]) -> int:
+    return ended(started(work))
 
 
 def children(parent: int) -> list[int]:

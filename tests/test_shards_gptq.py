@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import run_cli
-from faults import Killing, Tree, differing, in_child, tree
+from faults import Killing, Tree, differing, ended, in_child, started, tree
 
 from qconvert import api
 from qconvert.checkpoint.checkpoint import WORK_DIR, Checkpoint
@@ -99,20 +99,8 @@ def work(folder: Path, out: Path, how: Options, files: Files | None = None) -> C
     return run
 
 
-def started(run: Callable[[], None]) -> int:
-    """Run something in a process of its own. Returns its number at once."""
-    child = os.fork()
-    if child == 0:
-        try:
-            run()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return child
-
-
 def ends(pids: list[int]) -> list[int]:
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return [ended(pid) for pid in pids]
 
 
 def wanted(folder: Path) -> Tree:

@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,10 +14,21 @@ from pathlib import Path
 
 import faults
 import pytest
-from faults import Counting, Killing, PowerCut, PowerFiles, Tree, convert, differing, in_child, tree
+from faults import (
+    Counting,
+    Killing,
+    PowerCut,
+    PowerFiles,
+    Tree,
+    convert,
+    differing,
+    ended,
+    in_child,
+    started,
+    tree,
+)
 
 from qconvert.checkpoint.checkpoint import WORK_DIR
-from qconvert.core.errors import OutputError
 from qconvert.run import leases
 from qconvert.run.division import Shard
 from qconvert.run.leases import journals_in
@@ -52,24 +62,6 @@ def _of(how: Options, number: int) -> Options:
     return replace(how, shard=Shard(number, COUNT))
 
 
-def _started(work: Callable[[], object]) -> int:
-    """Run `work` in a process of its own. Returns its number at once."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except OutputError:
-            os._exit(3)  # refused
-        finally:
-            os._exit(1)
-    return child
-
-
-def _ends(pids: list[int]) -> list[int]:
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-
-
 def test_two_of_four_killed_and_one_run_twice(
     source: Path, how: Options, wanted: Tree, tmp_path: Path
 ) -> None:
@@ -79,15 +71,16 @@ def test_two_of_four_killed_and_one_run_twice(
         files = [None, Killing(chooser.randrange(75)), Killing(chooser.randrange(75)), None, None]
         numbers = [0, 1, 2, 3, 3]
         pids = [
-            _started(partial(convert, source, out, _of(how, number), disk))
+            started(partial(convert, source, out, _of(how, number), disk))
             for number, disk in zip(numbers, files, strict=True)
         ]
-        ends = _ends(pids)
+        ends = [ended(pid) for pid in pids]
         # The same shard twice at once: the second is refused, or comes after the first.
         assert ends[0] == 0, ends
         assert sorted(ends[3:]) in ([0, 0], [0, 3]), ends
         assert set(ends[1:3]) <= {KILLED, 0}, ends
-        again = _ends([_started(partial(convert, source, out, _of(how, n))) for n in (1, 2)])
+        pids = [started(partial(convert, source, out, _of(how, n))) for n in (1, 2)]
+        again = [ended(pid) for pid in pids]
         assert again == [0, 0]
         assert set(os.listdir(out)) == {WORK_DIR}
         convert(source, out, replace(how, finish=True))
@@ -178,7 +171,7 @@ def test_a_stopped_shard_that_wakes_after_its_successor(
 
     # The lock of one machine does not hold on two.
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    sleeper = _started(there)
+    sleeper = started(there)
     while not (tmp_path / "asleep").exists():
         time.sleep(0.01)
     for number in range(COUNT):
@@ -186,5 +179,5 @@ def test_a_stopped_shard_that_wakes_after_its_successor(
     assert len(journals_in(out / WORK_DIR)) == COUNT + 1
     convert(source, out, replace(how, finish=True))
     gate.touch()
-    assert _ends([sleeper])[0] in (1, 3)
+    assert ended(sleeper) in (1, 3)
     assert differing(tree(out), wanted) == []
