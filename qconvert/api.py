@@ -1178,11 +1178,14 @@ def evaluate(
     disk, OutputError where `write` cannot."""
     from qconvert.evaluate.record import check_recordable, record
     from qconvert.evaluate.run import evaluate as _evaluate
+    from qconvert.repair.write import finish
     from qconvert.samples.data import DataSpec
 
     if write and layers is not None:
         raise UsageError("an evaluation of some layers alone is not written: omit layers, or write")
     spec = DataSpec(str(data), samples, length, seed, column=column)
+    if write:
+        finish(folder.root if isinstance(folder, Checkpoint) else Path(folder), notice)
     repo = _checkpoint(folder, follow_links=follow_links)
     if write:
         if any(shard.remote is not None for shard in repo.shards):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import gdn_models
 from checkpoints import copied, edit_json, run_cli, tree
@@ -130,16 +131,15 @@ class Command:
 
 
 def _evaluated(folder: Path) -> None:
-    """What `eval --write` writes, of an evaluation that has been made."""
-    from qconvert.checkpoint.checkpoint import Checkpoint
-    from qconvert.evaluate.record import record
+    """What `eval --write` does beside evaluating, which takes torch."""
     from qconvert.evaluate.result import Evaluation, Logits
 
     found = Evaluation(
         str(folder), "/src", "Qwen3-MoE", "wiki.txt", "ab" * 16, 4, 16, 0, 64, 2, (0.1, 0.2),
         Logits(60, 9.5, 9.75, 0.02, 0.001, 0.9),
     )  # fmt: skip
-    record(Checkpoint.open(folder), found)
+    with mock.patch("qconvert.evaluate.run.evaluate", return_value=found):
+        told("eval", folder, "--against", folder, "--data", "wiki.txt", "--write")
 
 
 def _shards(folder: Path) -> None:
@@ -189,7 +189,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("prepare trtllm-gen SRC OUT", "nvfp4"),
     Command("unprepare SRC OUT", "prepared"),
     Command("finish OUT", "moe", call=_shards),
-    Command("eval OUT", "packed", inside=True, call=_evaluated),
+    Command("eval OUT --write", "packed", inside=True, call=_evaluated),
     Command("repair OUT", "mislabelled", inside=True),
 )  # fmt: skip
 

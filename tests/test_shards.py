@@ -29,7 +29,7 @@ from qconvert.run.division import BLOCK_BYTES, LEFT_TO_FINISH, Shard, divide, pa
 from qconvert.run.files import Files
 from qconvert.run.leases import SHARDS, at_work, begin_lease, journals_in
 from qconvert.run.prepare import Options, prepare
-from qconvert.run.workspace import JOURNAL
+from qconvert.run.workspace import JOURNAL, LOCK
 
 _SIZE = ("--max-shard-size", str(faults.SHARD_BYTES), "--jobs", "1")
 KINDS = sorted(faults.SHARD_SIZES)
@@ -75,6 +75,20 @@ def _lease(out: Path, shard: Shard, start: int = 1) -> leases.Lease:
     return made
 
 
+def _finished_again(out: Path, *parts: Path) -> None:
+    """`finish` and `status` take a folder for finished, also where a process was killed while it removed
+    the work folder of one of its parts."""
+    before = tree(out)
+    for part in parts:
+        for left in (None, Path.touch, Path.mkdir):  # nothing, its lock, its folder of journals
+            if left is not None:
+                (part / WORK_DIR).mkdir()
+                left(part / WORK_DIR / (LOCK if left == Path.touch else SHARDS))
+            assert {folder.state for folder in api.status(out)} == {"finished"}
+            assert run_cli("finish", out).out == f"{out} is finished; nothing to do\n"
+            assert differing(tree(out), before) == []
+
+
 # --- the whole way --------------------------------------------------------------------------------
 
 
@@ -100,7 +114,7 @@ def test_four_shards_make_what_one_machine_makes(source: Path, one: Tree, tmp_pa
     assert done.code == 0, done.err
     assert json.loads(done.out)["published"] is True
     assert differing(tree(out), one) == []
-    assert run_cli("finish", out).out == f"{out} is finished; nothing to do\n"
+    _finished_again(out, out)
     assert json.loads(_shard(source, out, "1/4", "--json").out)["already_done"] is True
 
 
@@ -174,6 +188,7 @@ def test_stages(tmp_path: Path) -> None:
     done = run_cli("finish", tmp_path / "out")
     assert done.code == 0, done.err
     assert differing(tree(tmp_path / "out"), tree(tmp_path / "one")) == []
+    _finished_again(tmp_path / "out", *sorted((tmp_path / "out").iterdir()))
 
 
 # --- the division ---------------------------------------------------------------------------------

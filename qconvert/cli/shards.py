@@ -43,13 +43,14 @@ def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
     Example:
       qconvert finish DeepSeek-V3-bf16
     """
-    from qconvert.checkpoint.checkpoint import MANIFEST
+    from qconvert import api
     from qconvert.cli.carry_out import Started
     from qconvert.core.errors import OutputError
     from qconvert.run.sharing import without_shard
-    from qconvert.run.status import folders_of, recorded
+    from qconvert.run.status import finished_in, folders_of, recorded
 
-    if not folders_of(out) and (out / MANIFEST).is_file():
+    if finished_in(out):
+        api.clean(out)  # of what a process left that was killed as it removed its work folder
         say_json({"out": str(out), "already_done": True}) if as_json else say(
             f"{out} is finished; nothing to do"
         )

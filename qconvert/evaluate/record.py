@@ -23,7 +23,8 @@ _WHY = ("records an evaluation",)
 
 
 def check_recordable(checkpoint: Checkpoint) -> None:
-    """Raise OutputError, before hours of work, for a folder that nothing can be written into."""
+    """Raise OutputError, before hours of work, for a folder that nothing can be written into. What an
+    interrupted repair or evaluation replaced in part must have been carried to its end (`finish`)."""
     root = checkpoint.root
     if (root / WORK_DIR).is_dir():
         raise OutputError(
@@ -51,9 +52,9 @@ def record(checkpoint: Checkpoint, found: Evaluation) -> tuple[str, ...]:
     Raises OutputError as `check_recordable` does, CheckpointError for a receipt that does not match its
     seal or a card whose front matter cannot be read.
     """
-    check_recordable(checkpoint)
     assert found.logits is not None, "some layers alone were run"
     finish(checkpoint.root)
+    check_recordable(checkpoint)
     before, manifest = checkpoint.manifest_bytes, checkpoint.manifest
     assert manifest is not None
     kept = {key: value for key, value in manifest.items() if key not in ("seal", EVALUATION)}

@@ -14,8 +14,8 @@ from qconvert.core.json_text import parse_json
 from qconvert.run.division import Shard
 from qconvert.run.exchange import solved_in
 from qconvert.run.journal import Remembered, read_journal
-from qconvert.run.leases import ShardJournal, journals_in, state_of
-from qconvert.run.workspace import JOURNAL, check_own
+from qconvert.run.leases import SHARDS, ShardJournal, journals_in, state_of
+from qconvert.run.workspace import JOURNAL, check_own, is_there
 
 State = Literal["not begun", "running", "unknown", "stopped", "done"]
 
@@ -66,17 +66,34 @@ class FolderStatus:
 
 
 def folders_of(out: Path) -> list[Path]:
-    """OUT, or the folders of pipeline stages in it."""
-    stages = [folder for folder in sorted(out.glob("stage-*-of-*")) if not folder.is_symlink()]
-    return [folder for folder in (out, *stages) if (folder / WORK_DIR).is_dir()]
+    """OUT, or the folders of pipeline stages in it, that hold unfinished work."""
+    return [folder for folder in _folders(out) if _holds_work(folder)]
+
+
+def finished_in(out: Path) -> list[Path]:
+    """OUT, or all stages in it, where they hold results and no work is left."""
+    found = [folder for folder in _folders(out) if (folder / MANIFEST).is_file()]
+    whole = found == [out] or found == _folders(out)[1:]
+    return found if whole and not folders_of(out) else []
+
+
+def _folders(out: Path) -> list[Path]:
+    return [out, *(one for one in sorted(out.glob("stage-*-of-*")) if not one.is_symlink())]
+
+
+def _holds_work(folder: Path) -> bool:
+    """Beside a result, a work folder without a journal is what a process left that was killed while it
+    removed it."""
+    work = folder / WORK_DIR
+    journals = [work / JOURNAL, *(work / SHARDS).glob("*")]
+    return work.is_dir() and (any(map(is_there, journals)) or not (folder / MANIFEST).is_file())
 
 
 def status_of(out: Path) -> tuple[FolderStatus, ...]:
     """The folder's status, or that of each stage of a split. Raises OutputError where qconvert has
     made nothing, and for journals that it did not write."""
-    found = tuple(map(_status, folders_of(out)))
-    if not found and (out / MANIFEST).is_file():
-        return (FolderStatus(out, "finished"),)
+    done = tuple(FolderStatus(folder, "finished") for folder in finished_in(out))
+    found = done or tuple(map(_status, folders_of(out)))
     if not found:
         raise OutputError(f"{out}: no conversion of qconvert's is there, finished or not")
     return found

@@ -1,6 +1,5 @@
 """Every command that makes or changes a folder, killed at any of its changes to the disk: nothing
-half-made is in sight, and the same command ends in the same bytes. In tests/, `python -m
-crash.test_commands_crash N` kills each at N moments, and counts."""
+half-made is in sight, and the same command ends in the same bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import shutil
 import signal
 import stat
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -180,8 +178,10 @@ def moments(count: int, many: int, first: int) -> list[int]:
     return sorted({count - 1, *((first + n * count // many) % count for n in range(many))})
 
 
-def kill(command: Command, sources: Path, room: Path, many: int, first: int) -> Counter[str]:
-    """Kill a command at so many moments, and run it again each time. Returns how often it died at which
+def kill(
+    command: Command, sources: Path, room: Path, chosen: Callable[[list[str]], list[int]]
+) -> Counter[str]:
+    """Kill a command at chosen steps, and run it again each time. Returns how often it died at which
     kind of step; raises AssertionError where it did not go on to the same bytes."""
     command.begin(sources, room)
     command.run(sources, room)  # here, so that children need not import what it imports
@@ -192,7 +192,7 @@ def kill(command: Command, sources: Path, room: Path, many: int, first: int) -> 
     steps = steps_of(command, sources, room)
     assert command.result(room) == wanted
     died: Counter[str] = Counter()
-    for at in moments(len(steps), many, first):
+    for at in chosen(steps):
         shutil.rmtree(room)
         assert in_child(lambda: command.begin(sources, room)) == 0
         before = command.result(room)
@@ -227,30 +227,20 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_it_goes_on(number: int, sources: Path, tmp_path: Path) -> None:
     """Every command at a few moments, of each one others; QCONVERT_ALL=1: at 24."""
     many = 24 if os.environ.get("QCONVERT_ALL") else 3
-    died = kill(COMMANDS[number], sources, tmp_path / "room", many, number * 7)
+    died = kill(
+        COMMANDS[number], sources, tmp_path / "room",
+        lambda steps: moments(len(steps), many, number * 7),
+    )  # fmt: skip
     assert died.total() >= many // 2
 
 
-def main(many: int) -> int:
-    """Kill all commands, and print how often each died of what."""
-    with tempfile.TemporaryDirectory() as made:
-        sources = Path(made) / "sources"
-        sources.mkdir()
-        total = faults = 0
-        for number, command in enumerate(COMMANDS):
-            try:
-                died = kill(command, sources, Path(made) / "room", many, number * 7)
-            except AssertionError as error:
-                faults += 1
-                print("FAULT", error, flush=True)
-                continue
-            finally:
-                shutil.rmtree(Path(made) / "room", ignore_errors=True)
-            total += died.total()
-            print(f"{died.total():4} {command.words}: {dict(died)}", flush=True)
-        print(f"{total} kills, {faults} faults")
-    return 1 if faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+@pytest.mark.parametrize("words", ["finish OUT", "eval OUT --write", "repair OUT"])
+def test_killed_between_files(words: str, sources: Path, tmp_path: Path) -> None:
+    """At each moment around the files that a command replaces and the folders that it removes: where
+    what is in sight is neither as before nor as after."""
+    (command,) = (one for one in COMMANDS if one.words == words)
+    died = kill(
+        command, sources, tmp_path / "room",
+        lambda steps: [at for at, what in enumerate(steps) if what in ("replace", "rmdir")],
+    )  # fmt: skip
+    assert died.total() >= 6
