@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from broken_repos import sealed_again
 from checkpoints import INDEX, convert, copied, fp8_moe
+from commands import COMMANDS, Command
 from data_folders import unsealed
+from sampled import sampled
 
 from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT
 from qconvert.checkpoint.receipt import (
@@ -71,14 +74,20 @@ def _flips(folder: Path, what: str, count: int) -> Iterator[tuple[Path, int, int
         yield file, chooser.choice(places(file.read_bytes())), chooser.randrange(8)
 
 
+@contextmanager
+def _flipped(file: Path, at: int, bit: int) -> Iterator[None]:
+    whole = file.read_bytes()
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+    yield
+    file.write_bytes(whole)
+
+
 def _missed(folder: Path, what: str, count: int) -> list[tuple[str, int, int]]:
     missed = []
     for file, at, bit in _flips(folder, what, count):
-        whole = file.read_bytes()
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
-        if not _found(folder):
-            missed.append((file.name, at, bit))
-        file.write_bytes(whole)
+        with _flipped(file, at, bit):
+            if not _found(folder):
+                missed.append((file.name, at, bit))
     return missed
 
 
@@ -91,6 +100,35 @@ def test_single_bits_are_found(folder: Path, what: str) -> None:
 @pytest.mark.parametrize("what", WHERE)
 def test_a_hundred_single_bits_are_found(folder: Path, what: str) -> None:
     assert _missed(folder, what, ALL) == []
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sources")
+
+
+@pytest.mark.parametrize("command", sampled(COMMANDS, 10, name=lambda command: command.words))
+def test_single_bits_of_what_any_command_makes(
+    command: Command, sources: Path, tmp_path: Path
+) -> None:
+    """In each file but README.md, which is for people to edit, and in the header of each shard."""
+    command.begin(sources, tmp_path)
+    command.run(sources, tmp_path)
+    chooser = random.Random(command.words)
+    for out in sorted(file.parent for file in (tmp_path / "out").rglob(MANIFEST)):
+        sound = set(map(str, _full(out).findings))
+        for file in sorted(f for f in out.rglob("*") if f.is_file() and f.name != "README.md"):
+            whole = file.read_bytes()
+            places = [range(len(whole))]
+            if file.suffix == ".safetensors":
+                places = [_header(whole), range(_header(whole).stop, len(whole))]
+            for at, bit in [
+                (chooser.choice(part), chooser.randrange(8)) for part in places if part
+            ]:
+                with _flipped(file, at, bit):
+                    report = _full(out)
+                new = [f for f in report.findings if str(f) not in sound and f.severity == "error"]
+                assert new, f"bit {bit} of byte {at} of {file}"
 
 
 def test_a_sound_folder_is_proved_sealed(folder: Path) -> None:
