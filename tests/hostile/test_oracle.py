@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import faults as faults_of
 import pytest
 
 from hostile import case as cases_of
@@ -14,6 +17,7 @@ from hostile.bases import Bases
 from hostile.case import Case, Ground, Mutation, Scene, Verdict
 from hostile.oracle import faults
 from hostile.play import Stage
+from hostile.zygote import waited
 
 _REFUSE = "import sys; sys.stderr.write('qconvert: error: victim.txt: {}\\n'); sys.exit(1)"
 
@@ -96,6 +100,23 @@ def test_a_hang_is_ended_and_found(stage: Stage, monkeypatch: pytest.MonkeyPatch
     assert "hang" in _kinds(stage, "import time; time.sleep(60)")
     waits = "import os; os.mkfifo('out'); open('out').read()"
     assert "hang" in _kinds(stage, waits)
+
+
+def test_waiting_for_a_cpu_is_no_hang() -> None:
+    def spin() -> None:
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        while True:
+            pass
+
+    pids = [faults_of.started(spin), faults_of.started(spin), faults_of.started(signal.pause)]
+    try:
+        time.sleep(1)
+        assert waited(pids[:2]) > 0.2
+        assert waited(pids[2:]) < 0.2
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def test_what_a_scene_may_write_is_no_fault(stage: Stage) -> None:
