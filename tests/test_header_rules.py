@@ -88,13 +88,14 @@ def findings(checkpoint: Checkpoint, modules: Iterable[Any] = MODULES) -> list[F
 
 
 def changed(checkpoint: Checkpoint, **types: TensorType | None) -> Checkpoint:
-    """With tensors of other types; None takes one away."""
+    """With tensors of other types, and more tensors; None takes one away."""
     sources = dict(checkpoint.sources)
+    any_source = next(iter(sources.values()))
     for name, kind in types.items():
         if kind is None:
             del sources[name]
         else:
-            sources[name] = replace(sources[name], type=kind)
+            sources[name] = replace(sources.get(name, any_source), name=name, type=kind)
     return replace(checkpoint, sources=sources)
 
 
@@ -250,6 +251,31 @@ def test_attention_is_held_to_the_config_s_heads(
     for size in ("head_dim", "qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"):
         text.pop(size, None)
     assert findings(with_text(text), [shapes]) == []
+
+
+@pytest.mark.parametrize("model", ["glm-4.5-air", "kimi-k2-thinking", "qwen3.5-35b-a3b"])
+def test_experts_of_another_width(model: str, published: Mapping[str, Checkpoint]) -> None:
+    """Half of hidden_size, which no key of the config states: sound beside linears that lead there and
+    back, whatever they are called."""
+    whole = published[model]
+    hidden = whole.role_index.dims.hidden_size
+    narrow, linears = dict[str, TensorType](), dict[str, TensorType]()
+    for name, source in whole.items():
+        block, _, rest = name.partition(".experts.")
+        kind, parameter = source.type, parse(name).template.rpartition(".")[2]
+        if not rest or parameter == "weight_shape":
+            continue
+        axis = -2 if "down_proj" in rest else -1
+        shape = list(kind.shape)
+        shape[axis] //= 2
+        narrow[name] = TensorType(kind.dtype, tuple(shape))
+        linears[f"{block}.narrowing.weight"] = TensorType("BF16", (hidden // 2, hidden))
+        linears[f"{block}.widening.weight"] = TensorType("BF16", (hidden, hidden // 2))
+    assert findings(changed(whole, **narrow, **linears), [shapes]) == []
+    found = findings(changed(whole, **narrow), [shapes])
+    assert {f.where for f in found if f.rule == "QC026"} == {n for n in narrow if "scale" not in n}
+    linears = {n: TensorType(k.dtype, (*k.shape, 1)) for n, k in linears.items()}
+    assert {f.rule for f in findings(changed(whole, **narrow, **linears), [shapes])} == {"QC026"}
 
 
 @pytest.mark.parametrize("swap", [False, True])

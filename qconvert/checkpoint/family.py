@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from qconvert.core.discovery import FAMILIES, discover
+from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.names import (
     apart_experts,
@@ -270,12 +271,6 @@ class Family:
         return any(self.is_mtp(name, dims) for name in names)
 
 
-def expert_inputs(config: Config, dims: Dims) -> int:
-    """The width of what goes into a routed expert: hidden_size, unless the layer projects hidden states
-    to a smaller one first (Nemotron 3; transformers 5.17, models/nemotron_h/)."""
-    return first_int(text_config(config), "moe_latent_size") or dims.hidden_size
-
-
 @dataclass(frozen=True)
 class RoleIndex:
     """Every tensor name sorted by role. `present[role][parameter]` holds (layer, expert) pairs."""
@@ -365,6 +360,28 @@ class RoleIndex:
     def named(self, role: str) -> str | None:
         """The first tensor with a role, None if there is none."""
         return next((name for name, place in self.places.items() if place.role.name == role), None)
+
+
+def expert_inputs(index: RoleIndex, type_of: Callable[[str], TensorType]) -> int:
+    """The width of what goes into a routed expert: hidden_size, unless two linears beside the experts
+    project hidden states to another width and back (Nemotron 3)."""
+    hidden = index.dims.hidden_size
+    names = (*index.places, *index.unknown)
+    experts = next((at for name in names if (at := experts_module(name)) is not None), "")
+    block, rows = experts.removesuffix("experts"), dict[str, int]()
+    for name in names if block else ():
+        module, parameter = split_parameter(name)
+        if not name.startswith(block) or "." in module.removeprefix(block):
+            continue
+        shape = type_of(name).shape if index.kind(name) in (Kind.LINEAR, Kind.UNKNOWN) else ()
+        if parameter in _ROWS and len(shape) == 2:
+            rows[module] = shape[_ROWS[parameter]]
+    into, out = sorted(rows.values(), key=hidden.__eq__) if len(rows) == 2 else (0, 0)
+    return into if out == hidden else hidden
+
+
+# The axis of a linear's outputs, by the parameter that holds its codes.
+_ROWS = {"weight": 0, "weight_packed": 0, "qweight": 1}
 
 
 class _Alike(NamedTuple):

@@ -111,7 +111,8 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
     read: set[str] = set()
     dims = plan.role_index.dims
     counted = dims.num_experts
-    inputs, intermediate = expert_inputs(plan.config, dims), dims.moe_intermediate_size
+    inputs = expert_inputs(plan.role_index, lambda name: plan.tensors[name].type)
+    intermediate = dims.moe_intermediate_size
     formats = added_formats()
     for name, place in plan.role_index.places.items():
         if place.role.kind not in _READ:

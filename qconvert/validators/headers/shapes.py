@@ -95,9 +95,7 @@ class Shapes:
         yield from _fp8(checkpoint)
         yield from _packed(checkpoint)
         yield from _int8(checkpoint)
-        role_index = checkpoint.role_index
-        roles = expected_shapes(checkpoint.config, role_index.dims, role_index.family.name)
-        yield from int_parts(checkpoint, roles)
+        yield from int_parts(checkpoint, expected_shapes(checkpoint))
         known_family(checkpoint)
         readable_quantization(checkpoint)
 
@@ -118,7 +116,7 @@ def _sizes(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _roles(checkpoint: Checkpoint) -> Iterator[Finding]:
     role_index = checkpoint.role_index
-    wanted = expected_shapes(checkpoint.config, role_index.dims, role_index.family.name)
+    wanted = expected_shapes(checkpoint)
     either, alone = role_index.family.stacked_transposed, draft_alone(checkpoint)
     for name, place in role_index.places.items():
         shape = wanted.get(place.role.name.removeprefix("mtp."))
@@ -152,10 +150,11 @@ def _fits(found: Shape, wanted: Shape) -> bool:
     )
 
 
-def expected_shapes(config: Config, dims: Dims, family: str) -> dict[str, Shape]:
+def expected_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
     """The shape of each role's weight, -1 for a size that the config does not state. Roles of draft
     layers have those of the model's layers; undescribed roles are left out."""
-    text = text_config(config)
+    index, text = checkpoint.role_index, text_config(checkpoint.config)
+    dims, family = index.dims, index.family.name
 
     def size(*keys: str) -> int:
         return first_int(text, *keys) or _ANY
@@ -165,7 +164,7 @@ def expected_shapes(config: Config, dims: Dims, family: str) -> dict[str, Shape]
     vocab, twice = size("vocab_size"), _times(2, hidden)
     shared = size("shared_expert_intermediate_size")
     several = _times(first_int(text, "n_shared_experts") or _ANY, each)
-    inputs = expert_inputs(config, dims) or _ANY
+    inputs = expert_inputs(index, lambda name: checkpoint[name].type) or _ANY
     found: dict[str, Shape] = {
         **dict.fromkeys(("embed_tokens", "shared_head.head"), (vocab, hidden)),
         # An EAGLE-3 draft answers in a part of the vocabulary.

@@ -212,7 +212,7 @@ def _is_size(value: Any) -> bool:
 def _forms(checkpoint: Checkpoint, groups: Mapping[str, Any]) -> dict[str, _Form | None]:
     """Every quantized matrix of compressed-tensors' forms; None for one that is not read here."""
     index = checkpoint.role_index
-    wanted = expected_shapes(checkpoint.config, index.dims, index.family.name)
+    wanted = expected_shapes(checkpoint)
     bits = {
         group.get("weights", {}).get("num_bits")
         for group in groups.values()
