@@ -493,6 +493,14 @@ NUMBERS: dict[str, tuple[str, tuple[str, ...], Callable[[dict[str, Any]], object
     "symmetric": (
         "moe", (*W4A16, "--asymmetric"), _numbers(lambda w: w.update(symmetric=True)), "QC088", False,
     ),
+    "no groups": ("moe", W4A16, _of_block(lambda b: b.pop("config_groups")), "QC135", False),
+    "groups of nothing": (
+        "moe", ("mx",), _of_block(lambda b: b.update(config_groups={})), "QC135", False,
+    ),
+    "no groups and no format": (
+        "moe", ("nvfp4", "--dialect", "compressed-tensors"),
+        _of_block(lambda b: (b.pop("config_groups"), b.pop("format", None))), "QC135", False,
+    ),
     "no format": ("moe", W4A16, _of_block(lambda b: b.pop("format")), "QC135", False),
     "rows as a group": (
         "moe", (*W4A16, "--group-size", "channel"),
@@ -569,10 +577,26 @@ def test_a_number_is_found_and_mended(what: str, sources: Path, tmp_path: Path) 
             continue
         assert done.code == 0, done.err
         mended = json.loads((broken / CONFIG).read_bytes())
-        if "strategy" not in what and "drafts" not in what and "rows as" not in what:
+        if not any(word in what for word in ("strategy", "drafts", "rows as", "groups")):
             assert mended == whole
         assert "0 errors" in run_cli("validate", broken).out
         assert run_cli("repair", broken).out.endswith("nothing to repair\n")
+
+
+@pytest.mark.parametrize("words", [("int8",), ("fp8", "--channel")], ids=" ".join)
+def test_groups_that_shapes_do_not_tell(
+    words: tuple[str, ...], sources: Path, tmp_path: Path
+) -> None:
+    """Nothing is written, and the reason is that of the block, not of its tensors."""
+    folder = tmp_path / "folder"
+    done = run_cli(words[0], written("moe", sources), folder, *words[1:], "--jobs", "1")
+    assert done.code == 0, done.err
+    edit_json(folder / CONFIG, lambda c: (c["quantization_config"].pop("config_groups"), None)[1])
+    before = tree(folder)
+    done = run_cli("repair", folder)
+    assert done.code == 1
+    assert "expected config_groups (shapes do not tell how activations are quantized)" in done.err
+    assert tree(folder) == before
 
 
 def test_a_size_that_shapes_leave_open_is_not_guessed(sources: Path, tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ class Repair:
         """Raise CheckpointError where an error is left."""
         if not self.left:
             return
-        first = self.left[0]
+        # What a config states wrong is the cause of what its tensors are said to lack.
+        first = next((f for f in self.left if f.where.startswith("config.json: ")), self.left[0])
         more = f" ({count(len(self.left) - 1, 'more error')})" if len(self.left) > 1 else ""
         steps = f" ({' | '.join(self.steps)})" if self.steps else ""
         raise CheckpointError(

@@ -49,12 +49,13 @@ _NO_GROUP = ("channel", "tensor", "block", "token", "attn_head")
 @dataclass(frozen=True, slots=True)
 class Number:
     """A value of config.json, by the keys that lead to it: what is stated (None: nothing), what it has
-    to be, and the proof of that; without one it cannot be told."""
+    to be, and the proof of that; without one it cannot be told, for the reason `untold`."""
 
     path: tuple[str, ...]
     stated: Any
     value: Any
     proof: str
+    untold: str = "shapes do not tell it"
 
     @property
     def name(self) -> str:
@@ -77,7 +78,7 @@ def missing_numbers(checkpoint: Checkpoint) -> Iterator[Finding]:
     for number in wrong_numbers(checkpoint):
         if number.stated is not None or number.name in ("symmetric", *MTP_COUNTS):
             continue  # QC088, QC019, QC023
-        known = f"{number.value!r} ({number.proof})" if number.proof else "(shapes do not tell it)"
+        known = f"{number.value!r} ({number.proof})" if number.proof else f"({number.untold})"
         message = f"expected {number.name} {known}, found none"
         yield Finding("QC135", "error", "config.json: " + ": ".join(number.path[:-1]), message)
 
@@ -103,8 +104,11 @@ def wrong_numbers(checkpoint: Checkpoint) -> list[Number]:
 def _compressed(
     checkpoint: Checkpoint, config: QuantConfig, path: tuple[str, ...]
 ) -> Iterator[Number]:
-    groups = config.block.get("config_groups")
+    groups = config.block.get("config_groups") or {}
     if not isinstance(groups, Mapping):
+        return
+    if not groups:
+        yield from _without_groups(checkpoint, config, path)
         return
     members: dict[str, list[_Form | None]] = {}
     of_module = group_names(config)
@@ -123,6 +127,40 @@ def _compressed(
             continue  # of a form that is not read here
         inside = (*path, "config_groups", name)
         yield from _of_group(checkpoint, group, inside, whole)
+
+
+def _without_groups(
+    checkpoint: Checkpoint, config: QuantConfig, path: tuple[str, ...]
+) -> Iterator[Number]:
+    """One group for all linears, where all quantized matrices have one form; the ignore list names the
+    others."""
+    forms = list(_forms(checkpoint, {}).values())
+    whole = [form for form in forms if form is not None]
+    if not forms:
+        return
+    where = (*path, "config_groups")
+    if len(whole) < len(forms) or any(
+        (form.stated, form.format) != (whole[0].stated, whole[0].format) for form in whole
+    ):
+        yield Number(where, None, None, "", "the matrices have several forms, or FP8 blocks")
+        return
+    ends = _parameters(checkpoint)
+    if whole[0].format in ("int-quantized", "float-quantized") or "input_global_scale" in ends:
+        yield Number(where, None, None, "", "shapes do not tell how activations are quantized")
+        return
+    wanted, by = _grouping(checkpoint, {}, whole)
+    if by not in ("shapes", "qconvert.json"):
+        yield Number(where, None, None, "", "shapes leave the size of groups open")
+        return
+    group = {
+        "targets": ["Linear"], "weights": {**whole[0].stated, **wanted}, "input_activations": None,
+        "output_activations": None,
+    }  # fmt: skip
+    said = f"the shapes of {count(len(whole), 'matrix', 'matrices')}"
+    said += " and qconvert.json say so" if by == "qconvert.json" else " say so"
+    yield Number(where, None, {"group_0": group}, said)
+    if config.block.get("format") is None:
+        yield Number((*path, "format"), None, whole[0].format, "the tensors' names say so")
 
 
 def _of_group(
