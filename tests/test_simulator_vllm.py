@@ -492,6 +492,91 @@ def test_quantization_that_is_refused_whatever_the_class(name: str) -> None:
         assert said.verdict == "not known", block
 
 
+_AT, _EXPERT = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.experts.0.down_proj"
+_INT8 = {"type": "int", "num_bits": 8, "strategy": "channel"}
+_TOKENS = {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True}
+_FP8 = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True}
+
+
+def _stated(form: str | None, weights: Any, inputs: Any = None, **block: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    own = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"0": group}}
+    return own | block
+
+
+# The same, for what a linear or an expert has: the config, the tensor, a part of the answer.
+UNSERVED = [
+    (GPTQ | {"group_size": 16}, f"{_AT}.qweight", "groups of 16 columns"),
+    (GPTQ | {"group_size": 256}, f"{_AT}.qweight", "groups of 256 columns"),
+    (_stated("int-quantized", _INT8), f"{_AT}.weight_scale", "no input_activations are stated"),
+    (_stated("int-quantized", _INT8), f"{_EXPERT}.weight_scale", "no input_activations are stated"),
+    (_stated(None, _INT8), f"{_AT}.weight_scale", "there is no class for integers of 8 bits"),
+    (_stated(None, _INT8, _TOKENS), f"{_AT}.weight_scale", "there is no class for integers"),
+    (_stated("int-quantized", _INT8 | {"symmetric": False}, _TOKENS), f"{_AT}.weight_scale", "no class"),
+    (_stated("int-quantized", _INT8, _FP8), f"{_AT}.weight_scale", "no class"),
+    (
+        _stated("float-quantized", {"type": "float", "strategy": "group", "group_size": 128}),
+        f"{_AT}.weight_scale", "there is no class for floats of 8 bits",
+    ),
+]  # fmt: skip
+SERVED = [
+    (GPTQ | {"group_size": 64}, f"{_AT}.qweight"),
+    (GPTQ | {"group_size": 16}, f"{_EXPERT}.qweight"),
+    (GPTQ | {"group_size": 16, "dynamic": {"+:.*": {"group_size": 32}}}, f"{_AT}.qweight"),
+    (_stated("int-quantized", _INT8, _TOKENS), f"{_AT}.weight_scale"),
+    (_stated("pack-quantized", _INT8), f"{_AT}.weight_scale"),
+    (_stated("pack-quantized", _INT8, _TOKENS), f"{_AT}.weight_scale"),
+    (
+        _stated("pack-quantized", {"type": "int", "num_bits": 4, "group_size": 128}, _FP8),
+        f"{_AT}.weight_scale",
+    ),
+    (
+        _stated("float-quantized", {"type": "float", "num_bits": 8, "strategy": "channel"}),
+        f"{_AT}.weight_scale",
+    ),
+    (_stated(None, _INT8, ignore=["re:.*down_proj"]), f"{_AT}.weight_scale"),
+    (_stated(None, _INT8), f"{_EXPERT}.weight_scale"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_forms_that_no_class_or_kernel_takes(name: str) -> None:
+    for block, tensor, why in UNSERVED:
+        config = {"architectures": [name], "quantization_config": block}
+        said = loads(config, {tensor: TensorType("BF16", (256, 1))}, {})["vllm"]
+        assert said.verdict == "does not load", block
+        assert why in said.failed
+    for block, tensor in SERVED:
+        config = {"architectures": [name], "quantization_config": block}
+        said = loads(config, {tensor: TensorType("BF16", (256, 1))}, {})["vllm"]
+        assert said.verdict == "not known", block
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ({"num_bits": 8, "group_size": 128, "symmetric": False}, "8 bits with zero points"),
+        ({"num_bits": 4, "group_size": 8}, "groups of 8 columns"),
+        ({"num_bits": 4, "strategy": "channel"}, "a hidden size that 128 divides"),
+        ({"num_bits": 4, "group_size": 128, "symmetric": False}, ""),
+        ({"num_bits": 4, "group_size": 16}, ""),
+        ({"num_bits": 4, "group_size": -2}, None),
+    ],
+)
+def test_integers_without_a_kernel(weights: dict[str, Any], why: str | None) -> None:
+    """Experts and linears of a class that is simulated."""
+    config, tensors = folder("qwen3_moe")
+    config["quantization_config"] = _stated("pack-quantized", {"type": "int"} | weights)
+    if why is None:
+        with pytest.raises(NotSimulated):
+            simulate(config, tensors)
+        return
+    if "hidden" in why:
+        config["hidden_size"] += 64
+    refused = str(simulate(config, tensors).refused)
+    assert why in refused if why else "kernel" not in refused
+
+
 def test_a_dense_model_in_a_form_that_is_refused(tmp_path: Path) -> None:
     model = published("qwen3_5_text")
     model.config["architectures"] = ["OtherForCausalLM"]

@@ -258,6 +258,62 @@ def test_shares_that_ranks_cut(
         assert differ == [], rank
 
 
+# Forms without a class or a kernel: a conversion, what its block is made to state, how the load ends.
+UNSERVED: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
+    "gptq, groups of 16": (FORMS[9], lambda b: b.update(group_size=16), "Marlin does not support"),
+    "gptq, groups of 256": (FORMS[9], lambda b: b.update(group_size=256), "Marlin does not support"),
+    "gptq of 3 bits": (FORMS[9], lambda b: b.update(bits=3), "Unsupported quantization config"),
+    "gptq of ordered columns": (FORMS[9], lambda b: b.update(desc_act=True), "no longer"),
+    "ordered columns": (FORMS[5], lambda b: _weights(b).update(actorder="group"), "no longer"),
+    "packed, groups of 8": (FORMS[5], lambda b: _weights(b).update(group_size=8), "ValueError"),
+    "8 bits with zero points": (
+        "w4a16 --rtn --bits 8 --asymmetric", lambda b: None, "No WNA16 MoE backend",
+    ),
+    "int8 of weights alone": (
+        "int8 --targets Linear", lambda b: _group(b).pop("input_activations"), "Assertion failed",
+    ),
+    "int8 without a format": (
+        "int8 --targets Linear", lambda b: (b.pop("format"), _group(b).pop("format", None)),
+        "No compressed-tensors compatible scheme",
+    ),
+    "int8 with zero points": (
+        "int8 --targets Linear", lambda b: _weights(b).update(symmetric=False),
+        "No compressed-tensors compatible scheme",
+    ),
+    "nvfp4 beside fp8 inputs": (
+        FORMS[11],
+        lambda b: _group(b).update(
+            input_activations={"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+        ),
+        "must also be NVFP4",
+    ),
+}  # fmt: skip
+
+
+def _group(block: dict[str, Any]) -> dict[str, Any]:
+    group: dict[str, Any] = next(iter(block["config_groups"].values()))
+    return group
+
+
+def _weights(block: dict[str, Any]) -> dict[str, Any]:
+    weights: dict[str, Any] = _group(block)["weights"]
+    return weights
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_forms_that_nothing_computes(name: str, vllm: Server, folders: Path) -> None:
+    command, change, error = UNSERVED[name]
+    origin = converted(folders, source(folders, "qwen3_moe"), command)
+
+    def changed(config: dict[str, Any]) -> None:
+        change(config["quantization_config"])
+
+    folder = edited(origin, name, changed)
+    (answer,) = agree(folder, vllm, (Rank(),))
+    assert answer.refused is not None
+    assert error in str(vllm.load(folder).error)
+
+
 def test_rows_in_another_order(vllm: Server, folders: Path) -> None:
     """The negative control: contiguous rows load into Qwen3-Next's class in silence. Names and shapes
     cannot show it; what the folder states of its order can."""

@@ -124,10 +124,9 @@ def is_group(group: Mapping[str, Any]) -> bool:
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping | None):
         return False
-    numbers = (weights.get("num_bits", 8), weights.get("group_size", None))
-    return all(number is None or type(number) is int for number in numbers) and (
-        weights.get("num_bits", 8) in (4, 8) and weights.get("group_size") != 0
-    )
+    bits, size = weights.get("num_bits", 8), weights.get("group_size")
+    fits = size is None or (type(size) is int and (size > 0 or size == -1))
+    return type(bits) is int and bits in (4, 8) and fits
 
 
 def names_of(value: object) -> Sequence[str]:

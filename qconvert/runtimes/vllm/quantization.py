@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qconvert.core.dtypes import TensorType
@@ -146,6 +146,8 @@ class CompressedTensors(_Base):
             return Mx(group.mx)
         if form in _ACTIVATIONS and group.rows is not None:
             return _rows(group.rows)
+        if not has_scheme(replace(group, format=form)):
+            raise no_scheme(module, replace(group, format=form))
         raise NotSimulated(f"a linear with {group.strategy} scales in {form}")
 
     def experts(self, module: str) -> Scheme:
@@ -338,42 +340,154 @@ def _modules(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not _NUMBER.search(name)) or ["\0"] * bool(names)
 
 
-def refuse_forms(config: Mapping[str, Any]) -> None:
-    """Raise LoadRefused for a quantization config that vLLM refuses as it reads it, whatever the class:
-    columns grouped by importance (compressed_tensors.py, `_quantization_scheme_map_from_config`;
-    gptq_utils.py, normalize_and_validate_gptq_desc_act), and GPTQ of other than 4 or 8 bits or with zero
-    points (auto_gptq.py, TYPE_MAP; both its packings)."""
+def refuse_forms(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> None:
+    """Raise LoadRefused for a quantization config that vLLM refuses whatever the class, on any GPU: as
+    it reads it, or as it builds a linear that has codes in `tensors`."""
     block = block_of(config) or {}
-    method = block.get("quant_method")
-    groups = block.get("config_groups") if method == "compressed-tensors" else None
-    for group in groups.values() if isinstance(groups, Mapping) else ():
+    method = str(block.get("quant_method"))
+    if method == "compressed-tensors":
+        _refuse_groups(block, tensors)
+    elif method in _BITS:
+        _refuse_bits(block, _BITS[method])
+        if method == "gptq":
+            _refuse_gptq(block, tensors)
+
+
+# Bits of codes that each method's class has a type for (TYPE_MAP of auto_gptq.py and auto_awq.py).
+_BITS: Mapping[str, tuple[int, ...]] = {"gptq": (4, 8), "awq": (4,)}
+# Groups that AutoGPTQLinearMethod takes (marlin_utils.py, MARLIN_SUPPORTED_GROUP_SIZES); -1 is a whole
+# row. Its experts have other kernels.
+_GPTQ_GROUPS = (-1, 32, 64, 128)
+_ORDERED = ("group", "dynamic")
+# The class that pydantic makes of an error as the config is read.
+_READING = "ValidationError"
+
+
+def _refuse_groups(block: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> None:
+    """compressed_tensors.py: `_quantization_scheme_map_from_config` takes no columns grouped by
+    importance and no integers in a format of activations without them; `_get_scheme_from_parts` has no
+    case for some of what is left."""
+    stated = block.get("config_groups")
+    for group in stated.values() if isinstance(stated, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and Group(weights, None, None).actorder in _ORDERED:
+        if not isinstance(weights, Mapping):
+            continue
+        inputs = group.get("input_activations") or None
+        made = Group(weights, inputs, group.get("format") or block.get("format"))
+        if made.actorder in _ORDERED:
             raise LoadRefused(
-                "ValueError", "is no longer supported", "config.json",
+                _READING, "is no longer supported", "config.json",
                 "columns grouped by importance (actorder group) are not taken any more",
             )  # fmt: skip
-    if method != "gptq":
-        return
-    bits, ordered, size = block.get("bits"), block.get("desc_act"), block.get("group_size")
-    dynamic = block.get("dynamic")
+        if made.integers and made.format in _ACTIVATIONS and not inputs:
+            raise LoadRefused(
+                _READING, "Assertion failed", "config.json",
+                f"no input_activations are stated, and integers in the format {made.format} need them",
+            )  # fmt: skip
+        if group.get("output_activations") or not is_group(group) or has_scheme(made):
+            continue
+        module = _governed(block, group, tensors)
+        if module is not None:
+            raise no_scheme(module, made)
+
+
+def _governed(
+    block: Mapping[str, Any], group: Mapping[str, Any], tensors: Mapping[str, TensorType]
+) -> str | None:
+    """A linear with scales that a group of compressed-tensors' quantizes, None if there is none."""
+    ignore, targets = names_of(block.get("ignore")), names_of(group.get("targets"))
+    try:
+        for name in tensors:
+            module, _, leaf = name.rpartition(".")
+            if leaf != "weight_scale" or ".experts." in name or ignored(module, ignore, {}):
+                continue
+            if target(module, "Linear", targets, {}) is not None:
+                return module
+    except re.error:
+        return None  # quantization_of says so
+    return None
+
+
+def has_scheme(group: Group) -> bool:
+    """Whether `_get_scheme_from_parts` has a case for a linear's group, on a GPU of capability 9.0; INT4
+    beside FP8 activations has one there alone. Where a default decides, as if it had."""
+    stated = group.inputs
+    if stated is None:
+        inputs, by, dynamic = None, "", False
+    else:
+        inputs, dynamic = Group(stated, None, None), bool(stated.get("dynamic"))
+        by = str(stated.get("strategy") or ("token" if dynamic else "tensor"))
+    rows, whole = group.strategy in ("channel", "group"), group.strategy in ("channel", "tensor")
+    static = not group.weights.get("dynamic")
+    if group.is_nvfp4:
+        return inputs is None or inputs.is_nvfp4
+    if group.mx is not None:
+        return True
+    if group.format == "pack-quantized" and rows and static:
+        tokens = dynamic and by in ("token", "group")
+        if inputs is None or (group.integers and inputs.integers and inputs.symmetric and tokens):
+            return True
+    if group.integers and inputs is not None and not inputs.integers:
+        tokens = dynamic and by == "token" and group.strategy == "group"
+        return group.bits == 4 and tokens and group.symmetric and inputs.symmetric
+    if group.format not in _ACTIVATIONS or not group.symmetric or not static:
+        return False
+    if not group.integers:
+        return group.strategy in ("tensor", "channel", "block")
+    if inputs is None or inputs.bits != 8:
+        return False
+    if group.bits == 8:
+        return whole and by == ("token" if dynamic else "tensor")
+    return group.bits == 4 and rows and dynamic and by == "token"
+
+
+def no_scheme(module: str, group: Group) -> LoadRefused:
+    """The error for a linear without a case."""
+    kind = "integers" if group.integers else "floats"
+    found = (
+        f"{kind} of {group.bits} bits, a scale per {group.strategy}, in the format {group.format}"
+    )
+    beside = "with these input_activations" if group.inputs else "without input_activations"
+    error = "NotImplementedError", "No compressed-tensors compatible scheme was found"
+    if group.is_nvfp4:
+        error = "ValueError", "input quantization must also be NVFP4"
+    elif group.format in _ACTIVATIONS and not group.inputs:
+        error = "AttributeError", "num_bits"
+    return LoadRefused(*error, module, f"there is no class for {found}, {beside}")
+
+
+def _refuse_bits(block: Mapping[str, Any], taken: Sequence[int]) -> None:
+    """Codes of other than some numbers of bits, and GPTQ's with zero points."""
+    bits = block.get("bits", block.get("w_bit"))
+    if (type(bits) is int and bits not in taken) or block.get("sym") is False:
+        raise LoadRefused(
+            _READING, "Unsupported", "config.json",
+            f"expected {' or '.join(map(str, taken))} bits"
+            + (f" and symmetric codes, found {bits} bits, sym {block.get('sym')}"
+               if "sym" in block else f", found {bits}"),
+        )  # fmt: skip
+
+
+def _refuse_gptq(block: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> None:
+    """gptq_utils.py, normalize_and_validate_gptq_desc_act: columns grouped by importance; auto_gptq.py,
+    AutoGPTQLinearMethod: sizes of groups."""
+    ordered, size, dynamic = block.get("desc_act"), block.get("group_size"), block.get("dynamic")
     rules = [(ordered, size)]
     for rule, own in dynamic.items() if isinstance(dynamic, Mapping) else ():
         if not str(rule).startswith("-:") and isinstance(own, Mapping):
             rules.append((own.get("desc_act", ordered), own.get("group_size", size)))
     if any(order and group != -1 for order, group in rules):
         raise LoadRefused(
-            "ValueError", "is no longer", "config.json",
+            _READING, "is no longer", "config.json",
             "columns grouped by importance (desc_act) are not taken any more",
         )  # fmt: skip
-    if (type(bits) is int and bits not in (4, 8)) or block.get("sym") is False:
+    linear = next((n for n in tensors if n.endswith(".qweight") and ".experts." not in n), None)
+    if linear is not None and all(type(g) is int and g not in _GPTQ_GROUPS for _, g in rules):
         raise LoadRefused(
-            "ValueError", "Unsupported quantization config", "config.json",
-            f"expected 4 or 8 bits and symmetric codes, found {bits} bits, sym {block.get('sym')}",
+            "ValueError", "Marlin does not support group_size", linear.rpartition(".")[0],
+            f"groups of {size} columns have no kernel for linears on any GPU; it takes 32, 64, 128 or "
+            "whole rows",
         )  # fmt: skip
-
-
-_ORDERED = ("group", "dynamic")
 
 
 def quantization_of(config: Mapping[str, Any], stated: Stated) -> Quantization:

@@ -24,6 +24,9 @@ from qconvert.runtimes.loading.schemes import (
 from qconvert.runtimes.vllm.parameters import ExpertPart, LinearPart
 
 _SMALLEST_BLOCK = 32
+# Columns of a group of packed integers: humming-kernels 0.1.19 (schema/humming.py), the last kernel that
+# vLLM asks for a linear, and that which takes the most sizes, refuses fewer.
+_SMALLEST_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,12 @@ class Integers(PackedIntegers):
         return "CompressedTensorsWNA16MoEMethod"
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        if 0 < self.group < _SMALLEST_GROUP and not (self.symmetric and self.dtype == "F16"):
+            raise LoadRefused(
+                "ValueError", "", "",
+                f"no kernel takes groups of {self.group} columns, on any GPU: {_SMALLEST_GROUP} is the "
+                "fewest, but for symmetric codes in a model of float16",
+            )  # fmt: skip
         grouped = self.group if self.group != -1 else layout.inputs
         repeated = self.group == -1 and layout.kind == "row" and layout.tp > 1
         columns = layout.inputs if repeated else layout.columns
@@ -116,6 +125,17 @@ class Integers(PackedIntegers):
 
     def experts(self, moe: Moe) -> Named:
         slots, hidden, size, word = moe.slots, moe.hidden, moe.columns, self.per_word
+        if self.bits == 8 and not self.symmetric:
+            raise LoadRefused(
+                "NotImplementedError", "No WNA16 MoE backend supports", "",
+                "no kernel takes experts of 8 bits with zero points, on any GPU",
+            )  # fmt: skip
+        if self.group == -1 and hidden % 128:
+            raise LoadRefused(
+                "AssertionError", "", "",
+                "experts with a scale for each row have kernels for a hidden size that 128 divides, "
+                f"not {hidden}, on any GPU",
+            )  # fmt: skip
         if self.group != -1 and (hidden % self.group or size % self.group):
             raise LoadRefused(
                 "ValueError", "CompressedTensors WNA16 MoE", "",

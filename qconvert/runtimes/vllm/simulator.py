@@ -50,7 +50,7 @@ def simulate(
     simulator has no rule for, a class among it, unless vLLM refuses the quantization of any."""
     asked = setting or Setting()
     try:
-        refuse_forms(config)
+        refuse_forms(config, tensors)
     except LoadRefused as refused:
         return Simulated(asked, refused)
     name = architecture_of(config)
