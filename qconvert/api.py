@@ -247,9 +247,6 @@ class PlanOptions(TypedDict, total=False):
     All nodes must see source and `out` under the same paths. `memory` is then what each machine gives,
     `jobs` the workers of all nodes. A program that is connected to a cluster already stays so.
 
-    `device` searches for scales where a pass asks for that: `cpu`, `cuda:N`, or None for a GPU where
-    the search would hold up the run; the bytes are the same.
-
     `until` (`3h50m`, `3:50:00`, seconds; since planning began) stops a run at the end of a unit, a
     calibration at that of a layer, by then as far as the longest so far tells; `Result.left_units` are
     left to the same call. It is not part of the plan.
@@ -280,7 +277,6 @@ class PlanOptions(TypedDict, total=False):
     engine: EngineName
     address: str | None
     work_dir: str | Path | None
-    device: str | None
     until: Until | str | float | None
     disk_budget: int | str | None
     private: bool
@@ -1432,7 +1428,7 @@ def _running(recipe: Recipe, options: PlanOptions) -> Options:
         _size(options.get("memory")), options.get("jobs"), shard, options.get("sha256", False),
         verify=options.get("verify", False), shard=_shard(options),
         finish=options.get("finish", False), command=tuple(options.get("command", ())),
-        engine=_engine(options), address=options.get("address"), device=options.get("device"),
+        engine=_engine(options), address=options.get("address"),
         until=Until.of(options.get("until")), disk_budget=_size(options.get("disk_budget")),
     )  # fmt: skip
 

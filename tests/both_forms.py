@@ -6,9 +6,8 @@ bytes, counts and errors. An op's arguments are read only there and, like its re
 addresses, as in a mapped file. A loop declines an array of a type that it has none for; here that is an
 error.
 
-QCONVERT_TEST_FORMS says what the other form is: `loops` (the default), `gpu` (the kernels of
-qconvert/ops/gpu in Triton's interpreter; TRITON_INTERPRET=1 has to be set), or `none`, which is also
-for tests of wrong products (mutants.py).
+QCONVERT_TEST_FORMS says what the other form is: `loops` (the default), or `none`, for tests of wrong
+products (mutants.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from qconvert.core.errors import QConvertError
 from qconvert.core.extras import is_installed
 from qconvert.core.graph import Apply, Buffer, Op, Part
 from qconvert.ops.compiled import choice
-from qconvert.ops.gpu import choice as gpu
 from qconvert.run.unit_runner import Job
 from qconvert.validation import workers
 from qconvert.validation.compiled import LOOPS
@@ -47,7 +45,7 @@ def begin(patch: pytest.MonkeyPatch) -> None:
 
 def _asked() -> str:
     asked = os.environ.get(VARIABLE, "loops")
-    assert asked in ("loops", "gpu", "none"), asked
+    assert asked in ("loops", "none"), asked
     return asked
 
 
@@ -86,7 +84,6 @@ def _other_form(op: Op, ins: Sequence[Buffer]) -> Outcome:
     given = [Buffer(one.type, _odd(bytes(one.data)).toreadonly()) for one in ins]
     made = [Buffer(kind, _odd(bytes(kind.nbytes))) for kind in op.infer(*types)]
     on = choice.OPS.on
-    gpu.use("cpu" if _asked() == "gpu" else None)
     choice.use(not on)
     try:
         counts = op.run(given, made, memoryview(bytearray(op.scratch(*types))))
@@ -94,7 +91,6 @@ def _other_form(op: Op, ins: Sequence[Buffer]) -> Outcome:
         return type(error), str(error)
     finally:
         choice.use(on)
-        gpu.use(None)
     return [bytes(one.data) for one in made], dict(counts)
 
 

@@ -25,7 +25,6 @@ _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
 # Kernels of torch and numba: they are imported where they run, and need those whole.
 _KERNELS = (
     "validators/kernels/triton", "ops/compiled/loops/", "validators/loops/",
-    "ops/gpu/searches.py", "ops/gpu/amx_search.py", "ops/gpu/rounding.py", "ops/gpu/staging.py",
     "calibrate/kernels/",
 )  # fmt: skip
 
@@ -141,7 +140,7 @@ def test_packages_of_extras_stay_where_they_are_asked_for() -> None:
         "calibrate/", "evaluate/", "samples/readers.py", "samples/tokenizer.py",  # calibration, eval
         "layouts/derived/transformers_class.py", "layouts/derived/running.py",  # a process of its own
         "validators/kernels/", "validators/model/", "validators/amx/amx_client.py",
-        "validators/amx/kt_forward.py", "ops/gpu/", "compiled/", "run/on_ray.py",
+        "validators/amx/kt_forward.py", "compiled/", "run/on_ray.py",
         "checkpoint/fsspec_store.py", "cli/demo.py", "cli/demo_checkpoint.py",
         "contrib/trtllm_gen/sglang_plugin.py",  # in sglang's own process
     )  # fmt: skip

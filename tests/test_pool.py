@@ -76,16 +76,13 @@ def test_every_unit_is_given_once(files: list[int], most: int, workers: list[int
     assert sorted(seen) == list(range(len(files)))
 
 
-def test_kernels_that_this_process_used_before_are_not_imported_for_every_worker(
+def test_loops_that_this_process_compiled_before_are_not_imported_for_every_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With torch they took each worker of a small conversion 1 s: through the API, after a search on a
-    GPU, or after loops that numba compiled."""
-    kernels = "qconvert.ops.gpu.searches", "qconvert.ops.compiled.loops.fp8"
-    for name in (*kernels, "qconvert.ops.fp8"):
+    """With numba they took each worker of a small conversion, through the API, 1 s."""
+    loops = "qconvert.ops.compiled.loops.fp8"
+    for name in (loops, "qconvert.ops.fp8"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     found = imports_ahead(Setup((), (), 1, 1))
     assert "qconvert.ops.fp8" in found
-    assert set(kernels).isdisjoint(found)
-    assert "torch" not in found
-    assert "torch" in imports_ahead(Setup((), (), 1, 1, device="cuda:0"))
+    assert loops not in found

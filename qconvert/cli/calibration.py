@@ -17,7 +17,6 @@ from qconvert.cli.options import (
     Renamed,
     Share,
     from_options,
-    one_device,
     stacked,
 )
 
@@ -210,11 +209,8 @@ def split_data(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def split_options(given: Mapping[str, Any]) -> tuple[CalibrationOptions, RunOptions]:
-    """For a command with CALIBRATION: its options, and those of every conversion. Without --gptq
-    --device is where scales are searched for. Raises click.UsageError for several devices then."""
+    """For a command with CALIBRATION: its options, and those of every conversion."""
     names = CalibrationOptions.__annotations__
     own = {name: value for name, value in given.items() if name in names}
     rest = {name: value for name, value in given.items() if name not in names}
-    if not own["gptq"]:
-        rest["device"], own["devices"] = one_device(own["devices"]), ()
     return cast(CalibrationOptions, own), cast("RunOptions", rest)

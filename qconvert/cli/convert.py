@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import click
 
@@ -76,7 +76,6 @@ class RunOptions(TypedDict):
     base_model: str | None
     as_json: bool
     follow_links: bool
-    device: NotRequired[str | None]
 
 
 def _engine_checked(function: F) -> F:
@@ -354,8 +353,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
         "command": tuple(words),
         "engine": options["engine"], "until": Until.of(options["until"]),
         "address": options["address"], "work_dir": options["work_dir"],
-        "device": options.get("device"), "disk_budget": options["disk_budget"],
-        "private": options["private"],
+        "disk_budget": options["disk_budget"], "private": options["private"],
     }  # fmt: skip
 
 

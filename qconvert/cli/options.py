@@ -514,16 +514,8 @@ DATA_HELP = (
 )
 DEVICE = click.option(
     "--device", "devices", multiple=True, metavar="NAME", type=Device(),
-    help="Device to compute on: cpu, cuda:0, ... Repeatable, but for a search for scales. [default: all "
-    "GPUs, else the CPU; for a search a GPU where it pays]",
+    help="Device to compute on: cpu, cuda:0, ... Repeatable. [default: all GPUs, else the CPU]",
 )  # fmt: skip
-
-
-def one_device(names: Sequence[str]) -> str | None:
-    """The device that scales are searched for on. Raises click.UsageError for several."""
-    if len(names) > 1:
-        raise click.UsageError("several --device need --gptq; scales are searched for on one")
-    return names[0] if names else None
 
 
 def report(forms: str) -> Callable[[F], F]:

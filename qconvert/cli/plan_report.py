@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
@@ -111,8 +111,6 @@ def plan_lines(
             f"sends   {count(len(ready.layout.files), 'shard')} while others are made, "
             f"{format_size(ready.layout.nbytes)}, then what makes them a checkpoint, in one commit"
         )
-    if ready.share.device is not None:
-        lines.append(f"device  {ready.share.device.device or 'cpu'}: {ready.share.device.why}")
     return lines
 
 
@@ -430,7 +428,6 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "jobs": ready.share.jobs,
         "engine": ready.options.engine,
         "worker_memory": ready.share.worker,
-        "device": None if ready.share.device is None else asdict(ready.share.device),
         "disk": _disk(ready),
         "disk_budget": ready.options.disk_budget,
         "rates": {"read": rates.read, "write": rates.write},

@@ -18,7 +18,6 @@ from qconvert.core.graph import Apply, aligned
 from qconvert.core.sizes import exact_size, format_size
 from qconvert.ops.compiled.choice import LOOP_BYTES
 from qconvert.ops.compiled.choice import wanted as loops_wanted
-from qconvert.ops.gpu.choice import CORE_RATES, Decision
 from qconvert.ops.rowwise import encoded, search_loops
 from qconvert.plan.units import (
     FAR_REREAD_BYTES,
@@ -49,9 +48,9 @@ RAY_PROCESS_BYTES = 88 << 20
 SEND_BYTES = 128 << 20
 # What linked files are read through, to be hashed.
 _LEAST_ARENA = 1 << 20
-# numpy searches for scales at .005 to .06 GB/s of a core, and runs other ops at about 1. (A larger
-# weight would have loops compiled, for seconds, where numpy takes one.)
-_MOST_SEARCH_WEIGHT = 50
+# numpy searches for scales at .005 to .015 GB/s of a core, for AMX's at .06, and runs other ops at about
+# 1. (A larger weight would have loops compiled, for seconds, where numpy takes one.)
+_SEARCH_WEIGHT, _AMX_SEARCH_WEIGHT = 50, 17
 # Below this much output a process's start costs more than it saves.
 BYTES_PER_JOB = 64 << 20
 
@@ -61,7 +60,7 @@ class Share:
     """The decision: how many workers, and what each of them gets, in bytes: an arena to compute in
     and the windows its results wait in for the disk. `compiled`: they compute in compiled loops.
     On a cluster `jobs` is 0 where as many are taken as there is room for, `total` is this process's, and
-    `worker` what each worker takes. `device` says where scales are searched for, if any are."""
+    `worker` what each worker takes."""
 
     jobs: int
     arena: int
@@ -69,7 +68,6 @@ class Share:
     total: int
     compiled: bool = False
     worker: int = 0
-    device: Decision | None = None
 
 
 def free_bytes() -> int:
@@ -179,8 +177,10 @@ def _computed(units: Sequence[Unit]) -> int:
             if unit.node is not None or any(map(_computes, unit.cut))
         ]
     )
-    weights = {name: min(_MOST_SEARCH_WEIGHT, 1e9 / rate) for name, (_, rate) in CORE_RATES.items()}
-    return moved + sum(int(weights[loop] * size) for loop, size in searched(units).items())
+    return moved + sum(
+        size * (_AMX_SEARCH_WEIGHT if loop == "amx_search" else _SEARCH_WEIGHT)
+        for loop, size in searched(units).items()
+    )
 
 
 def searched(units: Sequence[Unit]) -> dict[str, int]:

@@ -254,12 +254,10 @@ def locks_of(work: Work) -> list[int]:
 
 def imports_ahead(setup: Setup) -> list[str]:
     """What a plan's ops are of, which was imported to plan them, and what they import when they run. Not
-    kernels that this process has used before: with torch and triton they take a worker of a plan that
-    needs none 1 s more."""
-    ours, kernels = ("qconvert.ops.", "qconvert.formats."), ("qconvert.ops.gpu.", f"{LOOPS}.")
-    on_gpu = ["torch", "triton"] if setup.device else []
-    of_ops = [n for n in sys.modules if n.startswith(ours) and not n.startswith(kernels)]
-    return ["numpy", "xxhash", *on_gpu, *imports_of(setup.shards), *of_ops]
+    loops that this process has compiled before: numba takes a worker that needs none 1 s more."""
+    ours = "qconvert.ops.", "qconvert.formats."
+    of_ops = [n for n in sys.modules if n.startswith(ours) and not n.startswith(f"{LOOPS}.")]
+    return ["numpy", "xxhash", *imports_of(setup.shards), *of_ops]
 
 
 def cut_batches(

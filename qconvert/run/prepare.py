@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import file_size
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.profiling import phase
-from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
 from qconvert.matrices.calibrated import calibrated_in
-from qconvert.ops.gpu.choice import DEVICE_BYTES, MOST_JOBS, Decision, decide
 from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
 from qconvert.run.committer import COMMIT_BYTES
 from qconvert.run.fetch import FETCH_BYTES
 from qconvert.run.files import can_link, existing_parent
-from qconvert.run.memory import SEND_BYTES, Share, searched, share_out
+from qconvert.run.memory import SEND_BYTES, Share, share_out
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
 from qconvert.run.until import Until
 
@@ -46,7 +42,6 @@ class Options:
     publishes what all of them did, and refuses a folder where units are missing. `command` is noted
     in a shard's journal, as what it was started by. `engine`: the units are run here, or on the Ray
     cluster at `address` (None: the one that this machine belongs to), whose nodes give `memory` each.
-    `device` searches for scales where a pass asks for that: cpu, cuda:N, or None for a GPU that pays.
     `until`: the run stops by then, and leaves what it has not done to the same run again.
     `disk_budget` is the most disk that a run may take, None for no limit. `streamed`: files are sent
     elsewhere while the run goes on, and removed here."""
@@ -63,7 +58,6 @@ class Options:
     command: tuple[str, ...] = ()
     engine: EngineName = "local"
     address: str | None = None
-    device: str | None = None
     until: Until | None = None
     disk_budget: int | None = None
     streamed: bool = False
@@ -156,37 +150,15 @@ def _prepare_streamed(
 
 
 def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options) -> Share:
-    """What each worker gets. Those that read a store have its client, too, those that search on a GPU
-    what that takes."""
+    """What each worker gets. Those that read a store have its client, too."""
     from qconvert.run.memory import share_on_cluster
 
     far = any(shard.remote is not None for shard in first.checkpoint.shards)
     client = FETCH_BYTES if far else 0
     if options.engine != "local":
-        if options.device not in (None, "cpu"):
-            raise PlanError(
-                "--device is not for --engine ray, whose workers compute on CPUs: omit one"
-            )
         return share_on_cluster(workers, tensors, options.memory, options.jobs, client)
     sender = SEND_BYTES if options.streamed else 0
-    share = share_out(workers, tensors, options.memory, options.jobs, client, sender)
-    decision = decide(searched(workers), options.device, share.jobs, compiled_loops=share.compiled)
-    if decision is None or decision.device is None:
-        return replace(share, device=decision)
-    jobs = options.jobs or min(share.jobs, MOST_JOBS)
-    left = None if options.memory is None else options.memory - jobs * DEVICE_BYTES
-    if left is None or left >= share.total:
-        share = share_out(workers, tensors, left, jobs, client, sender)
-        total = share.total + share.jobs * DEVICE_BYTES
-        return replace(share, total=total, device=decision)
-    need = format_size(share.total + jobs * DEVICE_BYTES)
-    if options.device is not None:
-        raise PlanError(
-            f"--device {options.device} takes {need} of memory with {count(jobs, 'job')}, and --memory "
-            f"gives {format_size(options.memory or 0)}: give more, fewer --jobs, or --device cpu"
-        )
-    why = f"{decision.why}; {decision.device} would take --memory {need}"
-    return replace(share, device=Decision(None, why))
+    return share_out(workers, tensors, options.memory, options.jobs, client, sender)
 
 
 def _links(plan: Plan, near: Path, max_shard_size: int) -> list[Link]:

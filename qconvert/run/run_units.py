@@ -126,8 +126,7 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
     share = ready.share
     shards = ready.plan.checkpoint.shards
     metered = recording() is not None
-    device = None if share.device is None else share.device.device
-    setup = Setup(shards, paths, share.arena, share.window, share.compiled, metered, device)
+    setup = Setup(shards, paths, share.arena, share.window, share.compiled, metered)
     return setup, places
 
 

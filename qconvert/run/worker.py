@@ -23,7 +23,6 @@ from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core import errors
 from qconvert.core.profiling import Word
 from qconvert.ops.compiled.choice import use
-from qconvert.ops.gpu.choice import use as use_gpu
 from qconvert.plan.units import Unit
 from qconvert.run.arena import Arena
 from qconvert.run.files import Files
@@ -40,8 +39,8 @@ _PROGRESS_BYTES = 16 << 20
 class Setup:
     """What a worker needs once: the source's shards, the files to write, its memory in bytes (an
     arena, and each window of the sink), whether it computes in compiled loops, whether it tells what
-    its steps take, the GPU that it searches for scales on, and whether it may map source files (a file
-    that is cut then ends the process, which must be one that somebody waits for)."""
+    its steps take, and whether it may map source files (a file that is cut then ends the process, which
+    must be one that somebody waits for)."""
 
     shards: Sequence[Shard]
     paths: Sequence[Path]
@@ -49,7 +48,6 @@ class Setup:
     window: int
     compiled: bool = False
     metered: bool = False
-    device: str | None = None
     maps: bool = False
 
 
@@ -171,7 +169,6 @@ def unit_runner(
 ) -> UnitRunner:
     """A runner for units of the setup's conversion."""
     use(setup.compiled)
-    use_gpu(setup.device)
     names = [path.name for path in setup.paths]
     arena = Arena(setup.arena)
     if work is not None:

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_UNASKED = ("kernels", "plugin", "qconvert.ops.gpu.")
+_UNASKED = ("kernels", "plugin")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _POLL_SECONDS = 0.02
 # Beyond what the process has mapped: what the poll below misses must not take the machine down.

@@ -88,10 +88,8 @@ class RoundToNearest:
 
     @property
     def search_loop(self) -> str | None:
-        """The search for its scales, by its name in ops/gpu/choice.py."""
-        if self.scales != "search":
-            return None
-        return "ints_search signed" if self.signed else "ints_search"
+        """The loop that its scales are searched for with."""
+        return "ints_search" if self.scales == "search" else None
 
     def __repr__(self) -> str:
         """compressed-tensors' symmetric form has the name of an op that it once had: fingerprints and

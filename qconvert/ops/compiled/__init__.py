@@ -11,19 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 from qconvert.ops.compiled.choice import in_use
-from qconvert.ops.gpu.choice import kernel
 
 
 def done(name: str, *args: Any) -> bool:
     """Whether the loop of this name made the results; else they are undefined, and numpy's form is to
-    make them. A loop that has a form for GPUs runs there, if this process is to use one."""
-    on_gpu = kernel(name)
-    if on_gpu is not None and on_gpu(*args):
-        return True
+    make them."""
     found = in_use()
     return found is not None and bool(getattr(found, name)(*args))
 
 
-def may_be_done(name: str) -> bool:
+def may_be_done() -> bool:
     """Whether `done` has anything to ask, for what would be prepared for it alone."""
-    return in_use() is not None or kernel(name) is not None
+    return in_use() is not None
