@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.open import open_source, stage_folders
 from qconvert.checkpoint.reading import reading_as
-from qconvert.checkpoint.store import is_url, named, store_of, work_folder
+from qconvert.checkpoint.store import is_url, store_of, work_folder
 from qconvert.core.errors import (
     CheckpointError,
     DataError,
@@ -97,7 +97,6 @@ if TYPE_CHECKING:
     from qconvert.samples.request import Calibration
     from qconvert.validation.diff import Difference
     from qconvert.validation.findings import Finding, Measure, Rule
-    from qconvert.validation.parts import Part
     from qconvert.validation.runner import Level, Report, validate_kernels
 
 __all__ = (
@@ -120,7 +119,6 @@ __all__ = (
     "Measure",
     "Outlook",
     "OutputError",
-    "Part",
     "Pass",
     "Plan",
     "PlanError",
@@ -157,7 +155,6 @@ __all__ = (
     "formats",
     "headers_of",
     "load_recipe",
-    "merge_parts",
     "open_checkpoint",
     "passes",
     "plan",
@@ -177,7 +174,6 @@ __all__ = (
     "upload",
     "validate",
     "validate_kernels",
-    "validate_part",
 )
 
 # What else the API names, by the module that has it: imported when it is asked for. All of it is 390
@@ -199,7 +195,6 @@ _LATER: Mapping[str, tuple[str, ...]] = {
     "samples.request": ("Calibration",),
     "validation.diff": ("Difference",),
     "validation.findings": ("Finding", "Measure", "Rule"),
-    "validation.parts": ("Part",),
     "validation.runner": ("Report", "validate_kernels"),
 }  # fmt: skip
 
@@ -1018,75 +1013,6 @@ def validate(
                 here, source, request=request, progress=_told(events), follow_links=follow_links
             )
         return about_repo(report, place)
-
-
-def validate_part(
-    folder: str | Path,
-    against: str | Path | None = None,
-    *,
-    shard: str,
-    parts: str | Path,
-    level: Level = "full",
-    pair: str | Path | None = None,
-    draft: str | Path | None = None,
-    layers: tuple[int, ...] | None = None,
-    runtime: str | None = None,
-    tp: int = 1,
-    pp: int | str | None = None,
-    ep: int = 1,
-    jobs: int | None = None,
-    memory: int | str | None = None,
-    follow_links: bool = False,
-    events: Events | Callback | None = None,
-) -> Part:
-    """As `validate`, of one part of the work on weights (`shard`: `2/8`, counted from 0, or as for a
-    conversion `auto`), beside other machines. What it finds is written to a file in the folder `parts`;
-    the report is `merge_parts`'.
-
-        >>> for shard in ("0/2", "1/2"):
-        ...     part = api.validate_part(sample, shard=shard, parts=folder / "parts")
-        >>> api.merge_parts([folder / "parts"]) == api.validate(sample, level="full")
-        True
-
-    Raises as `validate` does, and UsageError for level headers and for the folder of all stages of a
-    split, whose stages are validated each by itself."""
-    from qconvert.hub.headers import place_of
-    from qconvert.run.division import parse_shard
-    from qconvert.validation.parts import DIVIDED, write_part
-    from qconvert.validation.parts import validate_part as _validate_part
-    from qconvert.validation.runner import Request
-
-    given = parse_shard(shard, os.environ)
-    if level not in DIVIDED:
-        raise UsageError("only what --level sample or full reads is divided")
-    if draft is not None and against is None:
-        raise UsageError("--draft was grafted to a source: give --against SRC")
-    request = Request(
-        level, layers, jobs=jobs, memory=_size(memory), serving=_serving(runtime, tp, pp, ep)
-    )
-    with place_of(str(folder), weights=True) as place:
-        here = Path(place.folder)
-        if stage_folders(here):
-            raise UsageError(
-                f"{folder}: --shard goes with one folder, not with stages: give it a stage's"
-            )
-        part = _validate_part(
-            here, None if against is None else str(against), shard=given, request=request,
-            pair=None if pair is None else str(pair), draft=None if draft is None else str(draft),
-            progress=_told(events), follow_links=follow_links,
-            said=lambda text: named(place.named(text)),
-        )  # fmt: skip
-    write_part(part, Path(parts))
-    return part
-
-
-def merge_parts(parts: Iterable[str | Path]) -> Report:
-    """The one report of what shards found (`validate_part`), equal to that of one machine. `parts` are
-    folders with their files, or files. Raises CheckpointError, naming files, where one is missing, or
-    parts are of different folders, sources, options or versions of qconvert."""
-    from qconvert.validation.parts import merged
-
-    return merged([Path(place) for place in parts])
 
 
 def _serving(runtime: str | None, tp: int, pp: int | str | None, ep: int) -> Serving | None:

@@ -29,15 +29,14 @@ NAMES = (
     "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "Converter",
     "DataError", "Difference", "Encoding", "Evaluation", "Events", "FileDifference",
     "FilesCompared", "Finding", "FolderStatus", "Machine", "Measure", "Outlook", "OutputError",
-    "Part", "Pass", "Plan", "PlanError", "PlanOptions", "Planned", "PlannedFolder",
+    "Pass", "Plan", "PlanError", "PlanOptions", "Planned", "PlannedFolder",
     "PlannedStages", "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair",
     "Report", "Result", "Rule", "RunError", "ShardStatus", "Share", "Uploaded", "UsageError",
     "Verdict", "advise", "carry_out", "check_foreseen", "check_upload", "clean", "convert",
     "converter", "destination", "diff", "diff_files", "evaluate", "formats", "headers_of",
-    "load_recipe", "merge_parts", "open_checkpoint", "passes", "plan", "plan_after",
+    "load_recipe", "open_checkpoint", "passes", "plan", "plan_after",
     "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as", "recipes", "refusal",
     "render", "repair", "rules", "run", "status", "upload", "validate", "validate_kernels",
-    "validate_part",
 )  # fmt: skip
 
 
@@ -157,7 +156,6 @@ _OF_RUNS = {
     "qconvert.run.sharing": "options of a command line",
     "qconvert.run.status": "the command that a journal names; api.status",
     "qconvert.run.until": "whether a time is one, as text",
-    "qconvert.validation.parts": "api.Part",
 }
 
 

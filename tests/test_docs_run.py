@@ -70,7 +70,7 @@ NOT_RUN = {
     r" /models/": "a folder of a cluster",
     r"^qconvert eval": "needs a tokenizer of the model: tests/test_eval_cli.py",
     r"--logits": "needs a class of transformers: tests/test_logits.py",
-    r"--merge|--parts|--shard|^qconvert (status|finish)": "several machines: tests/test_parts.py",
+    r"--shard|^qconvert (status|finish)": "several machines: tests/test_shards.py",
     r"RECIPE SRC OUT|--against SRC ": "placeholders",
     r"--stats ": "of a calibration that is not run here: tests/test_nvfp4.py",
 }

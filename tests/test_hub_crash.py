@@ -292,7 +292,6 @@ OTHERS = {
     "diff": ("diff", REPO, "{sample}"),
     "validate": ("validate", REPO, "--level", "full"),
     "against": ("validate", "{sample}", "--against", REPO, "--level", "full"),
-    "parts": ("validate", REPO, "--level", "full", "--shard", "0/1", "--parts", "{room}/parts"),
     "kt": ("kt", REPO, "--cpu", "int4", "--numa", "1", "--cpu-out", "{room}/cpu"),
     "pair": ("kt", REPO, "--cpu", "int4", "--numa", "1", "--cpu-out", "{room}/cpu2", "--gpu", "w4a16",
              "--gpu-out", "{room}/gpu"),

@@ -44,7 +44,7 @@ _BAD: dict[str, list[str]] = {
     "engine": _CHOICES, "address": ["", "head", "ray://head:10001", "head:", "he ad:6379", "h:1;rm"],
     "until": ["", "0", "90", "0h", "m", "-3h", "3h50", "3.5h", "50:00", "1:60:00", "h3", "9" * 5000],
     "log_json": ["", "a\0b"],
-    "parts": _FOLDERS, "merge": _FOLDERS, "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
+    "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
     "capability": _CHOICES, "dtype": _CHOICES,
     "input_scale": _SCALES, "kv_scale": _SCALES,
     "solver": _CHOICES, "propagated_error": _CHOICES, "signs": _CHOICES,

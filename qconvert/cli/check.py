@@ -22,7 +22,6 @@ from qconvert.cli.options import (
     MOST,
     OPENING,
     SOURCE,
-    Folder,
     Partition,
     SourceName,
     jobs,
@@ -30,7 +29,6 @@ from qconvert.cli.options import (
     memory,
     pair,
     report,
-    shard,
 )
 from qconvert.cli.profile import PROFILE, profile_json
 from qconvert.cli.progress import Bar
@@ -40,7 +38,6 @@ from qconvert.core.shown import shortened
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.checkpoint import Checkpoint
-    from qconvert.validation.parts import Part
     from qconvert.validation.runner import Report
 
 
@@ -245,20 +242,6 @@ class Layers(click.ParamType[tuple[int, ...]]):
     metavar="N",
     help="Groups of experts among the tensor-parallel ranks. [with --for; default: 1]",
 )
-@shard("qconvert validate --merge DIR")
-@click.option(
-    "--parts",
-    type=Folder(),
-    metavar="DIR",
-    help="Folder for what a shard found, a file for each; it is made. [with --shard]",
-)
-@click.option(
-    "--merge",
-    multiple=True,
-    type=Folder(),
-    metavar="DIR",
-    help="Print the report of all shards from their --parts folder, or from its files. Repeatable.",
-)
 @jobs("the cores, as far as the work needs them")
 @memory("not limited")
 @click.option(
@@ -291,9 +274,6 @@ def validate(
     tp: int | None,
     pp: str | None,
     ep: int | None,
-    shard: str | None,
-    parts: Path | None,
-    merge: tuple[Path, ...],
     jobs: int | None,
     memory: int | None,
     form: str | None,
@@ -321,8 +301,6 @@ def validate(
       qconvert validate Qwen3.5-fused --against Qwen3.5 --logits 4
       qconvert validate GLM-4.5-w4a16 --for sglang==0.5.23 --tp 8
       qconvert validate GLM-4.5-w4a16 --for vllm==0.33.0 --tp 8 --pp 2
-      qconvert validate V3-bf16 --against DeepSeek-V3 --level full --shard 2/8 --parts found
-      qconvert validate --merge found
       qconvert validate --kernels
       qconvert validate --explain QC015
     """
@@ -342,40 +320,12 @@ def validate(
     if against is None and beside is not None:
         raise click.UsageError("--beside compares two folders of one source: give --against SRC")
     about = (consumer, against, draft, beside, pair, logits, attribute, layers)
-    if merge:
-        if out is not None or any(about) or level != "headers" or kernels or shard or parts:
-            raise click.UsageError("--merge reads what shards found: give it with --report alone")
-        forms = _forms(files)
-        report = api.merge_parts(merge)
-        _show_report(report, "json" if as_json else form, dict(zip(files, forms, strict=True)))
-        return report.exit_code
-    if (shard is None) != (parts is None):
-        raise click.UsageError("--shard and --parts go together: a shard leaves a file in a folder")
-    if shard is not None:
-        if level == "headers":
-            raise click.UsageError("--shard divides what --level sample or full reads")
-        if kernels or logits or attribute or beside:
-            raise click.UsageError(
-                "--kernels, --logits, --attribute and --beside are not divided: run them without "
-                "--shard"
-            )
-        if files or form is not None:
-            raise click.UsageError("a shard has no report: give --format and --report to --merge")
     if out is None and (any(about) or level != "headers"):
         raise click.UsageError("name the folder to check")
     if out is None and not kernels:
         raise click.UsageError("name the folder to check, or --kernels for the kernels alone")
     if consumer is None and (tp or pp or ep):
         raise click.UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
-    if shard is not None and parts is not None and out is not None:
-        with Bar() as bar:
-            part = api.validate_part(
-                out, against, shard=shard, parts=parts, level=level, pair=pair, draft=draft,
-                layers=layers, runtime=consumer, tp=tp or 1, pp=pp, ep=ep or 1, jobs=jobs,
-                memory=memory, follow_links=follow_links, events=bar,
-            )  # fmt: skip
-        _say_part(part, parts, as_json=as_json)
-        return 0
     forms = _forms(files)  # before hours of work
     with Bar() as bar:
         report = api.validate_kernels() if out is None else api.validate(
@@ -387,27 +337,6 @@ def validate(
         )  # fmt: skip
     _show_report(report, "json" if as_json else form, dict(zip(files, forms, strict=True)))
     return report.exit_code
-
-
-def _say_part(part: Part, folder: Path, *, as_json: bool) -> None:
-    """What a shard did. The report is of all of them."""
-    from qconvert.core.shown import count
-    from qconvert.core.sizes import format_size
-
-    if as_json:
-        say_json(
-            {
-                "shard": str(part.shard), "file": str(folder / part.file_name), "tasks": part.tasks,
-                "of_tasks": part.of_tasks, "bytes": part.nbytes, "of_bytes": part.of_bytes,
-                "errors": part.errors, **profile_json(),
-            }
-        )  # fmt: skip
-        return
-    say(
-        f"shard {part.shard}: {part.tasks} of {count(part.of_tasks, 'check')} of weights, "
-        f"{format_size(part.nbytes)} of {format_size(part.of_bytes)}, {count(part.errors, 'error')}; "
-        f"{folder / part.file_name} holds it, `qconvert validate --merge {folder}` reports all"
-    )
 
 
 def _explain(rule_id: str) -> None:

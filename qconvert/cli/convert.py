@@ -25,6 +25,7 @@ from qconvert.cli.options import (
     OPENING,
     OUT,
     PRIVATE,
+    SHARD,
     SOURCE,
     UNTIL,
     WORK_FOLDER,
@@ -35,7 +36,6 @@ from qconvert.cli.options import (
     base_model,
     jobs,
     memory,
-    shard,
     stacked,
 )
 from qconvert.cli.profile import PROFILE, without_profile
@@ -121,7 +121,7 @@ RUNNING: Callable[[F], F] = stacked(
         help="Then check OUT against SRC, as `qconvert validate` does, and print what was lost by role; "
         "exit code 3 on an error.",
     ),
-    shard("qconvert finish OUT"),
+    SHARD,
     UNTIL,
     LOG_JSON,
     click.option(

@@ -439,14 +439,12 @@ def jobs(default: str) -> Callable[[F], F]:
     )  # fmt: skip
 
 
-def shard(after: str) -> Callable[[F], F]:
-    return click.option(
-        "--shard", type=ShardName(), metavar="I/N|auto",
-        help="Do part I of N, counted from 0, of what machines that share the folder do together. auto, "
-        f"auto/N: I as Slurm, torchrun or Kubernetes say in the environment. [afterwards: {after}]",
-    )  # fmt: skip
-
-
+SHARD = click.option(
+    "--shard", type=ShardName(), metavar="I/N|auto",
+    help="Do part I of N, counted from 0, of what machines that share the folder do together. auto, "
+    "auto/N: I as Slurm, torchrun or Kubernetes say in the environment. "
+    "[afterwards: qconvert finish OUT]",
+)  # fmt: skip
 UNTIL = click.option(
     "--until", type=Time(), metavar="TIME",
     help="Stop after 3h50m, 90m, 3:50:00: a calibration at the end of a layer, where another as long as "

@@ -96,15 +96,14 @@ def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
 
 
 def _is_conversion(group: click.Group, words: Sequence[str]) -> bool:
-    """Whether words name a conversion that takes --shard: no other command is run from a journal, and
-    not `validate`, which writes where its options say."""
+    """Whether words name a conversion, which takes --shard: no other command is run from a journal."""
     command: click.Command | None = group
     for word in words:
         if not isinstance(command, click.Group):
             break
         command = command.commands.get(word)
     names = set() if command is None else {param.name for param in command.params}
-    return {"shard", "dry_run"} <= names
+    return "shard" in names
 
 
 @click.command()

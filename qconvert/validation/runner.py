@@ -38,7 +38,7 @@ from qconvert.validation.findings import (
 )
 
 if TYPE_CHECKING:
-    from qconvert.validation.workers import AnyTask, Numbered, Progress, Result
+    from qconvert.validation.workers import AnyTask, Progress, Result
 
 Level = Literal["headers", "sample", "full"]
 Need = Literal[
@@ -262,25 +262,6 @@ def validate_folder(
     """Run every validator that has what it needs, links as for Checkpoint.open. A folder that cannot
     be opened is a finding (QC001); a source, the GPU side `pair`, or the folder `draft` of a draft that
     was grafted to the source, that cannot be opened is the caller's error and raises CheckpointError."""
-    begun = begin(out, against, request=request, pair=pair, draft=draft, follow_links=follow_links)
-    for number, item in begun.work(begun.tasks, progress):
-        begun.ran[number].keep(item, begun.report)
-    return begun.conclude()
-
-
-def begin(
-    out: Path,
-    against: str | None = None,
-    *,
-    request: Request = Request(),
-    pair: str | None = None,
-    draft: str | None = None,
-    follow_links: bool = False,
-    leads: bool = True,
-) -> Begun:
-    """All of `validate_folder` that comes before its work on tensor data: what is found in headers, and
-    the tasks. A validation that is one of several (not `leads`) leaves out what is not divided into
-    tasks and computes for long."""
     from qconvert.checkpoint.open import open_source
 
     if not out.exists():
@@ -318,13 +299,34 @@ def begin(
     except CheckpointError as error:
         report.findings.append(Finding("QC001", "error", str(out), str(error)))
         report.not_checked.append("everything else: the folder cannot be opened")
-        return Begun(report, [], request, None)
+        return report
     if partner is not None and "amx" not in have:
         raise CheckpointError(
             f"{out}: --pair needs the folder of the CPU's experts, and this is not one; exchange the two"
         )
     report.proved.append("headers, index and file sizes agree")
-    return Begun(report, _gathered(folder, have, report, leads=leads), request, folder)
+    ran = _gathered(folder, have, report)
+    for number, item in _work(folder, ran, progress):
+        ran[number].keep(item, report)
+    _conclude(ran, report, request.level)
+    return report
+
+
+def _work(
+    folder: Folder, ran: Sequence[Ran], progress: Progress | None
+) -> Iterator[tuple[int, Result]]:
+    """Do all validators' tasks. Results come in the order of the layers, with the number of the
+    validator."""
+    from qconvert.validation.workers import run_tasks
+
+    tasks = [(number, task) for number, run in enumerate(ran) for task in run.tasks]
+    if not tasks:
+        return
+    source = folder.source
+    sides = (folder.checkpoint.shards, source.shards if source is not None else ())
+    jobs, memory = folder.request.jobs, folder.request.memory
+    with phase("weights"), working():
+        yield from run_tasks(tasks, sides, jobs=jobs, memory=memory, progress=progress)
 
 
 def judge_headers(folder: Folder) -> list[Finding]:
@@ -383,14 +385,13 @@ def _at_hand(folder: Folder) -> set[Need]:
 
 @dataclass
 class Ran:
-    """One validator's run: what it found, what it proved (None: its own phrase), its tasks, or their
-    number where others did them, and why it stopped."""
+    """One validator's run: what it found, what it proved (None: its own phrase), its tasks, and why it
+    stopped."""
 
     validator: Validator
     findings: list[Finding] = field(default_factory=list)
     proved: list[str] = field(default_factory=list)
     tasks: list[AnyTask] = field(default_factory=list)
-    elsewhere: int = 0
     stopped: str = ""
 
     def keep(self, item: Yield, report: Report) -> None:
@@ -418,44 +419,7 @@ def _gather(call: Callable[[], Iterator[Yield]], run: Ran, report: Report) -> No
         run.stopped, run.tasks = str(reason), []
 
 
-@dataclass
-class Begun:
-    """A validation before its work on tensor data. `ran` are validators in order, as findings will be;
-    `folder` is None if it cannot be opened."""
-
-    report: Report
-    ran: list[Ran]
-    request: Request
-    folder: Folder | None
-
-    @property
-    def tasks(self) -> list[Numbered]:
-        """All validators' tasks, with the number of the validator."""
-        return [(number, task) for number, run in enumerate(self.ran) for task in run.tasks]
-
-    def work(
-        self, tasks: Sequence[Numbered], progress: Progress | None
-    ) -> Iterator[tuple[int, Result]]:
-        """Do tasks, all or some. Results come in the order of the layers, with the number of the
-        validator."""
-        from qconvert.validation.workers import run_tasks
-
-        if not tasks:
-            return
-        assert self.folder is not None
-        source = self.folder.source
-        sides = (self.folder.checkpoint.shards, source.shards if source is not None else ())
-        jobs, memory = self.request.jobs, self.request.memory
-        with phase("weights"), working():
-            yield from run_tasks(tasks, sides, jobs=jobs, memory=memory, progress=progress)
-
-    def conclude(self) -> Report:
-        """The report, once all results were kept."""
-        _conclude(self.ran, self.report, self.request.level)
-        return self.report
-
-
-def _gathered(folder: Folder, have: set[Need], report: Report, *, leads: bool = True) -> list[Ran]:
+def _gathered(folder: Folder, have: set[Need], report: Report) -> list[Ran]:
     """What all validators find in headers, and their tasks."""
     ran: list[Ran] = []
     for validator in validators():
@@ -471,8 +435,7 @@ def _gathered(folder: Folder, have: set[Need], report: Report, *, leads: bool = 
             report.not_checked.append(f"{validator.proves} ({why})")
             continue
         ran.append(Ran(validator))
-        if leads or "kt-kernel" not in validator.needs:
-            _gather(partial(validator, folder), ran[-1], report)
+        _gather(partial(validator, folder), ran[-1], report)
     return ran
 
 
@@ -493,7 +456,7 @@ def _conclude(ran: Sequence[Ran], report: Report, level: Level = "headers") -> N
             report.not_checked.append(f"{proves} ({run.stopped})")
         elif run.findings:  # a warning also says that something is wrong
             continue
-        elif reads and not (run.tasks or run.elsewhere or run.proved):
+        elif reads and not (run.tasks or run.proved):
             # A model without a tied head has none to check; one without weights to compare has.
             if run.validator.needs & {"source", "receipt"}:
                 report.not_checked.append(f"{proves} (nothing to check was found)")

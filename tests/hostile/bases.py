@@ -154,15 +154,6 @@ def _solved(bases: Bases, folder: Path) -> None:
         raise RuntimeError(f"base {folder.name}: {done.err}")
 
 
-def _parts(bases: Bases, folder: Path) -> None:
-    """What two shards of a validation found in the base made."""
-    words = ("validate", bases.folder("made"), "--against", bases.folder("fp8"), "--level", "full")
-    for index in range(2):
-        done = run_cli(*words, "--shard", f"{index}/2", "--parts", folder, "--jobs", "1")
-        if done.code != 0:
-            raise RuntimeError(f"base {folder.name}: {done.err}")
-
-
 def _text(text: str) -> Make:
     return lambda _bases, file: file.write_text(text, encoding="utf-8")
 
@@ -200,7 +191,6 @@ _MAKE: Mapping[str, Make] = {
         "calibratable", "w4a16", "{src}", "{out}", "--rtn", "--group-size", "32"
     ),
     "stats": _stats,
-    "parts": _parts,
     "solved": _solved,
     "recipe.yaml": _text("passes:\n  - dequant\n"),
     "data.jsonl": _text('{"input_ids": [1, 2, 3]}\n{"input_ids": [3, 4]}\n'),
@@ -209,6 +199,6 @@ _NEEDS = {
     "fused": ("gdn",), "bare": ("gdn",),
     "prepared": ("nvfp4",), "made": ("fp8",), "sharded": ("fp8",), "amx": ("bf16",),
     "w4a16": ("bf16",), "stages": ("fp8",), "shared": ("fp8",), "unfinished": ("fp8",),
-    "publishing": ("fp8",), "parts": ("made",), "evaluable": ("calibratable",),
+    "publishing": ("fp8",), "evaluable": ("calibratable",),
     "solved": ("calibratable", "data.jsonl"),
 }  # fmt: skip

@@ -69,7 +69,6 @@ READERS = (
            has="checkpoint manifest receipt"),
     _scene("validate html", "validate {src} --jobs 1 --format html", src="amx",
            has="checkpoint manifest receipt"),
-    _scene("validate merge", "validate --merge {src}", src="parts", has="parts"),
     _scene("advise", "advise {src} --for ktransformers --cpu-memory 1GB --json"),
     # It mends configs and indexes, which are refused elsewhere.
     _scene("repair", "repair {src} --out {out}", src="w4a16", has="receipt",

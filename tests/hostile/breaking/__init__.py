@@ -9,7 +9,6 @@ from hostile.breaking import (
     headers,
     indexes,
     leftovers,
-    parts,
     recipes,
     shards,
     sidefiles,
@@ -19,5 +18,5 @@ from hostile.breaking import (
 
 MODULES = (
     sound, headers, indexes, configs, sidefiles, forms, contents, leftovers, shards, recipes,
-    calibration, parts, solved, arguments,
+    calibration, solved, arguments,
 )  # fmt: skip
