@@ -14,9 +14,9 @@ from typing import Any
 
 
 def modules() -> tuple[ModuleType, ...]:
-    from qconvert.validators.kernels.triton import amx, fp8, gdn, nvfp4, w4a16
+    from qconvert.validators.kernels.triton import fp8, gdn
 
-    return amx, fp8, gdn, nvfp4, w4a16
+    return fp8, gdn
 
 
 def shorten() -> None:

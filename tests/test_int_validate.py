@@ -15,10 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from int_forms import from_compressed_tensors, from_gptq, packed
 
-from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Measure
-from qconvert.validation.runner import Folder, Request
-from qconvert.validators.kernels.w4a16 import _matrices
 
 Array = np.ndarray[Any, Any]
 M = "model.layers.0.self_attn.q_proj"
@@ -319,19 +316,3 @@ def test_a_scale_of_zero_beside_codes(
     store(out, name, data.view(np.uint8))
     (found,) = [f for f in validated(out, None).findings if f.rule == "QC068"]
     assert (found.where, "scale [7, 0]" in found.message) == (name, True)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_the_triton_kernel_does_not_compute_is_said(
-    form: str, outputs: Mapping[str, Path]
-) -> None:
-    """Of the packed ones the kernel takes symmetric INT4 of compressed-tensors alone."""
-    folder = Folder(Checkpoint.open(outputs[form]), request=Request("sample"))
-    taken, note = _matrices(folder)
-    if form == "int4 row":
-        assert (bool(taken), note) == (True, "")
-    else:
-        assert taken == []
-        assert note.startswith("the kernel computes only symmetric INT4, not ")
-        assert ("GPTQ's form" in note) == ("gptq" in form)
-        assert ("INT8" in note) == ("int8" in form)

@@ -1,13 +1,8 @@
 """NVFP4 as validators read it: the decoder by hand, the bound against weights that it must take and
-mistakes that it must not, the order of prepared bytes against an oracle that goes byte by byte, and the
-kernel's check."""
+mistakes that it must not, and the order of prepared bytes against an oracle that goes byte by byte."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,69 +195,3 @@ def test_a_copy_of_nvfp4_is_compared_as_it_is(bench: Bench, tmp_path: Path) -> N
     measured = {m.tensor: m for m in found.measures}
     assert measured[f"{UP}.weight_packed"].format == "nvfp4"
     assert measured[f"{UP}.weight_packed"].rms == 0
-
-
-# --- the kernel ------------------------------------------------------------------------------------
-
-
-def kernel(script: str) -> Any:
-    """What a script prints that runs the kernel in Triton's interpreter, in a process of its own."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.big
-def test_the_kernel_gives_what_its_reference_gives() -> None:
-    found = kernel(
-        "import json; from qconvert.validators.kernels.device import device; where = device();"
-        "from qconvert.validators.kernels.triton import nvfp4;"
-        "print(json.dumps([case.difference for case in nvfp4.random_cases(where)]))"
-    )
-    assert len(found) >= 30
-    assert set(found) == {0.0}
-
-
-@pytest.mark.big
-def test_wrong_inputs_show() -> None:
-    found = kernel("""
-import json
-from qconvert.validators.kernels.device import bitwise, device
-device()
-import torch
-from qconvert.validators.kernels.triton import nvfp4
-random = torch.Generator().manual_seed(1)
-packed, scales, own = nvfp4.drawn((64, 256), "student", random, divides=True)
-right = nvfp4.reference(packed, scales, own, divides=True)
-def off(*args, divides=True):
-    return bitwise("", nvfp4.dequant(*args, divides=divides), right).difference
-print(json.dumps([
-    off(packed, scales, own), off(packed, scales, own, divides=False),
-    off(packed.roll(1, 1), scales, own),
-    off(packed >> 4 | packed << 4, scales, own), off(packed, scales.roll(1, 1), own),
-    off(packed, scales, own * 1.01),
-]))
-""")
-    assert found[0] == 0
-    assert min(found[1:]) > 5000
-
-
-@pytest.mark.big
-def test_the_kernel_is_run_on_a_folder(bench: Bench) -> None:
-    """All that it says of a folder whose packed weights it decodes, against numpy."""
-    found = kernel(f"""
-import json
-from pathlib import Path
-from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.validation.findings import Finding, Table
-from qconvert.validation.runner import Folder, Request
-from qconvert.validators.kernels.nvfp4 import VALIDATOR
-folder = Checkpoint.open(Path({str(bench.sound("nvfp4_ct_inputs"))!r}))
-said = list(VALIDATOR(Folder(folder, request=Request("sample", kernels=True))))
-(table,) = [item for item in said if isinstance(item, Table)]
-print(json.dumps([len(table.rows), sum(isinstance(item, Finding) for item in said)]))
-""")
-    assert found == [13, 0]
