@@ -126,7 +126,7 @@ def test_examples(tmp_path: Path) -> None:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 18
+    assert len(found) == 17
 
 
 # What commands take from elsewhere than the API, beside how things are shown, checked as text and
