@@ -929,8 +929,6 @@ def validate(
     draft: str | Path | None = None,
     beside: str | Path | None = None,
     kernels: bool = False,
-    logits: int = 0,
-    attribute: bool = False,
     layers: tuple[int, ...] | None = None,
     runtime: str | None = None,
     tp: int = 1,
@@ -948,8 +946,7 @@ def validate(
     kind, full every byte. `pair` is the GPU side of a folder of CPU experts, `draft` the folder of the
     draft that was grafted to the source. `beside` is another folder made from the source, which is
     checked at that level, too; its report is the report's `beside`. `kernels` compares
-    qconvert's Triton kernels with torch, `logits` the first N layers in transformers; `attribute`
-    attributes the output error to its causes; `layers` are those for kernels and attribute. `runtime`
+    qconvert's Triton kernels with torch, on the weights of `layers` (None: a few). `runtime`
     (`sglang==0.5.23`) also asks the simulator of that runtime's loader what `tp` tensor-parallel ranks
     would do with the folder, in each of `pp` stages (a number, or the layers of each: `15,16`), with
     `ep` groups of experts among them. `jobs`
@@ -970,8 +967,6 @@ def validate(
     from qconvert.validation.runner import Request, validate_folder
     from qconvert.validators.headers.stage_set import validate_set
 
-    if against is None and (logits or attribute):
-        raise UsageError("--logits and --attribute compare with the source: give --against SRC")
     if draft is not None and against is None:
         raise UsageError("--draft was grafted to a source: give --against SRC")
     if beside is not None:
@@ -982,16 +977,16 @@ def validate(
             events=events, notice=notice,
         )  # fmt: skip
         this = validate(
-            folder, against, level=level, pair=pair, draft=draft, kernels=kernels, logits=logits,
-            attribute=attribute, layers=layers, runtime=runtime, tp=tp, pp=pp, ep=ep, jobs=jobs,
+            folder, against, level=level, pair=pair, draft=draft, kernels=kernels,
+            layers=layers, runtime=runtime, tp=tp, pp=pp, ep=ep, jobs=jobs,
             memory=memory, follow_links=follow_links, events=events, notice=notice,
         )  # fmt: skip
         return replace(this, beside=other)
     serving = _serving(runtime, tp, pp, ep)
-    request = Request(level, layers, kernels, logits, attribute, jobs, _size(memory), serving)
+    request = Request(level, layers, kernels, jobs, _size(memory), serving)
     source = None if against is None else str(against)
     partner = None if pair is None else str(pair)
-    weights = level != "headers" or bool(kernels or logits or attribute)
+    weights = level != "headers" or kernels
     with place_of(str(folder), weights=weights) as place:
         if notice is not None and place.fetched:
             notice(place.summary)
@@ -1062,7 +1057,7 @@ def advise(
 def evaluate(
     folder: str | Path | Checkpoint,
     against: str | Path | Checkpoint,
-    data: str | Path,
+    data: str | Path | None,
     *,
     samples: int = 64,
     length: int = 2048,
@@ -1082,12 +1077,12 @@ def evaluate(
 
     `data` is what a calibration takes (text, JSONL, tokenized safetensors, hf-dataset:NAME), of which
     the first `samples` of at most `length` tokens are used, or those that a `seed` draws; `column` is
-    where the text is. `pair` is the GPU side of a folder of CPU experts (None: the source). `layers`:
-    only so many, and no logits. `memory` is what this process may take (bytes, or `48GiB`; None: three
-    quarters of the machine), `devices` are torch's names, the first of which runs all but experts (none:
-    all GPUs, else the CPU). `write` notes the result in the folder's manifest and on its card. `events`
-    count samples that went through a layer of a model; `notice` is told what a user must know of the
-    data.
+    where the text is. None: random tokens, for `layers` alone. `pair` is the GPU side of a folder of CPU
+    experts (None: the source). `layers`: only so many, and no logits. `memory` is what this process may
+    take (bytes, or `48GiB`; None: three quarters of the machine), `devices` are torch's names, the first
+    of which runs all but experts (none: all GPUs, else the CPU). `write` notes the result in the
+    folder's manifest and on its card. `events` count samples that went through a layer of a model;
+    `notice` is told what a user must know of the data.
 
         >>> ids = folder / "ids.jsonl"
         >>> _ = ids.write_text('{"input_ids": [3, 1, 4, 1, 5]}')
@@ -1105,7 +1100,12 @@ def evaluate(
 
     if write and layers is not None:
         raise UsageError("an evaluation of some layers alone is not written: omit layers, or write")
-    spec = DataSpec(str(data), samples, length, seed, column=column)
+    if data is None and layers is None:
+        raise UsageError(
+            "random tokens have no perplexity: give data, or run the first layers alone"
+        )
+    name = None if data is None else str(data)
+    spec = DataSpec(name, samples, length, seed, data is None, column)
     if write:
         finish(folder.root if isinstance(folder, Checkpoint) else Path(folder), notice)
     repo = _checkpoint(folder, follow_links=follow_links)

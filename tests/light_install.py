@@ -79,8 +79,6 @@ RUNS: dict[str, str] = {
     "diff": "diff fp8 fp8",
     "repair": "repair bf16 --dry-run",
     "kernels": "validate bf16 --against fp8 --kernels",
-    "attribute": "validate w4 --against fp8 --attribute",
-    "logits": "validate bf16 --against fp8 --logits 2",
 }
 # What each needs, and the words it ends with.
 REFUSED: dict[str, str] = {

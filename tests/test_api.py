@@ -270,7 +270,7 @@ def test_errors_are_types(source: Path, tmp_path: Path) -> None:
         (api.PlanError, lambda: api.plan(Drop(match="no.such.*", why="a test"), source)),
         (api.UsageError, lambda: api.plan("copy", source, memory="lots")),
         (api.UsageError, lambda: api.carry_out(api.plan("copy", source))),
-        (api.UsageError, lambda: api.validate(source, logits=1)),
+        (api.UsageError, lambda: api.evaluate(source, source, None)),
         (api.UsageError, lambda: api.plan_after("copy", source, "dequant")),
         (api.OutputError, lambda: api.run("copy", source, source / "out")),
     ):

@@ -126,7 +126,7 @@ def test_heavy_libraries_are_imported_where_used() -> None:
 
 def test_model_libraries_stay_in_their_packages() -> None:
     allowed = (
-        "calibrate/", "samples/tokenizer.py", "validators/model/logits.py",
+        "calibrate/", "samples/tokenizer.py",
         "layouts/derived/transformers_class.py",  # a process of its own
     )  # fmt: skip
     wrong = {name: _outside(found) & _MODEL_LIBRARIES for name, found in in_all().items()}
@@ -139,7 +139,7 @@ def test_packages_of_extras_stay_where_they_are_asked_for() -> None:
     asked = (
         "calibrate/", "evaluate/", "samples/readers.py", "samples/tokenizer.py",  # calibration, eval
         "layouts/derived/transformers_class.py", "layouts/derived/running.py",  # a process of its own
-        "validators/kernels/", "validators/model/", "validators/amx/amx_client.py",
+        "validators/kernels/", "validators/amx/amx_client.py",
         "validators/amx/kt_forward.py", "compiled/", "run/on_ray.py",
         "checkpoint/fsspec_store.py", "cli/demo.py", "cli/demo_checkpoint.py",
         "contrib/trtllm_gen/sglang_plugin.py",  # in sglang's own process

@@ -230,7 +230,6 @@ def test_a_header_of_many_dimensions(tmp_path: Path) -> None:
     [
         ("validate", "x", "--layers", "9" * 5000),
         ("validate", "x", "--layers", "0-" + "9" * 5000),
-        ("validate", "x", "--logits", "9" * 5000),
         ("plan", "copy", "x", "--memory", "9" * 5000),
         ("plan", "copy", "x", "--jobs", "9" * 5000),
         ("w4a16", "x", "y", "--group", "9" * 5000),

@@ -362,7 +362,7 @@ def test_what_was_proved_and_what_was_not() -> None:
         findings=[Finding("QC063", "warning", "/data/x/t.weight", "is `far` off")],
         proved=["kt-kernel computes the same"],
         read=["fused in 1 group, says qconvert.json", "from /data/source/a"],
-        not_checked=["logits (give --logits N)"], measures=measures,
+        not_checked=["kernels (give --kernels)"], measures=measures,
     )  # fmt: skip
     report.about["against"] = "/data/source"
     text = card(manifest(amx=AMX), BF16, {}, report, base_model=BASE)
@@ -371,7 +371,7 @@ def test_what_was_proved_and_what_was_not() -> None:
         "- warning QC063: DIR/t.weight: is \\`far\\` off",
         "- kt-kernel computes the same",
         "- fused in 1 group, says qconvert.json",
-        "- logits (give --logits N)",
+        "- kernels (give --kernels)",
         "- amxint4: 2 matrices, 20.0 dB SQNR or more",
         "- bf16: 1 matrix, all equal",
         "- fp8: 2 matrices, some without anything to compare",

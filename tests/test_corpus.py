@@ -28,7 +28,7 @@ from qconvert.validation.runner import (
 )
 
 # Rules of work that is only done on request, on random numbers or by running layers; their own tests
-# break them: kt-kernel's client, and from QC070 to QC086 kernels, logits, attribution and others.
+# break them: kt-kernel's client, and from QC070 to QC086 kernels and others.
 OF_STAGE_SETS = {"QC120", "QC121", "QC122"}  # see test_stage_set.py
 OF_RUNTIMES = {f"QC{number}" for number in range(130, 135)}  # see test_simulator_sglang.py
 CLIENT, ON_REQUEST = "QC045", ("QC070", "QC086")

@@ -69,7 +69,6 @@ NOT_RUN = {
     r"--engine ray": "needs a cluster: tests/test_engine_ray.py starts one",
     r" /models/": "a folder of a cluster",
     r"^qconvert eval": "needs a tokenizer of the model: tests/test_eval_cli.py",
-    r"--logits": "needs a class of transformers: tests/test_logits.py",
     r"--shard|^qconvert (status|finish)": "several machines: tests/test_shards.py",
     r"RECIPE SRC OUT|--against SRC ": "placeholders",
     r"--stats ": "of a calibration that is not run here: tests/test_nvfp4.py",

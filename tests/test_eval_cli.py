@@ -94,6 +94,16 @@ def test_text_and_json_say_the_same(room: Path) -> None:
     assert told["data"] == "ids.jsonl"
 
 
+def test_the_first_layers_need_no_data(room: Path) -> None:
+    words = ("--against", room / "src", "--synthetic", "--first-layers", "2", "--device", "cpu")
+    done = run_cli("eval", room / "made", *words, "--samples", "1", "--length", "16", "--json")
+    told = json.loads(done.out)
+    assert (told["data"], told["samples"], told["tokens"]) == ("random tokens", 1, 16)
+    assert (told["layers"], told["logits"]) == (2, None)
+    assert min(told["hidden"]) > 0
+    assert "tokens are random" in done.err
+
+
 def test_the_command_is_the_api(room: Path) -> None:
     counted: list[tuple[int, int]] = []
     found = api.evaluate(

@@ -390,7 +390,6 @@ _READERS = {
     "validation/workers.py": "/proc",
     "validators/amx/amx_client.py": "our own temporary folder",
     "validators/amx/kt_forward.py": "our own temporary folder",
-    "validators/model/logits.py": "our own temporary folder",
 }
 _OWN_ROOMS = ("run/",)  # the work folder, which is ours
 _OPENING = {"read_bytes", "read_text", "open"}

@@ -34,7 +34,7 @@ _UNUSED = {
     "qconvert.passes.nvfp4", "qconvert.passes.w4a16", "qconvert.recipe.llmcompressor",
     "qconvert.run.backend", "qconvert.run.on_ray", "qconvert.run.streamed",
     "qconvert.validation.reports", "qconvert.validators.amx", "qconvert.validators.kernels",
-    "qconvert.validators.model", "qconvert.validators.weights",
+    "qconvert.validators.weights",
 }  # fmt: skip
 
 

@@ -285,7 +285,7 @@ def test_scales_and_shards_for_numa_nodes_are_read_with_their_matrix(
 
 
 def test_memory_that_was_held_before_counts_no_more(folder: Checkpoint) -> None:
-    """A model that was loaded for its logits and is gone leaves a peak behind."""
+    """What was held and is gone leaves a peak behind."""
     held = bytearray(b"x") * (400 << 20)
     del held
     now = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -29,8 +29,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     "words",
     [
-        (), ("--level", "full"), ("--kernels", "--against", "x"), ("OUT", "--logits", "2"),
-        ("OUT", "--attribute"), ("OUT", "--layers", "3-1"), ("OUT", "--layers", "0-99999999999"),
+        (), ("--level", "full"), ("--kernels", "--against", "x"),
+        ("OUT", "--layers", "3-1"), ("OUT", "--layers", "0-99999999999"),
         ("OUT", "--layers", "one"), ("OUT", "--json", "--format", "html"), ("OUT", "--jobs", "0"),
     ],
     ids=" ".join,

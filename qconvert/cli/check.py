@@ -207,21 +207,10 @@ class Layers(click.ParamType[tuple[int, ...]]):
     "Without a GPU they run in Triton's interpreter, on small shapes.",
 )
 @click.option(
-    "--logits",
-    type=click.IntRange(1, MOST),
-    metavar="N",
-    help="Run the first N layers of OUT and SRC through transformers on the same tokens.",
-)
-@click.option(
-    "--attribute",
-    is_flag=True,
-    help="Attribute the output error to its causes: codes, activations, FP8.",
-)
-@click.option(
     "--layers",
     type=Layers(),
     metavar="0,3,58-60",
-    help="Layers for --kernels and --attribute. [default: a few]",
+    help="Layers for --kernels. [default: a few]",
 )
 @made_for("sglang, whose loader is simulated: an H200 without other options", "sglang", "vllm")
 @click.option(
@@ -267,8 +256,6 @@ def validate(
     level: Literal["headers", "sample", "full"],
     pair: str | None,
     kernels: bool,
-    logits: int | None,
-    attribute: bool,
     layers: tuple[int, ...] | None,
     consumer: str | None,
     tp: int | None,
@@ -296,9 +283,8 @@ def validate(
       qconvert validate ORG/NAME@main
       qconvert validate rounded --against SRC --beside calibrated --level full --report both.html
       qconvert validate stages --against DeepSeek-V3
-      qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --attribute
+      qconvert validate V3-cpu --against DeepSeek-V3 --pair V3-gpu --level full
       qconvert validate with-draft --against Qwen3.5-w4a16 --draft Qwen3.5-draft --level full
-      qconvert validate Qwen3.5-fused --against Qwen3.5 --logits 4
       qconvert validate GLM-4.5-w4a16 --for sglang==0.5.23 --tp 8
       qconvert validate GLM-4.5-w4a16 --for vllm==0.33.0 --tp 8 --pp 2
       qconvert validate --kernels
@@ -309,17 +295,13 @@ def validate(
     if explain is not None:
         _explain(explain)
         return 0
-    if against is None and (logits or attribute):
-        raise click.UsageError(
-            "--logits and --attribute compare with the source: give --against SRC"
-        )
     if against is None and draft is not None:
         raise click.UsageError("--draft was grafted to a source: give --against SRC")
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json is --format json; --format {form} is another")
     if against is None and beside is not None:
         raise click.UsageError("--beside compares two folders of one source: give --against SRC")
-    about = (consumer, against, draft, beside, pair, logits, attribute, layers)
+    about = (consumer, against, draft, beside, pair, layers)
     if out is None and (any(about) or level != "headers"):
         raise click.UsageError("name the folder to check")
     if out is None and not kernels:
@@ -330,8 +312,7 @@ def validate(
     with Bar() as bar:
         report = api.validate_kernels() if out is None else api.validate(
             out, against, beside=beside, level=level, pair=pair, draft=draft, kernels=kernels,
-            logits=logits or 0,
-            attribute=attribute, layers=layers, runtime=consumer, tp=tp or 1, pp=pp, ep=ep or 1,
+            layers=layers, runtime=consumer, tp=tp or 1, pp=pp, ep=ep or 1,
             jobs=jobs, memory=memory, follow_links=follow_links, events=bar,
             notice=lambda text: say(text, err=True),
         )  # fmt: skip

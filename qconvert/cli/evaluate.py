@@ -43,7 +43,10 @@ _FORMS = (".html", ".json", ".txt")
     required=True,
     help="The source that the folder was made from, to compare it with.",
 )
-@click.option("--data", metavar="FILE", type=DataName(), required=True, help=DATA_HELP)
+@click.option("--data", metavar="FILE", type=DataName(), help=DATA_HELP)
+@click.option(
+    "--synthetic", is_flag=True, help="Random tokens instead of data. [with --first-layers]"
+)
 @click.option("--samples", type=click.IntRange(1, MOST), help="Number of samples. [default: 64]")
 @click.option("--length", type=click.IntRange(2, MOST), help="Tokens per sample. [default: 2048]")
 @click.option(
@@ -74,7 +77,8 @@ _FORMS = (".html", ".json", ".txt")
 def evaluate(
     model: str,
     against: str,
-    data: str,
+    data: str | None,
+    synthetic: bool,
     samples: int | None,
     length: int | None,
     seed: int | None,
@@ -102,17 +106,26 @@ def evaluate(
       qconvert eval V3-nvfp4 --against DeepSeek-V3 --data chats.jsonl --samples 16 --memory 48GiB
       qconvert eval Qwen3-w4a16 --against Qwen3 --data wiki.txt --report page.html --write
       qconvert eval V3-nvfp4 --against DeepSeek-V3 --data wiki.txt --first-layers 8 --samples 4
+      qconvert eval V3-bf16 --against DeepSeek-V3 --synthetic --first-layers 4 --samples 1 --length 32
     """
     if write and first_layers is not None:
         raise click.UsageError(
             "--write notes perplexity and KL, which --first-layers leaves out: omit one"
+        )
+    if synthetic == (data is not None):
+        raise click.UsageError(
+            "give --data FILE, or --synthetic (random tokens) with --first-layers"
+        )
+    if synthetic and first_layers is None:
+        raise click.UsageError(
+            "random tokens have no perplexity: give --data FILE, or --first-layers N"
         )
     _check_forms(files)
     from qconvert import api
     from qconvert.samples.data import DataSpec
 
     with from_options():
-        DataSpec(data, samples or 64, length or 2048, seed or 0, column=column)
+        DataSpec(data, samples or 64, length or 2048, seed or 0, synthetic, column)
     with Bar(" samples") as bar:
         found = api.evaluate(
             model, against, data, samples=samples or 64, length=length or 2048, seed=seed or 0,

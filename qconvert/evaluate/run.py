@@ -92,8 +92,9 @@ def evaluate(
         )
     return Evaluation(
         folder=repo.name, against=source.name, model=(rest or repo).model_line,
-        data=Path(data.data or "").name, digest=told, samples=len(tokens), length=data.length,
-        seed=data.seed, tokens=sum(sample.size for sample in tokens), of_layers=theirs.model.layers,
+        data="random tokens" if data.data is None else Path(data.data).name, digest=told,
+        samples=len(tokens), length=data.length, seed=data.seed,
+        tokens=sum(sample.size for sample in tokens), of_layers=theirs.model.layers,
         hidden=found.hidden, logits=found.logits, notes=(*notes, WEIGHTS_ONLY),
     )  # fmt: skip
 

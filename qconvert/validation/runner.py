@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 Level = Literal["headers", "sample", "full"]
 Need = Literal[
-    "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "logits",
-    "attribute", "model", "nvfp4", "prepared", "files", "runtime", "kv-cache",
+    "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "model",
+    "nvfp4", "prepared", "files", "runtime", "kv-cache",
 ]  # fmt: skip
 Yield: TypeAlias = "Finding | Measure | OnlyRead | Proved | Skipped | Table | AnyTask"
 
@@ -59,10 +59,6 @@ _MISSING: Mapping[str, str] = {
 # What an option proves, the option, and the extra and packages that it takes.
 _OPTIONS: Mapping[str, tuple[str, str, Extra, tuple[str, ...]]] = {
     "kernels": ("Triton kernels against torch", "--kernels", "kernels", ()),
-    "logits": (
-        "what transformers computes with both", "--logits N", "calibrate", ("torch", "transformers"),
-    ),
-    "attribute": ("where output errors come from", "--attribute", "kernels", ("torch",)),
 }  # fmt: skip
 # Kinds of folders, not options: a validator of another kind does not apply. A `model` holds the layers
 # of one, all or a stage's; `amx` folders hold only experts for CPU kernels; `runtime`: one is named.
@@ -76,14 +72,13 @@ _SAMPLE = 64
 # Where validators are. The kernels' own modules are imported where they run.
 PACKAGES = (
     "qconvert.validators.headers", "qconvert.validators.weights", "qconvert.validators.amx",
-    "qconvert.validators.model", "qconvert.validators.kernels", "qconvert.contrib.trtllm_gen",
+    "qconvert.validators.kernels", "qconvert.contrib.trtllm_gen",
 )  # fmt: skip
 
 # Packages whose validators all need one of these.
 NEEDED_BY: Mapping[str, frozenset[Need]] = {
     "qconvert.validators.weights": frozenset({"data"}),
     "qconvert.validators.amx": frozenset({"amx"}),
-    "qconvert.validators.model": frozenset({"logits", "attribute"}),
     "qconvert.validators.kernels": frozenset({"kernels"}),
     "qconvert.contrib.trtllm_gen": frozenset({"prepared"}),
 }
@@ -114,15 +109,13 @@ class NotChecked(Exception):
 @dataclass(frozen=True, slots=True)
 class Request:
     """What to check. `level` headers reads no tensor data, sample a part of each kind, full all.
-    `layers` are those that real-repo kernels, logits and attribution use (None: their own few).
+    `layers` are those that the kernels are run on (None: a few).
     `jobs` worker processes, None for as many as the machine has cores and the work needs; `memory`
     bytes they may use together. `serving`: the runtime that is to load the folder."""
 
     level: Level = "headers"
     layers: tuple[int, ...] | None = None
     kernels: bool = False
-    logits: int = 0
-    attribute: bool = False
     jobs: int | None = None
     memory: int | None = None
     serving: Serving | None = None
@@ -375,8 +368,6 @@ def _at_hand(folder: Folder) -> set[Need]:
         "prepared": checkpoint.says_prepared,
         "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,
         "kernels": request.kernels,
-        "logits": request.logits > 0,
-        "attribute": request.attribute,
         "files": not folder.planned,
         "runtime": request.serving is not None,
     }

@@ -354,7 +354,7 @@ def _loops_fit(groups: Sequence[Sequence[Numbered]], workers: int, memory: int |
 
 
 def _resident() -> int:
-    """Bytes this process holds now; memory it once held (a model, for logits) it can hold again."""
+    """Bytes this process holds now; memory it once held it can hold again."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 
 

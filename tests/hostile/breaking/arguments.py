@@ -88,7 +88,6 @@ def _mutations() -> Iterator[Mutation]:
         _E, "1-2-3",
                    ",".join(["0-65535"] * 50), "٣"):  # fmt: skip
         yield one("validate", f"--layers {brief(layers)}", "{src}", "--against", "{good}",
-            "--attribute",
                   "--layers", layers)  # fmt: skip
     for pp in (
         "0",

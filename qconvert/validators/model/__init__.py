@@ -1,1 +1,0 @@
-"""What transformers computes with both folders."""
