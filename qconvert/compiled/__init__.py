@@ -1,3 +1,2 @@
-"""How numba (the extra `fast`) compiles loops, how their object code is kept and run without it, and
-whether a run computes in them. No arithmetic: ops have loops of their own, and validators have others,
-which share nothing with those."""
+"""How numba (the extra `fast`) compiles loops, where its cache lies, and whether a run uses them.
+No arithmetic: ops and validators have loops of their own, which share nothing with each other."""

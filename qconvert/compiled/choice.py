@@ -7,6 +7,7 @@ installed and the run is long enough to pay for compiling them once.
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
@@ -27,12 +28,12 @@ VARIABLE = "QCONVERT_KERNELS"
 _CHOICES = ("auto", "numpy", "numba")
 
 # What a run reads or writes of computed tensors, whichever is more, from which on `auto` takes loops. To
-# load what was compiled before costs .08 s of CPU, once, in the process that forks workers, while the
-# plan is made; to import numba and compile, in a machine's first run, 3 s and more. A GB saves .45 s
+# import numba and load what was compiled before costs .55 s of CPU, once, in the process that forks
+# workers, while the plan is made; to compile, in a machine's first run, 3 s and more. A GB saves .45 s
 # (FP8 to BF16) to 1 s (BF16 to FP8 blocks).
 ENOUGH_BYTES = 768 << 20
-# What loops add to a process's memory: 8 MiB to load all of ops, 180 MiB to compile them all, of which a
-# run needs two or three (tests/test_compiled.py).
+# What loops add to a process's memory: 60 MiB to load all of ops, 170 MiB to compile
+# them all, of which a run needs two or three (tests/test_compiled.py).
 LOOP_BYTES = 128 << 20
 
 # Of the current folder, which may be a foreign model's: numba reads it when it is imported.
@@ -84,23 +85,19 @@ class Loops:
         return self._loops if self.on else None
 
     def load(self) -> None:
-        """Load every loop that an earlier process left on disk. Raises RunError as `in_use` does."""
+        """Do once what a process does before its first loop: forks of it need not. Raises RunError as
+        `in_use` does."""
         if self._loops is not None:
-            from qconvert.compiled.jit import load_kept
+            from numba.core.registry import cpu_target
 
-            load_kept()
+            cpu_target.typing_context.refresh()
+            cpu_target.target_context.refresh()
 
     @cached_property
     def _loops(self) -> ModuleType | None:
-        """None where nothing was compiled before and numba cannot be imported, and nobody asked for it.
-        Raises RunError where QCONVERT_KERNELS does."""
-        from qconvert.compiled.native import any_kept
-
-        folder = cache_folder()
-        compiled = folder is not None and any_kept(folder, self._package)
-        if not compiled and numba_or_none() is None:
-            return None
-        return import_module(self._package)
+        """None where numba cannot be imported, and nobody asked for it. Raises RunError where
+        QCONVERT_KERNELS does."""
+        return None if numba_or_none() is None else import_module(self._package)
 
 
 @cache
@@ -123,15 +120,27 @@ def numba_or_none() -> ModuleType | None:
         return None
     folder = cache_folder()
     if folder is not None:
-        vars(numba.config)["CACHE_DIR"] = str(folder)
+        vars(numba.config)["CACHE_DIR"] = str(folder / _machine())
     return numba
+
+
+def _machine() -> str:
+    """numba's index of a loop lists code for each CPU and version, and is not locked: where machines
+    share a folder each kind has an index of its own."""
+    import llvmlite.binding as llvm
+    import numba
+    import xxhash
+
+    features = llvm.get_host_cpu_features().flatten()
+    parts = (numba.__version__, sys.version, llvm.get_host_cpu_name(), features)
+    return xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
 
 
 @cache
 def cache_folder() -> Path | None:
-    """Where compiled loops are kept from run to run, one folder for each state of their sources: in
-    the user's cache, else among temporary files, in a folder that nobody else can write to (what lies
-    there is loaded as code). None: neither can be written, and each process compiles for itself."""
+    """The folder of numba's cache, one for each state of the loops' sources: in the user's cache, else
+    among temporary files, for this user alone (what lies there is loaded as code). None: neither can be
+    used, and each process compiles for itself."""
     import tempfile
     from pathlib import Path
 
@@ -160,14 +169,17 @@ def _usable(folder: Path) -> bool:
 
     try:
         own_process.make_private(folder)
-        for made in (folder.parent, folder):
+        for made, forbidden in ((folder.parent, 0o022), (folder, 0o077)):
             seen = made.lstat()
             if seen.st_uid != os.getuid() or made.is_symlink():
                 _refused.append(f"{made} is another user's, or a link; remove it")
                 return False
-            if seen.st_mode & 0o022:
-                _refused.append(f"others may write to {made}; run chmod go-w {made}")
+            if seen.st_mode & forbidden:
+                _refused.append(f"others may write to {made}; run chmod 700 {made}")
                 return False
+        if theirs := [one for one in folder.rglob("*") if one.lstat().st_uid != os.getuid()]:
+            _refused.append(f"{theirs[0]} is another user's; remove it")
+            return False
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError as error:

@@ -1,10 +1,8 @@
-"""Loops, typed, and what compiling them costs paid once.
+"""Loops, typed, and compiled by numba at their first call, or loaded from its cache.
 
-A loop is compiled by numba for one signature at its first call, or loaded from where an earlier process
-left it, which takes no numba (native.py): while one process compiles, others that want the same loop
-wait for it. Within a loop arrays are in C order and may lie at any address; results are never read only.
-Callers need not see to that: an array in another order (a transposed or strided view) is copied, and a
-loop declines what it is not typed for.
+Within a loop arrays are in C order and may lie at any address; results are never read only. Callers need
+not see to that: an array in another order (a transposed or strided view) is copied, and a loop declines
+what it is not typed for.
 
 Integers of numba become 64 bits wide with every operation, and a loop with such in it fills a
 quarter of a vector: `np.int32(...)` stands around each. No fast math anywhere: it changes bits.
@@ -12,22 +10,86 @@ quarter of a vector: `np.int32(...)` stands around each. No fast math anywhere: 
 
 from __future__ import annotations
 
-import fcntl
-import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
-from qconvert.compiled import native
 from qconvert.compiled.choice import cache_folder, numba_or_none
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_ALL: list[_Lazy] = []
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": index, "float": float, "double": float, "bool": bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Argument:
+    """`u2[2]`, an array in C order of two dimensions, `ru2[2]`, one that is only read, or a scalar:
+    `int`, `float`, `double`, `bool`."""
+
+    text: str
+
+    @property
+    def item(self) -> str:
+        """numpy's name of an array's entries."""
+        return self.text.partition("[")[0].removeprefix("r")
+
+    @property
+    def dimensions(self) -> int:
+        return int(self.text.partition("[")[2].removesuffix("]"))
+
+    @property
+    def read_only(self) -> bool:
+        return self.text.startswith("r") or self.text in _SCALARS
+
+    @cached_property
+    def fitted(self) -> Callable[[Any], Any]:
+        """Makes of a value what a loop takes: itself, of an array in another order a copy in C order,
+        None of one of another type or number of dimensions, or that cannot be written. Raises TypeError
+        for a scalar of another kind, which numba would cast."""
+        if self.text in _SCALARS:
+            return _SCALARS[self.text]
+        import numpy as np
+
+        item, dimensions, written = np.dtype(self.item), self.dimensions, not self.read_only
+
+        def fit(value: Any) -> Any:
+            if isinstance(value, np.ndarray) and value.dtype == item and value.ndim == dimensions:
+                flags = value.flags
+                if flags.writeable or not written:
+                    return value if flags.c_contiguous else value.copy(order="C")
+            return None
+
+        return fit
+
+    def refused(self, value: Any) -> str:
+        """What is wrong with an array that a loop declines."""
+        written = "" if self.read_only else " that can be written"
+        dtype = getattr(value, "dtype", None)
+        found = repr(type(value).__name__)
+        if dtype is not None:
+            read_only = "" if value.flags.writeable else ", read only"
+            found = f"{dtype.str.lstrip('<|')}[{value.ndim}]{read_only}"
+        return f"expected an array {self.item}[{self.dimensions}]{written}, found {found}"
+
+    @property
+    def numba_type(self) -> Any:
+        import numba
+        import numpy as np
+
+        scalars = {
+            "int": numba.int64, "float": numba.float32, "double": numba.float64,
+            "bool": numba.boolean,
+        }  # fmt: skip
+        if self.text in scalars:
+            return scalars[self.text]
+        item = numba.from_dtype(np.dtype(self.item))
+        return numba.types.Array(item, self.dimensions, "C", readonly=self.read_only, aligned=False)
 
 
 def inner(function: F) -> F:
@@ -59,30 +121,22 @@ class _Inner:
 
 
 def loop(*signature: str) -> Callable[[F], F]:
-    """A loop that answers whether it made its results, of arguments as native.Argument has them."""
+    """A loop that answers whether it made its results, of arguments as Argument has them."""
 
     def decorate(function: F) -> F:
         made: Any = _Lazy(function, signature)
-        _ALL.append(made)
         kept: F = made
         return kept
 
     return decorate
 
 
-def load_kept() -> None:
-    """Load all loops that an earlier process left on disk."""
-    for one in _ALL:
-        one.load()
-
-
 class _Lazy:
     """Compiled when first called."""
 
     def __init__(self, function: Callable[..., Any], signature: tuple[str, ...]) -> None:
-        self.plain, self._signature = function, signature
-        self.arguments = tuple(map(native.Argument, signature))
-        self._made: Callable[..., Any] | None = None
+        self.plain = function
+        self.arguments = tuple(map(Argument, signature))
 
     def __call__(self, *args: Any) -> bool:
         """Whether the loop made its results. The one way in: whatever arrays a caller has, the loop gets
@@ -96,84 +150,28 @@ class _Lazy:
                 value[...] = copy
         return answer
 
-    @property
-    def made(self) -> Callable[..., Any]:
-        """What runs it, compiled now unless an earlier process did so."""
-        if self._made is None and not self.load():
-            # Sixteen workers that load what is there in turn took 5 s; who finds none waits for whoever
-            # compiles it.
-            folder = self._folder
-            lock = None if folder is None else folder / f"{self.plain.__name__}.lock"
-            with _alone(lock):
-                if not self.load():
-                    self._made = self._native(compiled=True) or self._by_numba
-        assert self._made is not None
-        return self._made
-
-    def load(self) -> bool:
-        """Load it, if an earlier process left it on disk. Returns whether it is loaded."""
-        if self._made is None:
-            self._made = self._native(compiled=False)
-        if self._made is None and self._kept_by_numba and numba_or_none() is not None:
-            self._made = self._by_numba
-        return self._made is not None
+    @cached_property
+    def made(self) -> Any:
+        """numba's dispatcher with its one signature, compiled now unless an earlier process did so."""
+        folder = self._folder
+        if folder is not None:
+            try:
+                return self._njit(cache=True)
+            # What is kept is damaged, or nothing can be written (a full disk): the next process keeps it
+            # anew. A fault of the loop itself is met again below.
+            except Exception:
+                for file in folder.rglob(f"*.{self.plain.__name__}-*.nb?"):
+                    file.unlink(missing_ok=True)
+        return self._njit(cache=False)
 
     def cache_clear(self) -> None:
         """Forget what was loaded: it, or what it calls, has other lines now."""
-        self._made = None
-        self.__dict__.pop("_by_numba", None)
+        self.__dict__.pop("made", None)
 
-    def _native(self, *, compiled: bool) -> Callable[..., Any] | None:
-        """The loop as object code: as an earlier process left it, or `compiled` now and left for others.
-        None: it is not there, or it cannot be made, and numba is to run the loop."""
-        folder = self._folder
-        name = f"{self.plain.__module__}.{self.plain.__name__}"
-        at = None if folder is None else native.place(folder, name, self._signature)
-        if at is None:
-            return None
-        code = native.kept(at)
-        if compiled and code is None:
-            code = self._object_code()
-            if code is not None:
-                native.keep(at, code)
-        if code is None:
-            return None
-        return native.load(name, self._signature, code, lambda *args: self._by_numba(*args))
-
-    def _object_code(self) -> bytes | None:
-        if numba_or_none() is None:
-            return None
-        from qconvert.compiled import emit
-
-        options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        try:
-            (result,) = self._njit(**options).overloads.values()
-            return emit.object_code(result, self.arguments)
-        # A numba that has other names, and whatever LLVM says: numba runs it, as it always can.
-        except (emit.NotNative, AttributeError, ImportError, RuntimeError, TypeError, ValueError):
-            return None
-
-    @cached_property
-    def _by_numba(self) -> Callable[..., Any]:
-        """numba's dispatcher, with its one signature compiled, or what declines where numba cannot be
-        imported. Raises RunError where it was asked for."""
-        if numba_or_none() is None:
-            return lambda *_: False
-        made: Callable[..., Any] = self._njit(cache=self._folder is not None)
-        return made
-
-    def _njit(self, **options: bool) -> Any:
-        import numba
-
-        njit: Any = numba.njit  # its annotations leave out options that it has
-        types = numba.boolean(*map(_type, self._signature))
-        return njit(types, nogil=True, error_model="numpy", **options)(self.plain)
-
-    @property
-    def _kept_by_numba(self) -> bool:
-        version = f"py{sys.version_info.major}{sys.version_info.minor}"
-        pattern = f"*.{self.plain.__name__}-*.{version}.nbi"
-        return self._folder is not None and any(self._folder.rglob(pattern))
+    def _njit(self, *, cache: bool) -> Any:
+        numba: Any = numba_or_none()
+        types = numba.boolean(*(one.numba_type for one in self.arguments))
+        return numba.njit(types, nogil=True, error_model="numpy", cache=cache)(self.plain)
 
     @property
     def _folder(self) -> Path | None:
@@ -189,39 +187,3 @@ def _functions(function: Any) -> Iterator[FunctionType]:
         called = function.__globals__.get(name)
         if isinstance(called, _Inner):
             yield from _functions(called.plain)
-
-
-def _type(text: str) -> Any:
-    import numba
-
-    scalars = {
-        "int": numba.int64, "float": numba.float32, "double": numba.float64, "bool": numba.boolean,
-    }  # fmt: skip
-    if text in scalars:
-        return scalars[text]
-    items = {
-        "i1": numba.int8, "u1": numba.uint8, "u2": numba.uint16, "i4": numba.int32,
-        "u4": numba.uint32, "f4": numba.float32, "f8": numba.float64,
-    }  # fmt: skip
-    one = native.Argument(text)
-    return numba.types.Array(
-        items[one.item], one.dimensions, "C", readonly=one.read_only, aligned=False
-    )
-
-
-@contextmanager
-def _alone(lock: Path | None) -> Iterator[None]:
-    """One process at a time; where a file system has no locks, each for itself: what numba keeps it
-    puts in place by renaming."""
-    if lock is None:
-        yield
-        return
-    descriptor = -1
-    with suppress(OSError):
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from qconvert.compiled.jit import inner, loop
 from qconvert.ops.compiled.loops.bits import NAN, largest
-from qconvert.ops.compiled.loops.jit import inner, loop
 
 _ROUNDER = np.float32(12582912.0)
 _ROUNDER_128 = np.float32(12582912.0 + 128)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.ops.compiled.loops.jit import inner
+from qconvert.compiled.jit import inner
 
 NAN = np.int32(0x7F80)  # bf16's infinity; NaN is above
 _ROUNDER = np.float32(1.5 * 2.0**23)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from qconvert.compiled.jit import inner, loop
 from qconvert.ops.compiled.loops.bits import NAN, largest, rounded
-from qconvert.ops.compiled.loops.jit import inner, loop
 
 _LEAST_SCALE = np.float32(2.0**-9)
 _LEAST = np.float32(2.0**-149)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from qconvert.compiled.jit import inner, loop
 from qconvert.ops.compiled.loops.bits import NAN, e4m3, largest, rounded
-from qconvert.ops.compiled.loops.jit import inner, loop
 
 _SIGN_AND_CODE = np.int32(0x87F00000 - (1 << 32))
 _BIAS = np.float32(2.0**120)

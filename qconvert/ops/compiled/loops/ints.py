@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from qconvert.compiled.jit import inner, loop
 from qconvert.ops.compiled.loops.bits import NAN, largest, rounded
-from qconvert.ops.compiled.loops.jit import inner, loop
 
 _COARSE = np.int32((127 - 120) << 7)  # formats/int_packed/encode.py says why
 _ROUNDER = np.float32(1.5 * 2.0**23)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from qconvert.compiled.jit import inner, loop
 from qconvert.ops.compiled.loops.bits import e4m3, largest
 from qconvert.ops.compiled.loops.fp4 import byte_of
-from qconvert.ops.compiled.loops.jit import inner, loop
 
 _HALF_LEAST = np.float32(2.0**-134)  # formats/mx/encode.py says why
 # Of groups: what a loop keeps of them stays in the first cache.

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from qconvert.compiled.jit import inner, loop
 from qconvert.ops.compiled.loops.bits import rounded
 from qconvert.ops.compiled.loops.ints import as_f16, ends
-from qconvert.ops.compiled.loops.jit import inner, loop
 
 _ROUNDER = np.float32(1.5 * 2.0**23)
 _RUNGS = 48
