@@ -15,16 +15,15 @@ from models import qwen3_moe
 from qconvert import api
 from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.cli.profile import without_profile
+from qconvert.core import profiling
 from qconvert.core.profiling import Meter, phase, recording
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.units import Compute
-from qconvert.run.files import Files
 from qconvert.run.journal import lines_of
 from qconvert.run.leases import journals_in
-from qconvert.run.metered import MeteredRunner, kind_of
+from qconvert.run.metered import kind_of
 from qconvert.run.profile import Profile, Row
-from qconvert.run.worker import Setup, sink_for, unit_runner
 
 _ROW = {"step", "times", "seconds", "cpu_seconds", "bytes", "beside"}
 _TOP = {"qconvert", "seconds", "cpu_seconds", "machine", "runs", "main", "workers"}
@@ -162,17 +161,13 @@ def test_nothing_is_recorded_without_the_option(
     def fail(*_given: Any, **_more: Any) -> None:
         raise AssertionError("measured without having been asked to")
 
-    monkeypatch.setattr(Meter, "step", fail)
+    monkeypatch.setattr(profiling, "thread_time", fail)
     made = api.run(Dequant(), source, tmp_path / "out", jobs=1)
     assert made.profile is None
     assert not api.validate(made.folder, source, level="full", jobs=1).errors
     assert recording() is None
     with phase("any"):
         pass
-    setup = Setup((), (), 1 << 20, 1 << 20)
-    sink = sink_for(setup, Files())
-    runner = unit_runner(setup, sink, lambda _nbytes: None)
-    assert not isinstance(runner, MeteredRunner)
     with pytest.raises(AssertionError, match="measured without"):
         api.run(Dequant(), source, tmp_path / "other", jobs=1, profile=True)
     assert recording() is None

@@ -23,10 +23,10 @@ from qconvert.plan.units import Unit
 from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
 from qconvert.run.metered import Meters
-from qconvert.run.sink import Underway
+from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place, UnitResult
 from qconvert.run.until import Until
-from qconvert.run.worker import Done, Setup, sink_for, unit_runner
+from qconvert.run.worker import Done, Setup, unit_runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ def write_solved(
     remarks: list[str] = []
     paused: Paused | None = None
     left = set(units)
-    work = Meters() if setup.metered else None
-    sink = sink_for(setup, files, work)
+    work = Meters(setup.metered)
+    sink = Sink(files, setup.paths, setup.window, work)
     runner = unit_runner(setup, sink, wrote, work)
     underway: Underway[Done] = Underway(sink)
 
@@ -165,7 +165,7 @@ def write_solved(
             finished(done.number, done.result)
 
     try:
-        with closing(items if work is None else work.taking(items)) as solved:
+        with closing(work.taking(items)) as solved:
             for item in solved:
                 match item:
                     case Solved():
@@ -188,7 +188,7 @@ def write_solved(
                         )
                 del item  # its buffers must not live on while the next ones are computed
             tell(underway.flush())
-        if work is not None:
+        if work.on:
             heard(work.word(), alone=True)
     finally:
         runner.close()

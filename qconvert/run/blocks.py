@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qconvert.run.division import BLOCK_BYTES
-from qconvert.run.metered import MeteredSink
 from qconvert.run.sink import Sink
 from qconvert.run.worker import Batch
 
@@ -96,7 +95,3 @@ class BlockSink(Sink):
             if end.file == file and low < high:
                 found[low - at : high - at] = end.data[low - end.offset : high - end.offset]
         return bytes(found)
-
-
-class MeteredBlockSink(BlockSink, MeteredSink):
-    """The same, for a run that is profiled."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from qconvert import __version__
 from qconvert.checkpoint.checkpoint import Shard, as_they_are
 from qconvert.core.errors import QConvertError
-from qconvert.core.profiling import Word
-from qconvert.run.blocks import BlockSink, End, MeteredBlockSink, own_blocks
+from qconvert.core.profiling import FOR_WORK, Word
+from qconvert.run.blocks import BlockSink, End, own_blocks
 from qconvert.run.files import Files
-from qconvert.run.metered import FOR_WORK, Meters
+from qconvert.run.metered import Meters
 from qconvert.run.sink import Underway
 from qconvert.run.worker import Batch, Done, Failed, Setup, broken, unit_runner
 
@@ -95,8 +95,8 @@ class NodeWorker:
             self._paths = setup.paths
             self._made: list[int] = []
             self._files = Files()
-            self._meters = Meters() if setup.metered else None
-            self._sink = _sink(setup, self._files, self._meters)
+            self._meters = Meters(setup.metered)
+            self._sink = BlockSink(self._files, setup.paths, setup.window, self._meters)
             self._runner = unit_runner(setup, self._sink, self._made.append, self._meters)
         except QConvertError as error:
             return Failed(type(error).__name__, str(error))
@@ -107,14 +107,13 @@ class NodeWorker:
         return None
 
     def _wait(self) -> None:
-        if self._meters is not None:
-            self._waiting.enter_context(self._meters.own.step(FOR_WORK))
+        self._waiting.enter_context(self._meters.own.step(FOR_WORK))
 
     def run(self, batch: Batch) -> Returned:
         """Run a batch and make it last: a sync on another machine knows nothing of this one's cache."""
         self._waiting.close()
         left = self._run(batch)
-        if self._meters is not None:
+        if self._meters.on:
             left = replace(left, word=self._meters.word())
         self._wait()
         return left
@@ -147,12 +146,6 @@ class NodeWorker:
                 self._files.sync(fd, path)
             finally:
                 self._files.close(fd)
-
-
-def _sink(setup: Setup, files: Files, meters: Meters | None) -> BlockSink:
-    if meters is not None:
-        return MeteredBlockSink(files, setup.paths, setup.window, meters)
-    return BlockSink(files, setup.paths, setup.window)
 
 
 def _here() -> str:

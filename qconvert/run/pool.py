@@ -19,7 +19,7 @@ from qconvert.run.engine import Work
 from qconvert.run.files import Files
 from qconvert.run.forkserver import Forked, ended, server_for_a_run
 from qconvert.run.metered import Meters
-from qconvert.run.sink import Underway
+from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place, UnitRunner
 from qconvert.run.worker import (
     Batch,
@@ -30,7 +30,6 @@ from qconvert.run.worker import (
     Progress,
     Setup,
     Told,
-    sink_for,
     unit_runner,
 )
 
@@ -46,17 +45,15 @@ AnyConnection: TypeAlias = "Connection[Any, Any]"
 
 def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[Told]:
     """Run units in this process, one after another."""
-    if not setup.metered:
-        return _run_here(setup, batches, files, None)
-    work = Meters()
+    work = Meters(setup.metered)
     return work.counting(_run_here(setup, batches, files, work))
 
 
 def _run_here(
-    setup: Setup, batches: Iterable[Batch], files: Files, work: Meters | None
+    setup: Setup, batches: Iterable[Batch], files: Files, work: Meters
 ) -> Generator[Told]:
     made: list[int] = []
-    sink = sink_for(setup, files, work)
+    sink = Sink(files, setup.paths, setup.window, work)
     runner = unit_runner(setup, sink, made.append, work)
     underway: Underway[Done] = Underway(sink)
     try:
@@ -69,7 +66,7 @@ def _run_here(
             sink.seal()
             yield from underway.settled()
         yield from underway.flush()
-        if work is not None:
+        if work.on:
             yield Measured(work.word())
     finally:
         runner.close()

@@ -14,9 +14,20 @@ from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 from qconvert import __version__
-from qconvert.core.profiling import Record, Spent, Steps, add_steps, recorded, recording
+from qconvert.core.profiling import (
+    FOR_DISK,
+    FOR_WORK,
+    STEPS,
+    WRITE,
+    Record,
+    Spent,
+    Steps,
+    add_steps,
+    recorded,
+    recording,
+)
 from qconvert.run.memory import free_bytes
-from qconvert.run.metered import FOR_DISK, FOR_WORK, STEPS, WRITE, kinds_in
+from qconvert.run.metered import kinds_in
 
 if TYPE_CHECKING:
     from qconvert.plan.units import Unit

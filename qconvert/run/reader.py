@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
+from qconvert.core.profiling import OFF, READ, Meter
 from qconvert.plan.units import Unit
 from qconvert.run.fetch import Fetching, ranges_of
 from qconvert.run.handles import Handles
@@ -26,8 +27,8 @@ class Reader:
     a store, of which each byte is asked for as often as a unit's ranges hold it. `maps`: whether files
     may be mapped into this process."""
 
-    def __init__(self, shards: Sequence[Shard], *, maps: bool = False) -> None:
-        self._shards = shards
+    def __init__(self, shards: Sequence[Shard], *, maps: bool = False, meter: Meter = OFF) -> None:
+        self._shards, self._meter = shards, meter
         self._maps = maps and sys.platform == "linux"
         self._open = Handles(self._open_shard, os.close, _OPEN_FILES)
         self._fetching = Fetching(shards)
@@ -58,6 +59,10 @@ class Reader:
 
     def read(self, source: Source, start: int, into: memoryview) -> None:
         """Fill `into` with the source's bytes from `start` on. Raises RunError on a short read."""
+        with self._meter.step(READ, into.nbytes):
+            self._read(source, start, into)
+
+    def _read(self, source: Source, start: int, into: memoryview) -> None:
         at = source.offset + start
         if self._shards[source.shard].remote is not None:
             end = source.offset + source.type.nbytes
@@ -85,6 +90,10 @@ class Reader:
 
         The kernel reads them all before this returns, and says so if it cannot: a file that is cut
         after that ends the process (SIGBUS)."""
+        with self._meter.step(READ, stop - start):
+            return self._mapped(source, start, stop)
+
+    def _mapped(self, source: Source, start: int, stop: int) -> memoryview | None:
         at = source.offset + start
         if not self._maps or self._shards[source.shard].remote is not None or at % _ALIGNED:
             return None

@@ -19,8 +19,10 @@ from threading import Condition, Thread
 from typing import Generic, TypeVar
 
 from qconvert.core.errors import RunError
+from qconvert.core.profiling import FOR_DISK, WRITE
 from qconvert.run.files import Files
 from qconvert.run.handles import Handles
+from qconvert.run.metered import Meters
 from qconvert.run.ring import Ring
 
 # Where direct writes must begin and end. Data in our files starts at a multiple of 4096.
@@ -53,7 +55,10 @@ class Sink:
     """Takes bytes for known places in files. `paths` are the files, which exist at full size;
     `window` is in bytes, a multiple of BLOCK."""
 
-    def __init__(self, files: Files, paths: Sequence[Path], window: int = WINDOW_BYTES) -> None:
+    def __init__(
+        self, files: Files, paths: Sequence[Path], window: int = WINDOW_BYTES,
+        meters: Meters | None = None,
+    ) -> None:  # fmt: skip
         assert window % BLOCK == 0
         # The most that `room` gives at once.
         self.limit = window - BLOCK
@@ -61,6 +66,8 @@ class Sink:
         self.taken = 0
         self._files = files
         self._paths = paths
+        meters = meters or Meters(on=False)
+        self._meter, self._writing = meters.own, meters.writing if files.beside else meters.own
         self._now: Window | None = None
         self._ring = Ring(WINDOWS * window, window, BLOCK)
         self._full: SimpleQueue[Window | None] = SimpleQueue()
@@ -100,7 +107,8 @@ class Sink:
             place = self._ring.begin(start + len(rest) + size)
             memory = self._ring.memory(place)
             self._now = now = Window(memory, place, file, at - at % BLOCK, start, start + len(rest))
-        self._wait(now.place + now.stop + size)
+        with self._meter.step(FOR_DISK):
+            self._ring.wait(now.place + now.stop + size)
         self._check()
         if fresh:
             now.memory[now.start : now.stop] = rest
@@ -118,7 +126,7 @@ class Sink:
     def flush(self) -> None:
         """Return when everything taken so far has been written."""
         self.seal()
-        with self._moved:
+        with self._meter.step(FOR_DISK), self._moved:
             while self._written < self.taken and self._error is None:
                 self._moved.wait()
         self._check()
@@ -135,10 +143,6 @@ class Sink:
             self._thread.join()
         self._cached.close()
         self._direct.close()
-
-    def _wait(self, stop: int) -> None:
-        """Return when the ring is free up to this position."""
-        self._ring.wait(stop)
 
     def _check(self) -> None:
         if self._error is not None:
@@ -170,12 +174,10 @@ class Sink:
                     self._moved.notify()
             self._ring.give(window.place)
 
-    def _put(self, window: Window) -> None:
-        self.put(window.file, window.memory, window.base, window.start, window.stop)
-
     def _write(self, window: Window) -> None:
-        self._put(window)
         count = window.stop - window.start
+        with self._writing.step(WRITE, count):
+            self.put(window.file, window.memory, window.base, window.start, window.stop)
         self._ring.give(window.place)
         with self._moved:
             self._written += count

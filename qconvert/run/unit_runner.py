@@ -13,6 +13,7 @@ import xxhash
 
 from qconvert.core.errors import RowError, RunError, ScaleError
 from qconvert.core.graph import Apply, Buffer, Output, Part, Piece, Source
+from qconvert.core.profiling import AGAIN, COPY, HASH, OFF, Meter
 from qconvert.plan.units import (
     COPY_BYTES,
     FAR_REREAD_BYTES,
@@ -32,6 +33,7 @@ from qconvert.plan.units import (
 )
 from qconvert.plan.walk import nodes
 from qconvert.run.arena import Arena
+from qconvert.run.metered import kind_of
 from qconvert.run.reader import Reader
 from qconvert.run.sink import Sink
 
@@ -69,7 +71,8 @@ class OutputHash:
     """xxh3-128 over an output's bytes, fed as they are written. Bytes that come out of order make
     it give up, and the output is read back at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
         self._hash = xxhash.xxh3_128()
         self._next = 0
         self.ordered = True
@@ -78,7 +81,8 @@ class OutputHash:
         if at != self._next:
             self.ordered = False
         if self.ordered:
-            self._hash.update(data)
+            with self._meter.step(HASH, data.nbytes):
+                self._hash.update(data)
             self._next = at + data.nbytes
 
     def hexdigest(self) -> str:
@@ -90,7 +94,8 @@ class SourceHashes:
     bytes read again count once: how an op's work is cut, which depends on the memory there is, must
     not show."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter = OFF) -> None:
+        self._meter = meter
         self._open: dict[str, tuple[int, int, xxhash.xxh3_128]] = {}
         self._done: list[dict[str, Any]] = []
 
@@ -100,7 +105,8 @@ class SourceHashes:
             self._close(name)
             found = None
         begin, end, digest = found or (start, start, xxhash.xxh3_128())
-        digest.update(data[end - start :])
+        with self._meter.step(HASH, data.nbytes):
+            digest.update(data[end - start :])
         self._open[name] = (begin, max(end, start + data.nbytes), digest)
 
     def _close(self, name: str) -> None:
@@ -132,8 +138,10 @@ class UnitRunner:
         names: Sequence[str],
         arena: Arena,
         progress: Callable[[int], None],
+        meter: Meter = OFF,
     ) -> None:
         self._reader = reader
+        self._meter = meter
         self._sink = sink
         self._names = names
         self._arena = arena
@@ -146,7 +154,7 @@ class UnitRunner:
     def run(self, unit: Unit, places: Mapping[str, Place]) -> UnitResult:
         """Make the unit's outputs and leave them with the sink, which writes them in its own time.
         Raises RunError naming the tensor whose data cannot be right."""
-        job = self._job(unit, places)
+        job = Job(self, unit, [places[name] for name in unit.names])
         for step in job.steps:
             self._arena.reset()
             if isinstance(step, Copy):
@@ -168,12 +176,9 @@ class UnitRunner:
         assert isinstance(step, Compute)
         assert len(step.nodes) == 1
         assert tuple(b.type for b in results) == step.nodes[0].types, "results of other types"
-        job = self._job(unit, places)
+        job = Job(self, unit, [places[name] for name in unit.names])
         job.write_whole(step, [b.data for b in results])
         return job.result([dict(record) for record in read])
-
-    def _job(self, unit: Unit, places: Mapping[str, Place]) -> Job:
-        return Job(self, unit, [places[name] for name in unit.names])
 
     def close(self) -> None:
         self._reader.close()
@@ -193,14 +198,15 @@ class Job:
 
     def __init__(self, runner: UnitRunner, unit: Unit, places: Sequence[Place]) -> None:
         self._runner = runner
+        self._meter = runner._meter
         self._reader = runner._reader
         self._arena = runner._arena
         self._sink = runner._sink
         self._unit = unit
         self.steps = unit.steps  # made anew each time that they are asked for
         self._places = places
-        self._out = [OutputHash() for _ in places]
-        self._in = SourceHashes()
+        self._out = [OutputHash(self._meter) for _ in places]
+        self._in = SourceHashes(self._meter)
         # A unit that is one copy has the same bytes on both sides: they are hashed once.
         self._same = len(self.steps) == 1 and isinstance(self.steps[0], Copy)
         self._remarks: Counter[tuple[str, str]] = Counter()
@@ -250,7 +256,7 @@ class Job:
         """Compute a node's results whole, part by part."""
         data = [buffer.data for buffer in made]
         for part, ins in self._parts(node, results):
-            self._run(node, part, ins, _slices(data, part))
+            self._apply(node, part, ins, _slices(data, part))
 
     def _parts(
         self, node: Apply, results: Mapping[int, list[Buffer]]
@@ -313,7 +319,7 @@ class Job:
         for part, ins in self._parts(node, results):
             write = self._straight_out(step, number, part, 0) if len(part.outs) == 1 else None
             outs = [self._out_of(part, 0, write)] if write else self._results(part)
-            self._run(node, part, ins, outs)
+            self._apply(node, part, ins, outs)
             for port, (at, _) in enumerate(part.outs):
                 if write:
                     self._made(write.output, write.at + at - write.start, outs[port].data)
@@ -337,7 +343,7 @@ class Job:
             write = self._straight_out(step, number, part, first) if alone else None
             if write:
                 outs[first] = self._out_of(part, first, write)
-            self._run(node, part, ins, outs)
+            self._apply(node, part, ins, outs)
             at, _ = part.outs[first]
             if write:
                 self._made(write.output, write.at + at - write.start, outs[first].data)
@@ -381,7 +387,7 @@ class Job:
             begin += node.types[port].nbytes
         for part, ins in self._parts(node, results):
             outs = _slices(data, part)
-            self._run(node, part, ins, outs)
+            self._apply(node, part, ins, outs)
             write = ports[largest]
             self._made(write.output, write.at + part.outs[largest][0], outs[largest].data)
         for port, write in ports.items():
@@ -428,6 +434,14 @@ class Job:
 
     def _results(self, part: Part) -> list[Buffer]:
         return [Buffer(kind, self._arena.take(kind.nbytes)) for _, kind in part.outs]
+
+    def _apply(self, node: Apply, part: Part, ins: Sequence[Buffer], outs: list[Buffer]) -> None:
+        if not self._meter.on:
+            self._run(node, part, ins, outs)
+            return
+        nbytes = sum(buffer.data.nbytes for buffer in (*ins, *outs))
+        with self._meter.step(kind_of(node.op), nbytes):
+            self._run(node, part, ins, outs)
 
     def _run(
         self, node: Apply, part: Part, ins: Sequence[Buffer], outs: list[Buffer]
@@ -490,8 +504,9 @@ class Job:
         for start in range(0, data.nbytes, self._sink.limit):
             chunk = data[start : start + self._sink.limit]
             if not place.linked:
-                offset = place.offset + at + start
-                self._sink.room(place.file, offset, chunk.nbytes)[:] = chunk
+                room = self._sink.room(place.file, place.offset + at + start, chunk.nbytes)
+                with self._meter.step(COPY, chunk.nbytes):
+                    room[:] = chunk
             self._made(output, at + start, chunk)
 
     def _made(self, output: int, at: int, data: memoryview) -> None:
@@ -540,12 +555,13 @@ class Job:
         left = self._unit.made[output].type.nbytes
         digest = xxhash.xxh3_128()
         at = place.offset
-        while left:
-            data = self._sink.read(place.file, at, min(left, COPY_BYTES))
-            if not data:
-                raise RunError(f"{self._runner._names[place.file]}: ends at byte {at}")
-            digest.update(data)
-            at, left = at + len(data), left - len(data)
+        with self._meter.step(AGAIN, left):
+            while left:
+                data = self._sink.read(place.file, at, min(left, COPY_BYTES))
+                if not data:
+                    raise RunError(f"{self._runner._names[place.file]}: ends at byte {at}")
+                digest.update(data)
+                at, left = at + len(data), left - len(data)
         return digest.hexdigest()
 
 

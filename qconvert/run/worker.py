@@ -21,12 +21,12 @@ from threading import Thread
 
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core import errors
-from qconvert.core.profiling import Word
+from qconvert.core.profiling import FOR_WORK, Word
 from qconvert.ops.compiled.choice import use
 from qconvert.plan.units import Unit
 from qconvert.run.arena import Arena
 from qconvert.run.files import Files
-from qconvert.run.metered import FOR_WORK, MeteredRunner, MeteredSink, Meters
+from qconvert.run.metered import Meters
 from qconvert.run.reader import Reader
 from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place, UnitResult, UnitRunner
@@ -133,8 +133,8 @@ def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
     # results, and both would wait for ever.
     Thread(target=_receive, args=(connection, queue), daemon=True).start()
     meter = ProgressMeter(connection)
-    work = Meters() if setup.metered else None
-    sink = sink_for(setup, Files(), work)
+    work = Meters(setup.metered)
+    sink = Sink(Files(), setup.paths, setup.window, work)
     runner = unit_runner(setup, sink, meter, work)
     inbox = _Inbox(queue, runner, work)
     underway: Underway[Message] = Underway(sink)
@@ -157,32 +157,22 @@ def serve(connection: Connection[Message, Batch | None], setup: Setup) -> None:
         sink.close()
 
 
-def sink_for(setup: Setup, files: Files, work: Meters | None = None) -> Sink:
-    """The way out for the setup's conversion."""
-    if work is not None:
-        return MeteredSink(files, setup.paths, setup.window, work)
-    return Sink(files, setup.paths, setup.window)
-
-
 def unit_runner(
-    setup: Setup, sink: Sink, progress: Callable[[int], None], work: Meters | None = None
+    setup: Setup, sink: Sink, progress: Callable[[int], None], work: Meters
 ) -> UnitRunner:
     """A runner for units of the setup's conversion."""
     use(setup.compiled)
     names = [path.name for path in setup.paths]
     arena = Arena(setup.arena)
-    if work is not None:
-        return MeteredRunner(setup.shards, sink, names, arena, progress, work, maps=setup.maps)
-    return UnitRunner(Reader(setup.shards, maps=setup.maps), sink, names, arena, progress)
+    reader = Reader(setup.shards, maps=setup.maps, meter=work.own)
+    return UnitRunner(reader, sink, names, arena, progress, work.own)
 
 
 class _Inbox:
     """Batches to run. The runner is told of those that came before their turn: what they read of a store
     can be on its way while another runs."""
 
-    def __init__(
-        self, queue: SimpleQueue[Batch | None], runner: UnitRunner, work: Meters | None
-    ) -> None:
+    def __init__(self, queue: SimpleQueue[Batch | None], runner: UnitRunner, work: Meters) -> None:
         self._queue, self._runner, self._work = queue, runner, work
         self._told: deque[Batch | None] = deque()
 
@@ -192,16 +182,12 @@ class _Inbox:
 
     def next(self) -> Batch | None:
         if not self._told:
-            self._take(self._wait())
+            with self._work.own.step(FOR_WORK):
+                batch = self._queue.get()
+            self._take(batch)
         while not self._queue.empty():
             self._take(self._queue.get())
         return self._told.popleft()
-
-    def _wait(self) -> Batch | None:
-        if self._work is None:
-            return self._queue.get()
-        with self._work.own.step(FOR_WORK):
-            return self._queue.get()
 
     def _take(self, batch: Batch | None) -> None:
         if batch is not None:
@@ -210,11 +196,11 @@ class _Inbox:
 
 
 def _send(
-    connection: Connection[Message, Batch | None], messages: Iterable[Message], work: Meters | None
+    connection: Connection[Message, Batch | None], messages: Iterable[Message], work: Meters
 ) -> None:
     """What a batch took is told before its last word, after which nobody may be listening."""
     for message in messages:
-        if work is not None and isinstance(message, BatchDone):
+        if work.on and isinstance(message, BatchDone):
             connection.send(Measured(work.word()))
         connection.send(message)
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from ctypes import c_byte
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,9 +29,9 @@ from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
 from qconvert.core.names import natural_key, parse, split_parameter
 from qconvert.core.own_process import without_current_folder
-from qconvert.core.profiling import Meter, Word, heard, recording
+from qconvert.core.profiling import OFF, Meter, Word, heard, recording
 from qconvert.run.forkserver import undisturbed
-from qconvert.run.metered import MeteredReader, Meters
+from qconvert.run.metered import Meters
 from qconvert.run.reader import Reader
 from qconvert.run.worker import die_with
 from qconvert.validation.compiled import LOOP_BYTES, LOOPS, worth
@@ -75,29 +75,22 @@ class Look(Protocol):
 class Side:
     """One folder's tensors, read for the current tasks. Looks are shown what any of them reads."""
 
-    def __init__(self, shards: Sequence[Shard], meter: Meter | None = None) -> None:
+    def __init__(self, shards: Sequence[Shard], meter: Meter = OFF) -> None:
         self._shards = shards
         self._meter = meter
         self._looking: dict[str, list[_Looking]] = {}
 
     @cached_property
     def _reader(self) -> Reader:
-        return (
-            Reader(self._shards)
-            if self._meter is None
-            else MeteredReader(self._shards, self._meter)
-        )
+        return Reader(self._shards, meter=self._meter)
 
     def read(self, tensor: Source, start: int, into: memoryview) -> None:
         """Fill `into` with the tensor's bytes from `start` on. Raises RunError if they cannot be
         read."""
         self._reader.read(tensor, start, into)
         for looking in self._looking.get(tensor.name, ()):
-            if self._meter is None:
+            with self._meter.step(type(looking.watch).__name__, into.nbytes):
                 looking.show(start, into)
-            else:
-                with self._meter.step(type(looking.watch).__name__, into.nbytes):
-                    looking.show(start, into)
 
     def begin(self, looking: _Looking) -> None:
         self._looking.setdefault(looking.watch.tensor.name, []).append(looking)
@@ -112,9 +105,9 @@ class Side:
 
 
 class Folders:
-    """The data a task works with: both folders' tensors. `meter` measures the steps, if there is one."""
+    """The data a task works with: both folders' tensors. `meter` measures the steps."""
 
-    def __init__(self, shards: Shards, meter: Meter | None = None) -> None:
+    def __init__(self, shards: Shards, meter: Meter = OFF) -> None:
         self.output, self.source = (Side(one, meter) for one in shards)
         self.meter = meter
         self._buffer: memoryview | None = None
@@ -124,7 +117,7 @@ class Folders:
 
     def step(self, task: AnyTask) -> AbstractContextManager[None]:
         """Around the work on a task."""
-        return nullcontext() if self.meter is None else self.meter.step(type(task).__name__)
+        return self.meter.step(type(task).__name__)
 
     def finish(self, looking: _Looking) -> None:
         """Read the rest of what a look must be shown."""
@@ -270,15 +263,15 @@ def run_tasks(
         progress.start(total, 0)
     batches = list(_batches(groups, total // max(1, 4 * workers)))
     if workers == 1:
-        meters = None if record is None else Meters()
-        folders = Folders(shards, None if meters is None else meters.own)
+        meters = Meters(record is not None)
+        folders = Folders(shards, meters.own)
         LOOPS.use(loops)
         try:
             for batch in batches:
                 yield from _do(batch, folders)
                 if progress is not None:
                     progress.wrote(batch.nbytes)
-                if meters is not None:
+                if meters.on:
                     heard(meters.word())
         finally:
             LOOPS.use(False)
@@ -442,15 +435,14 @@ def _enter(shards: Shards, parent: int, metered: bool, loops: bool, stop: c_byte
     _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
-    _meters = Meters() if metered else None
-    _folders = Folders(shards, None if _meters is None else _meters.own)
+    _meters = Meters(metered)
+    _folders = Folders(shards, _meters.own)
     LOOPS.use(loops)
 
 
 def _work(batch: _Batch) -> _Found:
     assert _folders is not None
-    if _meters is None:
-        return list(_do(batch, _folders, _stop)), None
+    assert _meters is not None
     _meters.resume()
     found = list(_do(batch, _folders, _stop))
-    return found, _meters.word()
+    return found, _meters.word() if _meters.on else None
