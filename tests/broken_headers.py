@@ -1040,7 +1040,7 @@ def _fused_and_no_word_in_which_order(bench: Bench) -> Repo:
 @broken("QC053")
 def _said_to_be_dequantized(bench: Bench) -> Repo:
     folder = bench.copy("moe_copied")
-    step = {"name": "dequant", "spec": "Dequant()", "matched": 20, "expected": 20}
+    step = {"name": "dequant", "options": {}, "matched": 20, "expected": 20}
     return Repo(edit_manifest(folder, lambda manifest: manifest["passes"].append(step)))
 
 
@@ -1084,8 +1084,8 @@ def _dropped_and_there(bench: Bench) -> Repo:
     folder = bench.copy("moe_dequantized")
 
     def claim(manifest: dict[str, Any]) -> None:
-        spec = "Drop(what=None, match='*e*.weight', why='a base model')"
-        step = {"name": "drop", "spec": spec, "matched": 2, "expected": None}
+        options = {"what": None, "match": "*e*.weight", "why": "a base model"}
+        step = {"name": "drop", "options": options, "matched": 2, "expected": None}
         manifest["passes"].insert(0, step)
         manifest["dropped"] = {"drop: a base model": [HEAD, EMBEDDINGS]}
 

@@ -65,22 +65,22 @@ def _int8_asymmetric_row(bench: Bench, out: Path) -> None:
 
 @sound("experts")
 def _gptq(bench: Bench, out: Path) -> None:
-    rounded("--group-size", "32", "--format", "gptq")(bench, out)
+    rounded("--group-size", "32", "--packing", "gptq")(bench, out)
 
 
 @sound("experts")
 def _gptq_int8(bench: Bench, out: Path) -> None:
-    rounded("--bits", "8", "--group-size", "channel", "--format", "gptq")(bench, out)
+    rounded("--bits", "8", "--group-size", "channel", "--packing", "gptq")(bench, out)
 
 
 @sound("experts")
 def _gptq_v2(bench: Bench, out: Path) -> None:
-    rounded("--group-size", "32", "--format", "gptq-v2", "--asymmetric")(bench, out)
+    rounded("--group-size", "32", "--packing", "gptq-v2", "--asymmetric")(bench, out)
 
 
 @sound("experts")
 def _gptq_v2_symmetric(bench: Bench, out: Path) -> None:
-    rounded("--format", "gptq-v2")(bench, out)
+    rounded("--packing", "gptq-v2")(bench, out)
 
 
 @sound("gptq")
@@ -261,8 +261,7 @@ def _more_ranks_than_groups(bench: Bench) -> Repo:
     """256 columns of down in groups of 64, and eight ranks."""
 
     def edit(manifest: dict[str, Any]) -> None:
-        step = manifest["passes"][0]
-        step["spec"] = step["spec"].replace("tp=4", "tp=8")
+        manifest["passes"][0]["options"]["tp"] = 8
 
     return Repo(edit_manifest(bench.copy("int4_64"), edit))
 

@@ -92,13 +92,13 @@ def prepared(name: str, source: str) -> None:
 for _short, _dialect in (("mo", "modelopt"), ("ct", "compressed-tensors")):
     quantized(f"nvfp4_{_short}", "to_quantize", _dialect)
     quantized(f"nvfp4_{_short}_inputs", "to_quantize", _dialect, stats=True)
-    quantized(f"nvfp4_{_short}_all", "to_quantize", _dialect, "--targets", "all")
+    quantized(f"nvfp4_{_short}_all", "to_quantize", _dialect, "--targets", "Linear")
     quantized(f"nvfp4_{_short}_fp8", "to_quantize_fp8", _dialect, "--weight-only")
     quantized(f"nvfp4_{_short}_fp8_inputs", "to_quantize_fp8", _dialect, stats=True)
     prepared(f"prepared_{_short}", f"nvfp4_{_short}")
     prepared(f"prepared_{_short}_inputs", f"nvfp4_{_short}_inputs")
     prepared(f"prepared_{_short}_fp8", f"nvfp4_{_short}_fp8_inputs")
-quantized("nvfp4_ct_fp8_all", "to_quantize_fp8", "compressed-tensors", "--targets", "all")
+quantized("nvfp4_ct_fp8_all", "to_quantize_fp8", "compressed-tensors", "--targets", "Linear")
 
 
 # --- Weights and scales --------------------------------------------------------------------------

@@ -194,8 +194,8 @@ COMMANDS: tuple[Command, ...] = (
 )  # fmt: skip
 
 # Commands that make no folder, or one that others have made (`demo`), or send one that `validate` has
-# judged (`upload`); `gptq4` is another name of `w4a16`.
+# judged (`upload`).
 OTHERS = frozenset({
     "inspect", "validate", "diff", "advise", "plan", "status", "upload", "recipes", "clean", "demo",
-    "report", "gptq4",
+    "report",
 })  # fmt: skip

@@ -22,7 +22,7 @@ from qconvert.validators.reading.rows import rows
 Array = np.ndarray[Any, Any]
 Made = Callable[[str], tuple[Path, Path]]
 OURS = tuple(f"QC{number:03}" for number in range(60, 70))
-W4A16 = "passes:\n- w4a16: {group: 16}\n"
+W4A16 = "passes:\n- w4a16: {group_size: 16}\n"
 
 SOURCES: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"scale": "F32"},

@@ -426,7 +426,8 @@ CASES: Mapping[str, Case] = {
     "fuse": Case("fp8", "fuse --for sglang"),
     "fuse packed": Case(
         "bf16",
-        "recipe w4a16: {group: 16, symmetric: false, targets: [Linear]}\n- fuse: {consumer: sglang}",
+        "recipe w4a16: {group_size: 16, symmetric: false, targets: [Linear]}\n"
+        "- fuse: {consumer: sglang}",
     ),
     "interleave": Case("bf16", "fuse --for qwen3-next"),
     "unfuse": Case("next", "run qwen3-next-to-qwen3.5"),
@@ -455,19 +456,21 @@ CASES: Mapping[str, Case] = {
     "mxfp4": Case("bf16, experts of 32 columns", "mx"),
     "mxfp4 beside fp8": Case("fp8, experts of 32 columns", "mx"),
     "mxfp8": Case("bf16, experts of 32 columns", "mx --bits 8 --targets Linear"),
-    "w4a16": Case("bf16", "recipe w4a16: {group: 16}"),
-    "w4a16 of 32": Case("bf16, experts of 32 columns", "recipe w4a16: {group: 32}"),
-    "w4a16 of fp8": Case("fp8", "recipe w4a16: {group: 16}"),
-    "w4a16 of stacks": Case("bf16 stacks", "recipe w4a16: {group: 16}"),
+    "w4a16": Case("bf16", "recipe w4a16: {group_size: 16}"),
+    "w4a16 of 32": Case("bf16, experts of 32 columns", "recipe w4a16: {group_size: 32}"),
+    "w4a16 of fp8": Case("fp8", "recipe w4a16: {group_size: 16}"),
+    "w4a16 of stacks": Case("bf16 stacks", "recipe w4a16: {group_size: 16}"),
     "w4a16 of linears": Case(
-        "bf16", "recipe w4a16: {group: 16, targets: [Linear], ignore: ['re:.*o_proj$']}"
+        "bf16", "recipe w4a16: {group_size: 16, targets: [Linear], ignore: ['re:.*o_proj$']}"
     ),
-    "w4a16 searched": Case("bf16", "recipe w4a16: {group: 16, scales: search}"),
-    "asymmetric searched": Case("bf16", "recipe w4a16: {group: 16, symmetric: false, scales: search}"),
-    "w8a16": Case("bf16", "recipe w4a16: {group: null, bits: 8}"),
-    "asymmetric": Case("bf16", "recipe w4a16: {group: 16, symmetric: false}"),
-    "gptq": Case("bf16", "recipe w4a16: {group: 16, packing: gptq}"),
-    "gptq v2": Case("bf16", "recipe w4a16: {group: 16, packing: gptq-v2, symmetric: false}"),
+    "w4a16 searched": Case("bf16", "recipe w4a16: {group_size: 16, scales: search}"),
+    "asymmetric searched": Case(
+        "bf16", "recipe w4a16: {group_size: 16, symmetric: false, scales: search}"
+    ),
+    "w8a16": Case("bf16", "recipe w4a16: {group_size: null, bits: 8}"),
+    "asymmetric": Case("bf16", "recipe w4a16: {group_size: 16, symmetric: false}"),
+    "gptq": Case("bf16", "recipe w4a16: {group_size: 16, packing: gptq}"),
+    "gptq v2": Case("bf16", "recipe w4a16: {group_size: 16, packing: gptq-v2, symmetric: false}"),
     "nvfp4": Case("bf16", "recipe nvfp4: {dialect: modelopt}"),
     "nvfp4 searched": Case("bf16", "recipe nvfp4: {dialect: modelopt, scales: search}"),
     "nvfp4 of mxfp4": Case("mxfp4", "recipe nvfp4: {dialect: compressed-tensors}"),

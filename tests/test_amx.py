@@ -35,7 +35,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Codes = np.ndarray[Any, np.dtype[np.int8]]
 
 METHODS: list[Method] = ["int4", "int8"]
-ROUNDINGS: list[Rounding] = ["peer", "search"]
+ROUNDINGS: list[Rounding] = ["reference", "search"]
 STEP = {"int4": 128, "int8": 64}
 LIMITS = (None, 1, 300_000, 1 << 21)
 NAN, INFINITY = 0x7FC1, 0xFF80

@@ -195,7 +195,7 @@ def state(out: Path, **facts: Any) -> None:
 
 
 @alone
-@pytest.mark.parametrize("rounding", ["peer", "search"])
+@pytest.mark.parametrize("rounding", ["reference", "search"])
 @pytest.mark.parametrize("numa", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_sound_folder_has_no_finding(
@@ -318,7 +318,7 @@ def test_rows_of_all_kinds(tmp_path: Path) -> None:
             model.tensors[name] = Tensor("BF16", value.shape, data)
     source = model.write(tmp_path / "source")
     for method in METHODS:
-        for rounding in ("peer", "search"):
+        for rounding in ("reference", "search"):
             out = tmp_path / f"{method}-{rounding}"
             made(source, out, method, "--rounding", rounding, numa=2)
             assert validate_folder(out, str(source), request=Request("full")).findings == []
@@ -500,7 +500,7 @@ def all_coarse(out: Path) -> None:
 
 
 @alone
-@pytest.mark.parametrize("rounding", ["peer", "search"])
+@pytest.mark.parametrize("rounding", ["reference", "search"])
 @pytest.mark.parametrize("method", METHODS)
 def test_qc042_steps_that_round_everything_away(
     method: str, rounding: str, source: Path, tmp_path: Path
@@ -531,7 +531,7 @@ CHANGES = [
 
 
 @alone
-@pytest.mark.parametrize("rounding", ["peer", "search"])
+@pytest.mark.parametrize("rounding", ["reference", "search"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_qc042_other_weights(

@@ -227,7 +227,7 @@ def test_where_data_lies_is_not_part_of_the_plan(source: Path, tmp_path: Path) -
     ]
     assert plans[0].fingerprint() == plans[1].fingerprint()
     assert plans[0].log == plans[1].log
-    assert str(tmp_path) not in plans[0].log[-1].spec
+    assert str(tmp_path) not in str(plans[0].log[-1].options)
 
 
 def test_bytes_are_counted_once(source: Path, tmp_path: Path) -> None:

@@ -36,21 +36,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model.write(tmp_path_factory.mktemp("backend") / "source")
 
 
-def test_a_request_of_the_first_solver_is_named_as_it_was() -> None:
-    """Work folders and manifests of before there was another are its own."""
-    of_before = Calibration(synthetic=True, solver="llmcompressor")
-    found = fact(of_before, "d")
+def test_a_request_is_kept_with_the_settings_of_its_solver() -> None:
+    of_other = Calibration(synthetic=True, solver="llmcompressor")
+    found = fact(of_other, "d")
     assert found.keys() == {
         "data", "length", "seed", "samples", "synthetic", "column", "dampening_frac", "block_size",
-        "experts", "min_tokens", "few",
+        "experts", "min_tokens", "undersampled", "solver",
     }  # fmt: skip
     best = fact(Calibration(synthetic=True), "d")
     assert {key: best[key] for key in best.keys() - found.keys()} == {
-        "solver": "best", "scales": "search", "signs": "both", "order": "importance", "refit": 2,
+        "scales": "search", "signs": "both", "order": "importance", "refit": 2,
         "descent": 2, "propagated_error": "correct",
     }  # fmt: skip
-    positive = fact(Calibration(synthetic=True, signs="positive"), "d")
-    assert positive == {key: value for key, value in best.items() if key != "signs"}
+    assert (best["solver"], found["solver"]) == ("best", "llmcompressor")
 
 
 def test_every_setting_reaches_the_solver() -> None:

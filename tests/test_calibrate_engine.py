@@ -202,7 +202,10 @@ _GROUPED: dict[str, tuple[Settings, Scheme]] = {
     "all": (Settings(experts="all", propagated_error="ignore"), G32),
     "corrected-all": (Settings(experts="all", propagated_error="correct"), G32),
     "corrected-few": (Settings(min_tokens=60, propagated_error="correct"), G32),
-    "corrected-rounded": (Settings(min_tokens=60, few="rtn", propagated_error="correct"), G32),
+    "corrected-rounded": (
+        Settings(min_tokens=60, undersampled="rtn", propagated_error="correct"),
+        G32,
+    ),
     "nvfp4": (ROUTED, FP4),
     "nvfp4-corrected": (CORRECTED, FP4),
 }
@@ -323,7 +326,9 @@ def test_few_tokens_get_all_or_are_rounded(small: Path, tmp_path: Path) -> None:
     assert 0 < len(few) < EXPERTS
     routed = run(small, tmp_path / "routed")
     with_all = run(small, tmp_path / "all", settings=replace(ROUTED, min_tokens=most))
-    with_rtn = run(small, tmp_path / "rtn", settings=replace(ROUTED, min_tokens=most, few="rtn"))
+    with_rtn = run(
+        small, tmp_path / "rtn", settings=replace(ROUTED, min_tokens=most, undersampled="rtn")
+    )
     every = run(small, tmp_path / "every", settings=replace(ROUTED, experts="all"))
     assert set(with_all.stats[0].few) == few == set(with_rtn.stats[0].few)
     assert with_all.stats[0].rounded == ()
@@ -345,7 +350,9 @@ def test_an_expert_without_a_token_is_never_zeroed(few: Any, tmp_path: Path) -> 
     the input is the same token over and over."""
     folder = saved(qwen3_moe(num_hidden_layers=1), tmp_path / "model")
     tokens = [np.full(16, 7, np.int64)]
-    kept = run(folder, tmp_path / "work", tokens=tokens, settings=Settings(min_tokens=1, few=few))
+    kept = run(
+        folder, tmp_path / "work", tokens=tokens, settings=Settings(min_tokens=1, undersampled=few)
+    )
     stats = kept.stats[0]
     idle = [e for e in range(EXPERTS) if stats.counts[e] == 0]
     assert len(idle) == EXPERTS - 2

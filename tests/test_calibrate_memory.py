@@ -45,7 +45,7 @@ from qconvert.plan.plan import Plan
 count = 0
 plan = Plan.identity(Checkpoint.open(Path(sys.argv[1])))
 tokens = [np.random.default_rng(n).integers(0, 512, 64) for n in range(4)]
-settings = Settings(min_tokens=int(sys.argv[4]), few="rtn", solver=sys.argv[5],
+settings = Settings(min_tokens=int(sys.argv[4]), undersampled="rtn", solver=sys.argv[5],
                     propagated_error=sys.argv[6], refit=1, descent=1)
 scheme = Nvfp4Scheme("modelopt") if sys.argv[7] == "nvfp4" else IntScheme(4, 128)
 for event in calibrate(plan, tokens, [scheme], settings, work_dir=Path(sys.argv[2]),

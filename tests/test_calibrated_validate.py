@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,8 +40,8 @@ CPU = "blk.1.ffn_up_exps.1.numa.0"
 WAYS: Mapping[str, tuple[str, ...]] = {
     "packed": ("w4a16", "--group-size", "32"),
     "ordered": ("w4a16", "--group-size", "32", "--actorder", "group"),
-    "asymmetric": ("w4a16", "--group-size", "32", "--asymmetric", "--format", "gptq-v2"),
-    "gptq": ("w4a16", "--group-size", "32", "--actorder", "group", "--format", "gptq"),
+    "asymmetric": ("w4a16", "--group-size", "32", "--asymmetric", "--packing", "gptq-v2"),
+    "gptq": ("w4a16", "--group-size", "32", "--actorder", "group", "--packing", "gptq"),
     "amx": ("amx", "--method", "int4", "--numa", "2"),
 }
 BEST = "best "
@@ -218,9 +219,13 @@ def test_the_best_solver_makes_scales_of_both_signs(
     out = copied(made[BEST + way], tmp_path / "out")
     bits = np.frombuffer(home(out, name)[1].data, "<u2")
     assert 0.2 < np.mean(bits >> 15) < 0.8
-    manifest = (out / "qconvert.json").read_text()
-    (out / "qconvert.json").write_text(manifest.replace("signs='both', ", ""))
-    edit_json(out / "qconvert.json", lambda said: said["calibration"].pop("signs"))
+
+    def positive(said: dict[str, Any]) -> None:
+        said["passes"][0]["options"]["calibrate"]["signs"] = said["calibration"]["signs"] = (
+            "positive"
+        )
+
+    edit_json(out / "qconvert.json", positive)
     found = [f for f in findings(out, made) if f.rule == "QC068"]
     assert any(f.where == name and "0 or more" in f.message for f in found)
 

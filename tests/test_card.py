@@ -28,13 +28,14 @@ from qconvert.hub.readme import account_for_readme, new_card
 from qconvert.passes.stages import split_plan
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.manifest import described
+from qconvert.plan.pass_options import options_of, options_with
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import builtin_recipes, load_recipe
 from qconvert.run.executor import execute
 from qconvert.run.prepare import Options, prepare
 from qconvert.run.staging import manifest_of
 from qconvert.runtimes.serving import Loading
-from qconvert.samples.request import Calibration, identity
+from qconvert.samples.request import Calibration
 from qconvert.validation import judgement
 from qconvert.validation.findings import Finding, Measure
 from qconvert.validation.runner import Report, validate_folder
@@ -75,7 +76,7 @@ def front_of(text: str) -> dict[str, Any]:
 def manifest(**changes: Any) -> dict[str, Any]:
     return {
         "identity": {"qconvert": "0.1.0"},
-        "passes": [{"name": "dequant", "spec": "Dequant()", "matched": 20, "expected": 20}],
+        "passes": [{"name": "dequant", "options": {}, "matched": 20, "expected": 20}],
         "lossy_steps": {"rounds fp8 x scale to bf16": 20},
         "dropped": {},
         "dropped_files": {},
@@ -164,7 +165,7 @@ def test_what_is_the_sources_and_still_holds() -> None:
         ({}, {"text_config": FP8}, "quantized", ["qconvert", "fp8"], "transformers"),
         ({"amx": AMX}, BF16, "quantized", ["qconvert", "ktransformers", "amxint4"], "ktransformers"),
         (
-            {"passes": [{"name": "fuse", "spec": "Fuse(consumer='sglang==0.5.23', groups=None)",
+            {"passes": [{"name": "fuse", "options": {"consumer": "sglang==0.5.23"},
                          "matched": 3, "expected": 3}]},
             FP8, "quantized", ["qconvert", "fp8"], "transformers",
         ),
@@ -405,13 +406,13 @@ def test_nothing_checked_is_said_so() -> None:
         ({"amx": AMX, "pair": {"id": "0", "side": "cpu"}}, BF16,
          ["the folder made together with this one"]),
         ({"pair": {"id": "0", "side": "gpu"}}, FP8, ["This is the GPU side"]),
-        ({"passes": [{"name": "fuse", "spec": "Fuse(consumer='sglang')", "matched": 1,
+        ({"passes": [{"name": "fuse", "options": {"consumer": "sglang"}, "matched": 1,
                       "expected": None}]}, FP8,
          ["It was made for sglang.", "whether sglang 0.5.23",
           "python -m sglang.launch_server --model-path REPO", "| any |"]),
-        ({"passes": [{"name": "fuse", "spec": "Fuse(consumer='vllm')", "matched": 1,
+        ({"passes": [{"name": "fuse", "options": {"consumer": "vllm"}, "matched": 1,
                       "expected": 1}]}, FP8, ["    vllm serve REPO"]),
-        ({"passes": [{"name": "fuse", "spec": "Fuse(consumer='transformers')", "matched": 1,
+        ({"passes": [{"name": "fuse", "options": {"consumer": "transformers"}, "matched": 1,
                       "expected": 1}]}, FP8, ['from_pretrained("REPO")']),
         ({"passes": []}, BF16, ["All tensors are unchanged.", "not made for a specific runtime"]),
         ({"dropped": {"drop: what=mtp": ["a", "b"]}, "dropped_files": {"x.json": "amx: stale"}}, BF16,
@@ -420,8 +421,8 @@ def test_nothing_checked_is_said_so() -> None:
                     "environment": {"SGLANG_PP_LAYER_PARTITION": "15,15,15,16"}}}, BF16,
          ["pipeline stage 1 of 4, layers 15 to 29", "`SGLANG_PP_LAYER_PARTITION=15,15,15,16`"]),
         ({"calibration": {"data": "0f", "seed": 1}}, FP8, ["- calibrated: data 0f, seed 1"]),
-        ({"passes": [{"name": "w4a16", "spec": repr(ExpertsToW4A16(scales="search")), "matched": 1,
-                      "expected": 1}]}, BF16,
+        ({"passes": [{"name": "w4a16", "matched": 1, "expected": 1,
+                      "options": options_of(ExpertsToW4A16(scales="search"))}]}, BF16,
          ["- scales of both signs: transformers, compressed-tensors and kt-kernel were run on such"]),
     ],
 )  # fmt: skip
@@ -450,8 +451,8 @@ def test_how_it_was_made_and_is_served(
     ],
 )
 def test_which_folders_may_hold_scales_below_0(step: ExpertsToW4A16, signed: bool) -> None:
-    spec = identity(step, None if step.calibrate is None else "0f")
-    made = {"name": "w4a16", "spec": spec, "matched": 1, "expected": 1}
+    options = options_with(step, None if step.calibrate is None else "0f")
+    made = {"name": "w4a16", "options": options, "matched": 1, "expected": 1}
     text = card(manifest(passes=[made]), BF16, {}, base_model=BASE)
     assert ("- scales of both signs: " in text) == signed
 

@@ -69,7 +69,7 @@ def drawn(kind: str, rows: int, columns: int, seed: int) -> Bits:
 
 
 def not_raised(bits: Bits, method: Method) -> None:
-    searched, peer = squares(bits, method, "search"), squares(bits, method, "peer")
+    searched, peer = squares(bits, method, "search"), squares(bits, method, "reference")
     raised = np.flatnonzero(searched > peer * (1 + 1e-12))
     assert not raised.size, (raised[:5], (searched / np.maximum(peer, 1e-300))[raised[:5]])
 
@@ -79,7 +79,7 @@ def not_raised(bits: Bits, method: Method) -> None:
 
 def lowered(bits: Bits, method: Method) -> float:
     """By what part the relative error of all weights, |w' - w| / |w|, falls below peer rounding's."""
-    searched, peer = squares(bits, method, "search").sum(), squares(bits, method, "peer").sum()
+    searched, peer = squares(bits, method, "search").sum(), squares(bits, method, "reference").sum()
     return float(1 - np.sqrt(searched / peer))
 
 
@@ -214,7 +214,7 @@ def test_a_row_that_cannot_gain_keeps_its_bytes() -> None:
     error. (Up to 126 it does: its step is 126/127.)"""
     bits = strange("codes of int8", 128, 256)
     bits[:, 5] = amx_rows.bf16(np.array([127.0]))[0]
-    assert quantize(bits, "int8") == quantize(bits, "int8", "peer")
+    assert quantize(bits, "int8") == quantize(bits, "int8", "reference")
     assert not squares(bits, "int8", "search").any()
 
 

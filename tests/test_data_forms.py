@@ -237,7 +237,7 @@ def test_a_head_made_of_tied_embeddings(tmp_path: Path) -> None:
 def test_awkward_rows_as_w4a16(tmp_path: Path) -> None:
     """Denormals, ties, zeros, outliers and numbers up to 3e38: rounding brings none too far."""
     source = qwen3_moe(layers=1).write(tmp_path / "source")
-    (tmp_path / "r.yaml").write_text("passes:\n- w4a16: {group: 128}\n")
+    (tmp_path / "r.yaml").write_text("passes:\n- w4a16: {group_size: 128}\n")
     result = run_cli("run", tmp_path / "r.yaml", source, tmp_path / "out", "--jobs", "1")
     assert result.code == 0, result.err
     report = validated(tmp_path / "out", source)
@@ -264,7 +264,7 @@ def test_heavy_tails_as_w4a16(
             values[:, 3] *= 20
         model.tensors[name] = Tensor("BF16", shape, amx_rows.bf16(values).tobytes())
     source = model.write(folder / "source")
-    (folder / "r.yaml").write_text("passes:\n- w4a16: {group: 8}\n")
+    (folder / "r.yaml").write_text("passes:\n- w4a16: {group_size: 8}\n")
     result = run_cli("run", folder / "r.yaml", source, folder / "out", "--jobs", "1")
     assert result.code == 0, result.err
     out, name = folder / "out", "model.layers.1.mlp.experts.0.up_proj.weight_packed"

@@ -351,7 +351,7 @@ def test_experts_that_a_pass_takes_apart(monkeypatch: pytest.MonkeyPatch) -> Non
         f"{at}.feed_forward.shared_expert.down_proj.weight": (64, 32),
     }  # fmt: skip
     stored = {name: TensorType("BF16", shape) for name, shape in shapes.items()}
-    made = run_passes(Plan.identity(checkpoint(stored, config)), [ExpertsToW4A16(group=32)])
+    made = run_passes(Plan.identity(checkpoint(stored, config)), [ExpertsToW4A16(group_size=32)])
     assert f"{at}.feed_forward.experts.1.down_proj.weight_packed" in made.tensors
 
 

@@ -99,7 +99,7 @@ def test_a_pass(site: Path, tmp_path: Path) -> None:
     sound(site, "run", recipe, source, tmp_path / "out", "--jobs", "1")
     assert (tmp_path / "out" / "acme.txt").read_text() == "hello"
     manifest = json.loads((tmp_path / "out" / "qconvert.json").read_bytes())
-    assert manifest["passes"][0]["spec"] == "Noted(text='hello')"
+    assert manifest["passes"][0]["options"] == {"text": "hello"}
 
 
 def test_a_format(site: Path, tmp_path: Path) -> None:

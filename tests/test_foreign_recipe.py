@@ -442,7 +442,7 @@ def test_rounding_becomes_the_pass() -> None:
     )
     assert parse_recipe(text, "r").passes == (
         ExpertsToW4A16(
-            bits=8, group=128, symmetric=True, actorder=None,
+            bits=8, group_size=128, symmetric=True, actorder=None,
             targets=(_EXPERTS, r"re:a\.b$"), ignore=(r"re:c\.d$",), shared_experts="named",
         ),
     )  # fmt: skip
@@ -461,7 +461,7 @@ def test_gptq_becomes_a_calibrated_pass() -> None:
     )
     step = ExpertsToW4A16(
         bits=4,
-        group=128,
+        group_size=128,
         symmetric=True,
         actorder="static",
         targets=(_EXPERTS,),

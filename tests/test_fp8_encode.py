@@ -281,7 +281,7 @@ def test_input_scales_of_statistics(options: list[str], tmp_path: Path) -> None:
 def test_statistics_say_nothing_of_draft_layers(tmp_path: Path) -> None:
     stats = write_stats(tmp_path / "stats", [1, 2])
     plan = Plan.identity(Checkpoint.open(deepseek_v3().write(tmp_path / "s")))
-    step = ToFp8(tensor=True, targets="experts", stats=str(stats))
+    step = ToFp8(tensor=True, targets=("experts",), stats=str(stats))
     with pytest.raises(
         PlanError, match=r"layers\.2\.mlp\.experts\.0\.\w+_proj': statistics are of"
     ):

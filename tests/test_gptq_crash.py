@@ -64,7 +64,7 @@ def convert(folder: Path, out: Path, files: Files | None = None) -> None:
     if kind.endswith("llmcompressor"):
         request = replace(request, solver="llmcompressor", propagated_error="correct")
     targets = ExpertsToW4A16().targets if kind.startswith("experts") else ("Linear",)
-    step: Pass = ExpertsToW4A16(group=64, targets=targets, calibrate=request)
+    step: Pass = ExpertsToW4A16(group_size=64, targets=targets, calibrate=request)
     if kind == "nvfp4":
         step = ToNvfp4("modelopt", calibrate=request)
     plan = run_passes(Plan.identity(Checkpoint.open(folder / "model")), (step,))

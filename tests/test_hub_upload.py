@@ -391,7 +391,7 @@ def test_force_is_said_in_the_card(hub: LoopbackHub, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{}", "lacks identity, passes"), (None, "lacks bytes.out, passes[0].spec")],
+    [("{}", "lacks identity, passes"), (None, "lacks bytes.out, passes[0].options")],
 )
 @pytest.mark.parametrize("words", [(), ("--no-card",), ("--dry-run",)])
 def test_a_manifest_that_is_none_is_one_error(
@@ -399,7 +399,7 @@ def test_a_manifest_that_is_none_is_one_error(
 ) -> None:
     file = folder / "qconvert.json"
     found = json.loads(file.read_text())
-    del found["bytes"]["out"], found["passes"][0]["spec"]
+    del found["bytes"]["out"], found["passes"][0]["options"]
     file.write_text(json.dumps(found) if text is None else text)
     result = upload(folder, "--force", *words)
     assert result.code == 1

@@ -50,8 +50,8 @@ def as_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 STEPS = [
-    ToFp8(), ToFp8(exponents=True), ExpertsToW4A16(group=32), ToNvfp4(dialect="compressed-tensors"),
-    ToNvfp4(targets="all"), Fuse(consumer="sglang"),
+    ToFp8(), ToFp8(exponents=True), ExpertsToW4A16(group_size=32), ToNvfp4(dialect="compressed-tensors"),
+    ToNvfp4(targets=("Linear",)), Fuse(consumer="sglang"),
 ]  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def test_what_is_refused(bf16: Path) -> None:
         api.converter("copy", {}, config)
     with pytest.raises(api.CheckpointError, match="the config is not what"):
         api.converter("copy", tensors, {**config, "x": object()})
-    calibrated = ExpertsToW4A16(group=32, calibrate=Calibration(synthetic=True))
+    calibrated = ExpertsToW4A16(group_size=32, calibrate=Calibration(synthetic=True))
     with pytest.raises(api.PlanError, match="a calibration runs the model"):
         api.converter(calibrated, tensors, config)
     converter = api.converter("copy", tensors, config)

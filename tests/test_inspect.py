@@ -34,7 +34,7 @@ _CASES = {
     "INT4": ("w4a16 --rtn", "INT4 g128 (packed)", "rounds bf16 to int4 in groups of 128"),
     "INT4 zeros": ("w4a16 --rtn --asymmetric", "INT4 g128, zero points (packed)", "zero point"),
     "INT8": ("w4a16 --rtn --bits 8 --group-size channel", "INT8 per channel (packed)", "int8"),
-    "GPTQ": ("w4a16 --rtn --format gptq --group-size 32", "GPTQ INT4 g32", "groups of 32"),
+    "GPTQ": ("w4a16 --rtn --packing gptq --group-size 32", "GPTQ INT4 g32", "groups of 32"),
     "NVFP4": ("nvfp4 --dialect modelopt", "NVFP4", "rounds bf16 to NVFP4"),
     "NVFP4 ct": ("nvfp4 --dialect compressed-tensors", "NVFP4", "rounds bf16 to NVFP4"),
 }
@@ -92,7 +92,7 @@ def test_a_folder_says_how_it_was_made(moe: Path, tmp_path: Path) -> None:
      {"calibration": {}}, {"lossy_steps": 3}, {"lossy_steps": {"a": "b"}}, {"trtllm_gen": {"x": 1}}],
 )  # fmt: skip
 def test_a_manifest_is_anyone_s_text(facts: dict[str, Any]) -> None:
-    base = {"identity": {}, "passes": [5, {"spec": 1}], "dropped": {"a": 1}}
+    base = {"identity": {}, "passes": [5, {"options": 1}], "dropped": {"a": 1}}
     assert list(made_lines({**base, **facts}, None))
 
 

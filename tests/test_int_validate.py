@@ -197,9 +197,9 @@ FORMS = {
     "int4 asymmetric": ("--group-size", "32", "--asymmetric"),
     "int8": ("--bits", "8", "--group-size", "32"),
     "int8 asymmetric": ("--bits", "8", "--group-size", "channel", "--asymmetric"),
-    "gptq": ("--group-size", "32", "--format", "gptq"),
-    "gptq-v2 asymmetric": ("--group-size", "64", "--format", "gptq-v2", "--asymmetric"),
-    "gptq int8": ("--bits", "8", "--group-size", "channel", "--format", "gptq"),
+    "gptq": ("--group-size", "32", "--packing", "gptq"),
+    "gptq-v2 asymmetric": ("--group-size", "64", "--packing", "gptq-v2", "--asymmetric"),
+    "gptq int8": ("--bits", "8", "--group-size", "channel", "--packing", "gptq"),
 }
 
 

@@ -623,4 +623,6 @@ def test_a_recipe_that_lacks_the_class_is_told_so(tmp_path: Path) -> None:
 
 def test_the_manifest_of_a_plain_unfuse_is_as_it_was(tmp_path: Path) -> None:
     plan = planned(gdn_models.model("qwen3_next").write(tmp_path / "source"), "passes: [unfuse]")
-    assert [entry.spec for entry in plan.log] == ["Unfuse(source_groups=None)"]
+    assert [(entry.name, entry.options) for entry in plan.log] == [
+        ("unfuse", {"source_groups": None})
+    ]

@@ -138,7 +138,7 @@ def test_workers_make_the_same_pair(size: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["int4", "int8"])
-@pytest.mark.parametrize("rounding", ["peer", "search"])
+@pytest.mark.parametrize("rounding", ["reference", "search"])
 def test_every_method_and_rounding_pairs(method: str, rounding: str, tmp_path: Path) -> None:
     source = qwen3_moe("fp8", layers=1).write(tmp_path / "source")
     cpu, gpu, alone = (tmp_path / name for name in ("cpu", "gpu", "alone"))

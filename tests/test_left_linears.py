@@ -46,7 +46,7 @@ def test_a_target_that_stays_says_why(family: str, target: str, says: str, tmp_p
     """Rounded or calibrated; of a vision tower a calibration says too that it sees no image."""
     folder = published(family).write(tmp_path / "source")
     for request in (None, REQUEST):
-        step = ExpertsToW4A16(group=32, targets=("Linear", target), calibrate=request)
+        step = ExpertsToW4A16(group_size=32, targets=("Linear", target), calibrate=request)
         with pytest.raises(PlanError, match=says) as error:
             planned(folder, step)
         unseen = "samples hold no images: nothing goes through it" in str(error.value)
@@ -88,7 +88,7 @@ def test_a_calibration_solves_what_rounding_packs(family: str, tmp_path: Path) -
     """Every module of the text model: MLA's and linear attention's as `--rtn --targets Linear` takes
     them. Draft layers, which no class of transformers runs, are rounded."""
     folder = published(family).write(tmp_path / "source")
-    step = ExpertsToW4A16(group=32, targets=("Linear",), leave_bf16=True)
+    step = ExpertsToW4A16(group_size=32, targets=("Linear",), leave_bf16=True)
     nearest = planned(folder, step)
     plan = planned(
         folder, ExpertsToW4A16(32, targets=("Linear",), leave_bf16=True, calibrate=REQUEST)

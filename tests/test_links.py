@@ -107,7 +107,7 @@ def test_the_site_has_every_page() -> None:
 
 def test_the_page_of_commands_has_every_command_and_option() -> None:
     page = site.all_commands()
-    for command in ("validate", "mtp extract", "experts stack", "prepare trtllm-gen", "gptq4"):
+    for command in ("validate", "mtp extract", "experts stack", "prepare trtllm-gen"):
         assert f"\n## qconvert {command}\n" in page
     assert "--max-shard-size SIZE" in page
     assert page.count("```") == 2 * page.count("\n## ")

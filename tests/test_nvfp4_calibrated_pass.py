@@ -25,6 +25,7 @@ from qconvert.core.int_scheme import Codes
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
 from qconvert.matrices.calibrated import Calibrated, calibrated_op
 from qconvert.passes.nvfp4 import ToNvfp4
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.walk import nodes
 
@@ -88,25 +89,25 @@ def test_tensors_and_config_are_those_of_rounding(
         assert is_calibrated(plan, name) != plan.family.is_mtp(name, dims), name
 
 
-def test_without_a_calibration_the_pass_is_called_as_it_was(tmp_path: Path) -> None:
-    assert "calibrate" not in repr(ToNvfp4("modelopt"))
+def test_the_options_name_the_data_by_its_digest(tmp_path: Path) -> None:
     source = written(qwen3_moe("bf16"), tmp_path / "source")
     plain = planned(source, ToNvfp4("modelopt"))
-    assert plain.log[0].spec == repr(ToNvfp4("modelopt"))
-    specs = [
-        planned(source, ToNvfp4("modelopt", calibrate=request)).log[0].spec
+    assert plain.log[0].options == options_of(ToNvfp4("modelopt"))
+    asked = [
+        planned(source, ToNvfp4("modelopt", calibrate=request)).log[0].options["calibrate"]
         for request in (SYNTHETIC, replace(SYNTHETIC, samples=3), replace(SYNTHETIC, descent=4))
     ]
-    assert len(set(specs)) == 3
-    assert all(", calibrate=Calibration(data=" in spec and spec.endswith("))") for spec in specs)
+    assert len({one["data"] for one in asked}) == 3
+    assert [one["samples"] for one in asked[1:]] == [3, SYNTHETIC.samples]
     places = replace(SYNTHETIC, devices=("cpu",), save_stats=str(tmp_path / "stats"))
-    assert planned(source, ToNvfp4("modelopt", calibrate=places)).log[0].spec == specs[0]
+    found = planned(source, ToNvfp4("modelopt", calibrate=places)).log[0].options
+    assert found["calibrate"] == asked[0]
 
 
 def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"scales": "search"}, "a calibration.s stand in"),
-        ({"targets": "all"}, "targets all: calibration solves routed experts alone"),
+        ({"targets": ("Linear",)}, "targets Linear: calibration solves routed experts alone"),
         ({"shared_experts": "quantize"}, "shared_experts quantize: calibration solves"),
         ({"calibrate": replace(SYNTHETIC, solver="llmcompressor")}, "only integers are solved so"),
     ]

@@ -190,7 +190,7 @@ def test_memory_is_of_parts_not_of_matrices(tmp_path: Path) -> None:
     """gate and up are 178 MB of bf16 each, and both are gone through before either is rounded. A part is
     of 128 rows, a row of FP8 blocks, at least."""
     headers.write_sparse(headers.load("qwen3.5-27b-fp8"), tmp_path)
-    step = ToNvfp4("compressed-tensors", "all")
+    step = ToNvfp4("compressed-tensors", ("Linear",))
     plan = run_passes(Plan.identity(Checkpoint.open(tmp_path)), [step])
     peak = max(unit.peak for unit in prepare(plan, Options(memory=1 << 31)).units)
     assert peak < 12 << 20
@@ -201,7 +201,7 @@ def test_shared_scales_of_all_linears(dialect: Dialect, tmp_path: Path) -> None:
     """q, k and v of a layer have one scale; so do in_proj_qkv and in_proj_z."""
     model = qwen3_moe()
     source = model.write(tmp_path / "source")
-    assert nvfp4(source, tmp_path / "out", dialect, "--targets", "all").code == 0
+    assert nvfp4(source, tmp_path / "out", dialect, "--targets", "Linear").code == 0
     found = read_tensors(tmp_path / "out")
     for layer in range(2):
         at = f"model.layers.{layer}.self_attn"
@@ -233,7 +233,9 @@ def test_part_of_what_shares_a_scale_is_refused(tmp_path: Path) -> None:
     model.tensors["model.layers.0.self_attn.k_proj.weight"] = Tensor(
         "BF16", (64, 120), bytes(15360)
     )
-    done = nvfp4(model.write(tmp_path / "source"), tmp_path / "out", "modelopt", "--targets", "all")
+    done = nvfp4(
+        model.write(tmp_path / "source"), tmp_path / "out", "modelopt", "--targets", "Linear"
+    )
     assert done.code == 1
     assert "k_proj" in done.err
 
@@ -326,11 +328,11 @@ def test_all_linears_of_fp8_beside_kept_ones(kind: str, tmp_path: Path) -> None:
     """modelopt's dialect has no place for FP8 layers that stay; compressed-tensors' names all others."""
     model = MODELS[kind]()
     source = model.write(tmp_path / "source")
-    done = nvfp4(source, tmp_path / "m", "modelopt", "--targets", "all")
+    done = nvfp4(source, tmp_path / "m", "modelopt", "--targets", "Linear")
     assert (done.code == 1) == (kind == "deepseek")
     if done.code:
         assert "dequantize first" in done.err
-    assert nvfp4(source, tmp_path / "c", "compressed-tensors", "--targets", "all").code == 0
+    assert nvfp4(source, tmp_path / "c", "compressed-tensors", "--targets", "Linear").code == 0
     block = quantization(tmp_path / "c")
     assert set(block["config_groups"]) == {"group_0"} | ({"group_1"} if done.code else set())
 
@@ -340,7 +342,8 @@ def test_dequantizing_and_quantizing_is_one_read(tmp_path: Path) -> None:
     model = deepseek_v3()
     recipe = tmp_path / "both.yaml"
     recipe.write_text(
-        "passes:\n  - dequant\n  - nvfp4: {dialect: modelopt, targets: all}\n", encoding="utf-8"
+        "passes:\n  - dequant\n  - nvfp4: {dialect: modelopt, targets: [Linear]}\n",
+        encoding="utf-8",
     )
     source = model.write(tmp_path / "source")
     done = run_cli("run", recipe, source, tmp_path / "out", "--jobs", "1")
@@ -355,7 +358,7 @@ def test_dequantizing_and_quantizing_is_one_read(tmp_path: Path) -> None:
 
 @pytest.mark.peer
 @every_model
-@pytest.mark.parametrize("targets", ["experts", "all"])
+@pytest.mark.parametrize("targets", ["experts", "Linear"])
 def test_compressed_tensors_parses_the_block_and_finds_the_modules(
     kind: str, targets: str, tmp_path: Path
 ) -> None:
@@ -497,7 +500,7 @@ def test_statistics_with_nothing_to_give_are_refused() -> None:
     with pytest.raises(PlanError, match="the only use of stats"):
         ToNvfp4("modelopt", weight_only=True, stats="x")
     with pytest.raises(PlanError, match="of experts' inputs alone"):
-        ToNvfp4("modelopt", "all", stats="x")
+        ToNvfp4("modelopt", ("Linear",), stats="x")
 
 
 @both

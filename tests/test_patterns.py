@@ -46,7 +46,7 @@ def test_patterns_without_end_are_refused(pattern: str) -> None:
 
 def test_a_target_without_end_is_a_usage_error(tmp_path: Path) -> None:
     source = bf16_moe().write(tmp_path / "source")
-    result = run_cli("w4a16", source, tmp_path / "out", "--rtn", "--target", "re:(.*)*(.*)*x$")
+    result = run_cli("w4a16", source, tmp_path / "out", "--rtn", "--targets", "re:(.*)*(.*)*x$")
     assert result.code == 2
     assert "a repeat within a repeat can take unbounded time" in result.err
 

@@ -523,7 +523,7 @@ def test_a_unit_of_one_node_is_that_of_any_nodes() -> None:
 def test_walks_find_the_same_nodes_in_one_piece_or_several() -> None:
     plan = run_passes(Plan.identity(checkpoint(fp8(384, 256), FP8_BLOCKS)), (Dequant(),))
     result = plan.tensors["a.weight"]
-    again, _ = apply(Amx("int8", 1, "peer"), result.rows(0, 128))
+    again, _ = apply(Amx("int8", 1, "reference"), result.rows(0, 128))
     cut = concat([result.rows(128, 256), result.rows(0, 128)])
     first, second = nodes([again])
     assert only_node(result) is first
@@ -609,6 +609,6 @@ def test_nodes_come_after_their_arguments_and_once() -> None:
 
 def test_the_log_keeps_what_passes_did() -> None:
     plan = Plan.identity(checkpoint({"a.weight": TensorType("BF16", (4, 4))}))
-    entry = LogEntry("x", "X()", 1, None)
+    entry = LogEntry("x", {}, 1, None)
     assert plan.logged(entry, facts={"layout": "y"}).log == (entry,)
     assert plan.logged(entry, facts={"layout": "y"}).facts == {"layout": "y"}

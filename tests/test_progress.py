@@ -24,7 +24,8 @@ from qconvert.calibrate.work import Work, added, layer_work, sizes_of
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.progress import Bar, spell
 from qconvert.core.int_scheme import IntScheme
-from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
+from qconvert.passes.w4a16 import ExpertsToW4A16
+from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Plan
 from qconvert.run.estimate import COSTS, FORWARD, HESSIAN, READ, SOLVE, WRITE, Estimate
 from qconvert.run.events import Silent, Watching
@@ -199,7 +200,7 @@ class Heard(Silent):
 def request(folder: Path, **more: Any) -> ExpertsToW4A16:
     data = str(folder / "tokens.safetensors")
     asked = Calibration(data=data, samples=SAMPLES, length=LENGTH, min_tokens=1)
-    return ExpertsToW4A16(group=64, calibrate=asked, **more)
+    return ExpertsToW4A16(group_size=64, calibrate=asked, **more)
 
 
 @pytest.mark.parametrize("targets", [(EXPERTS,), ("Linear",)])

@@ -50,7 +50,7 @@ def planned(folder: Path, correct: Any = "correct", save_stats: str | None = Non
         data=str(folder / "tokens.safetensors"), samples=SAMPLES, length=LENGTH, min_tokens=12,
         propagated_error=correct, save_stats=save_stats,
     )  # fmt: skip
-    step = ExpertsToW4A16(group=64, calibrate=request)
+    step = ExpertsToW4A16(group_size=64, calibrate=request)
     return run_passes(Plan.identity(Checkpoint.open(folder / "model")), (step,))
 
 

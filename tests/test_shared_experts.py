@@ -199,7 +199,7 @@ def test_who_ignores_them_keeps_them(tmp_path: Path) -> None:
     "step",
     [
         ExpertsToW4A16(targets=("Linear",), shared_experts="keep"),
-        ToNvfp4("compressed-tensors", targets="all", shared_experts="keep"),
+        ToNvfp4("compressed-tensors", targets=("Linear",), shared_experts="keep"),
     ],
     ids=["w4a16", "nvfp4"],
 )

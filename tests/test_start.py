@@ -60,7 +60,7 @@ def test_a_command_imports_no_other() -> None:
 
 
 def test_every_command_is_there() -> None:
-    """By the name that click gives it; gptq4 is a second name."""
+    """By the name that click gives it."""
     written = {
         id(value): value.name
         for info in pkgutil.iter_modules(qconvert.cli.__path__)
@@ -68,7 +68,7 @@ def test_every_command_is_there() -> None:
         for value in vars(import_module(f"qconvert.cli.{info.name}")).values()
         if isinstance(value, click.Command)
     }
-    known = {id(command): name for name, command in cli.commands.items() if name != "gptq4"}
+    known = {id(command): name for name, command in cli.commands.items()}
     below = {
         id(command)
         for group in cli.commands.values()
@@ -76,7 +76,6 @@ def test_every_command_is_there() -> None:
         for command in group.commands.values()
     }
     assert {key: name for key, name in written.items() if key not in below} == known
-    assert cli.commands["gptq4"] is cli.commands["w4a16"]
 
 
 def test_commands_are_a_mapping() -> None:

@@ -222,7 +222,7 @@ def calibrated(folder: Path, out: Path, how: Options, save_stats: str | None = N
         min_tokens=8,
         save_stats=save_stats,
     )
-    step = ExpertsToW4A16(group=64, calibrate=request)
+    step = ExpertsToW4A16(group_size=64, calibrate=request)
     plan = run_passes(Plan.identity(Checkpoint.open(folder / "model")), (step,))
     return execute(plan, out, how, backend=backend_for([plan]))
 

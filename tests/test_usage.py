@@ -3,7 +3,6 @@ depends on files and folders ends with 1. An option that nobody listed here fail
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -49,17 +48,17 @@ _BAD: dict[str, list[str]] = {
     "solver": _CHOICES, "propagated_error": _CHOICES, "signs": _CHOICES,
     "order": _CHOICES, "refit": ["", "-1", "1.5", "two", "9" * 5000],
     "descent": ["", "-1", "1.5", "two", "9" * 5000],
-    "dampening": ["", "0", "1", "-0.1", "nan", "x"],
+    "dampening_frac": ["", "0", "1", "-0.1", "nan", "x"],
     "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
     "dump_after": ["nope"], "explain": ["nope", "QC999"],
     "consumer": ["", "tgi", "sglang=0.5", "sglang==", "transformers;rm"],
     "pp": ["", "two", "0", "-1", "1,", "1,0", "1.5", "1,-1", "9" * 5000],
     "method": _CHOICES, "rounding": _CHOICES, "mtp": _CHOICES, "gpu": _CHOICES, "bits": _CHOICES,
     "scales": _CHOICES,
-    "group": _CHOICES, "packing": _CHOICES, "actorder": _CHOICES, "what": _CHOICES,
+    "group_size": _CHOICES, "packing": _CHOICES, "actorder": _CHOICES, "what": _CHOICES,
     "dialect": _CHOICES, "targets_of_two": _CHOICES, "block": _COUNTS, "level": _CHOICES,
     "form": _CHOICES,
-    "experts": _CHOICES, "few": _CHOICES, "shared_experts": _CHOICES,
+    "experts": _CHOICES, "undersampled": _CHOICES, "shared_experts": _CHOICES,
     "targets": ["", "re:", "re:(", "re:["], "ignore": ["", "re:", "re:*"],
     "data": ["", "chats", "chats.csv", "hf-dataset:", "hf-dataset:a:b:c:d"],
     "devices": ["", "gpu", "cuda:x", "cuda:-1", "mps"],
@@ -82,16 +81,16 @@ _FREE = {"tensors", "commit_message", "column", "recipe", "hotness"}
 _REST: dict[tuple[str, ...], tuple[str, ...]] = {
     ("amx",): ("--method", "int4", "--numa", "1"),
     ("kt",): ("--cpu", "int4", "--numa", "1", "--cpu-out", "cpu"),
-    ("w4a16",): ("--rtn",), ("gptq4",): ("--rtn",),
+    ("w4a16",): ("--rtn",),
     ("nvfp4",): ("--dialect", "modelopt"),
     ("split",): ("--pp", "1,1"),
     ("eval",): ("--against", "src", "--data", "x.txt"),
     ("fuse",): ("--for", "sglang"), ("advise",): ("--for", "sglang"),
 }  # fmt: skip
 # The options of --gptq say nothing without it, which is another refusal.
-_OF_GPTQ = {"data", "samples", "length", "seed", "dampening", "experts", "min_tokens", "few",
-            "save_stats", "devices", "actorder", "solver", "signs", "order", "refit", "descent",
-            "propagated_error"}  # fmt: skip
+_OF_GPTQ = {"data", "samples", "length", "seed", "dampening_frac", "experts", "min_tokens",
+            "undersampled", "save_stats", "devices", "actorder", "solver", "signs", "order", "refit",
+            "descent", "propagated_error"}  # fmt: skip
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -120,7 +119,7 @@ def lines(words: tuple[str, ...], command: Any) -> Iterator[list[str]]:
             given = [value if p is param else p.name for p in arguments if p.required or p is param]
             rest = _REST.get(words, ())
             if isinstance(param, click.Option):
-                if words in (("w4a16",), ("gptq4",)) and key in _OF_GPTQ - {"data"}:
+                if words == ("w4a16",) and key in _OF_GPTQ - {"data"}:
                     rest = ("--gptq", "--synthetic")
                 elif words == ("nvfp4",) and key in _OF_GPTQ - {"data"}:
                     rest += ("--gptq", "--synthetic")
@@ -213,7 +212,7 @@ def test_a_bad_value_is_a_usage_error(
         "fp8 s o --input-scale 1",
         "nvfp4 s o --dialect modelopt --input-scale 1 --weight-only",
         "nvfp4 s o --dialect modelopt --input-scale 1 --stats x",
-        "nvfp4 s o --dialect modelopt --targets all --stats d",
+        "nvfp4 s o --dialect modelopt --targets Linear --stats d",
         "kt s --cpu-out c --cpu int4 --numa 1 --gpu w4a16",
         "kt s --cpu-out c --cpu int4 --numa 1 --gpu-out g",
         "amx s o --method int4 --numa 1 --dump-after dequant",
@@ -248,7 +247,7 @@ def test_options_that_exclude_one_another(
         "inspect gone", "dequant gone o", "plan gone s", "plan gone.yaml s", "run gone s o",
         "split s o --pp 3,3", "split s o --pp 9 --for vllm", "diff s gone", "validate gone",
         "validate s --against gone", "validate s --report gone/r.html", "upload gone me/m",
-        "w4a16 s o --rtn --target nothing", "fuse s o --for sglang", "join gone o",
+        "w4a16 s o --rtn --targets nothing", "fuse s o --for sglang", "join gone o",
         "split s o --pp 1,1 --recipe gone.yaml", "demo s", "dequant s o --memory 1KB",
         "amx s o --method int4 --numa 7", "nvfp4 s o --dialect modelopt --stats gone",
         "w4a16 s o --gptq --data gone.txt",
@@ -348,72 +347,16 @@ def test_scales_of_rounding_are_not_those_of_a_calibration() -> None:
         assert (step.scales, step.calibrate.scales) == ("amax", "search")
 
 
-# Old spelling: new one, and a command with both. They go with 0.2.
-_OLD_OPTIONS = {
-    "--target": ("--targets", "w4a16 s o --rtn", "Linear"),
-    "--few": ("--undersampled", "w4a16 s o --gptq --synthetic", "rtn"),
-    "--format": ("--packing", "w4a16 s o --rtn", "gptq"),
-}
-_OLD_VALUES = [
-    ("amx s o --method int8 --numa 1 --rounding", "peer", "reference"),
-    ("amx s o --method int8 --numa 1 --rounding", "search", "search"),
-    ("nvfp4 s o --dialect modelopt --targets", "all", "Linear"),
-    ("nvfp4 s o --dialect modelopt --targets", "experts", "experts"),
-    ("w4a16 s o --rtn --targets", r"re:.*\.mlp\.experts\..*", "experts"),
-]
-
-
 def _printed(line: str, *more: str) -> str:
     result = run_cli(*line.split(), *more, "--print-recipe")
     assert result.code == 0, result.err
     return result.out
 
 
-@pytest.mark.parametrize("old", _OLD_OPTIONS)
-def test_old_spellings_are_taken_and_not_shown(old: str) -> None:
-    new, line, value = _OLD_OPTIONS[old]
-    assert _printed(line, old, value) == _printed(line, new, value)
-    (command,) = (c for words, c in commands(cli) if " ".join(words) == line.split()[0])
-    (option,) = (p for p in command.params if new in p.opts)
-    context = click.Context(command)
-    assert old in option.opts
-    record = option.get_help_record(context)
-    assert record is not None
-    assert f"{old} " not in f"{record[0]} {record[1]} ".replace(new, "")
-    assert option.get_error_hint(context) == f"'{new}'"
-
-
-@pytest.mark.parametrize(("line", "old", "new"), _OLD_VALUES)
-def test_old_values_are_taken(line: str, old: str, new: str) -> None:
-    assert _printed(line, old) == _printed(line, new)
-
-
-@pytest.mark.parametrize(
-    ("step", "old", "new"),
-    [
-        ("amx: {method: int4, numa: 1, HERE}", "rounding: peer", "rounding: reference"),
-        ("nvfp4: {HERE}", "targets: all", "targets: [Linear]"),
-        ("nvfp4: {HERE}", "targets: experts", "targets: [experts]"),
-        ("w4a16: {targets: [HERE, lm_head]}", r"'re:.*\.mlp\.experts\..*'", "experts"),
-        ("w4a16: {calibrate: {synthetic: true, HERE}}", "few: rtn", "undersampled: rtn"),
-        ("w4a16: {calibrate: {synthetic: true, HERE}}", "few: all", "undersampled: all"),
-    ],
-)
-def test_recipes_take_both_and_the_pass_is_one(step: str, old: str, new: str) -> None:
-    """Its repr is its identity in fingerprints and journals, so the words end here. A recipe that is
-    written has the new ones, and is read back as the same."""
-    old, new = step.replace("HERE", old), step.replace("HERE", new)
-    before, after = (parse_recipe(f"passes: [{{{text}}}]", "r") for text in (old, new))
-    assert repr(before.passes) == repr(after.passes)
-    written = after.to_yaml()
-    assert parse_recipe(written, "r").passes == after.passes
-    assert not re.search(r"\bpeer\b|\bfew\b|: all\b|mlp", written), written
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("w4a16: {calibrate: {synthetic: true, few: rtn, undersampled: all}}", "are one option"),
+        ("w4a16: {calibrate: {synthetic: true, few: rtn}}", "calibrate.few"),
         ("w4a16: {calibrate: {synthetic: true, undersampled: some}}", "'calibrate.undersampled'"),
         ("w4a16: {calibrate: {synthetic: true, solver: gptq}}", "'calibrate.solver'"),
         ("w4a16: {calibrate: {synthetic: true, scales: mse}}", "'calibrate.scales'"),
@@ -440,13 +383,13 @@ def test_recipes_take_both_and_the_pass_is_one(step: str, old: str, new: str) ->
             "only integers are solved so here",
         ),
         ("nvfp4: {scales: search, calibrate: {synthetic: true}}", "a calibration's stand in"),
-        ("nvfp4: {targets: all, calibrate: {synthetic: true}}", "solves routed experts alone"),
+        ("nvfp4: {targets: [Linear], calibrate: {synthetic: true}}", "solves routed experts alone"),
         ("fp8: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
         ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
-        ("nvfp4: {targets: [1]}", "'targets'"),
-        ("nvfp4: {targets: []}", "'targets'"),
+        ("nvfp4: {targets: [1]}", "'targets"),
+        ("nvfp4: {targets: []}", "targets: expected 'experts' or 'Linear', found none"),
         ("amx: {method: int4, numa: 1, rounding: nearest}", "'rounding'"),
-        ("w4a16: {targets: experts}", "'targets'"),
+        ("w4a16: {targets: experts}", "'targets"),
     ],
 )
 def test_words_that_mean_nothing(text: str, said: str) -> None:

@@ -360,7 +360,7 @@ def test_integers_are_judged_alike(
 
 @pytest.mark.parametrize("harm", _HARM)
 @pytest.mark.parametrize("method", ["int4", "int8"])
-@pytest.mark.parametrize("rounding", ["peer", "search", "gptq"])
+@pytest.mark.parametrize("rounding", ["reference", "search", "gptq"])
 def test_amx_is_judged_alike(
     answers: dict[str, list[bool]], rounding: str, method: Method, harm: str
 ) -> None:
@@ -392,7 +392,7 @@ def test_amx_is_judged_alike(
         (("fp8",), {"fp8_rows", "fp8_fits", "sums"}),
         (("fp8", "--channel"), {"fp8_rows", "fp8_fits", "sums"}),
         (("w4a16", "--rtn", "--group-size", "32"), {"int4_rows", "int_fits", "sums"}),
-        (("w4a16", "--rtn", "--format", "gptq"), {"int_fits", "sums"}),  # its codes are columns
+        (("w4a16", "--rtn", "--packing", "gptq"), {"int_fits", "sums"}),  # its codes are columns
         (("nvfp4", "--dialect", "modelopt"), {"fp4_rows", "fp4_fits", "sums"}),
         (("mx",), {"fp4_rows", "fp4_fits", "sums"}),
         (("amx", "--method", "int8", "--numa", "1"), {"amx_tiles", "row_fits", "sums"}),

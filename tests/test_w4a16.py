@@ -27,7 +27,7 @@ from qconvert.core.int_scheme import IntScheme
 from qconvert.core.roles import Cut
 from qconvert.formats.int_packed.limits import Matrix, loads_at
 from qconvert.matrices.experts import STALE_RULE
-from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
+from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.runtimes.ktransformers import reads_as_it_is
@@ -37,10 +37,10 @@ FORMS: dict[str, list[str]] = {
     "W4 asymmetric": ["--asymmetric", "--group-size", "32"],
     "W8": ["--bits", "8", "--group-size", "channel"],
     "W8 asymmetric": ["--bits", "8", "--group-size", "64", "--asymmetric"],
-    "gptq": ["--format", "gptq"],
-    "gptq-v2": ["--format", "gptq-v2"],
-    "gptq-v2 asymmetric": ["--format", "gptq-v2", "--asymmetric", "--group-size", "32"],
-    "gptq W8": ["--format", "gptq", "--bits", "8", "--group-size", "channel"],
+    "gptq": ["--packing", "gptq"],
+    "gptq-v2": ["--packing", "gptq-v2"],
+    "gptq-v2 asymmetric": ["--packing", "gptq-v2", "--asymmetric", "--group-size", "32"],
+    "gptq W8": ["--packing", "gptq", "--bits", "8", "--group-size", "channel"],
 }
 
 
@@ -176,14 +176,14 @@ def test_by_default_the_experts_alone(tmp_path: Path) -> None:
         if name in tensors:
             assert tensors[name] == value
     block = quantization(out)
-    assert block["config_groups"]["group_0"]["targets"] == [EXPERTS]
+    assert block["config_groups"]["group_0"]["targets"] == [r"re:.*\.mlp\.experts\..*"]
     assert set(block["config_groups"]) == {"group_0"}
     assert "model.layers.0.self_attn.q_proj" in block["ignore"]
 
 
 def test_linears_are_taken_where_targets_say_so(tmp_path: Path) -> None:
     model = qwen3_moe()
-    out = rtn(model.write(tmp_path / "source"), tmp_path / "out", "--target", "Linear")
+    out = rtn(model.write(tmp_path / "source"), tmp_path / "out", "--targets", "Linear")
     tensors = read_tensors(out)
     packed = {name.removesuffix(".weight_packed") for name in tensors if name.endswith("_packed")}
     linears = {
@@ -202,7 +202,7 @@ def test_linears_are_taken_where_targets_say_so(tmp_path: Path) -> None:
 def test_what_is_ignored_stays_and_is_listed(tmp_path: Path) -> None:
     model = qwen3_moe()
     out = rtn(
-        model.write(tmp_path / "source"), tmp_path / "out", "--target", "Linear", "--ignore",
+        model.write(tmp_path / "source"), tmp_path / "out", "--targets", "Linear", "--ignore",
         r"re:.*\.layers\.0\.self_attn\..*", "--ignore", "1.self_attn.o_proj",
     )  # fmt: skip
     tensors, ignored = read_tensors(out), quantization(out)["ignore"]
@@ -216,7 +216,7 @@ def test_what_is_ignored_stays_and_is_listed(tmp_path: Path) -> None:
 def test_attention_alone_leaves_the_experts(tmp_path: Path) -> None:
     model = qwen3_moe()
     target = r"re:.*self_attn\..*"
-    out = rtn(model.write(tmp_path / "source"), tmp_path / "out", "--target", target)
+    out = rtn(model.write(tmp_path / "source"), tmp_path / "out", "--targets", target)
     tensors, block = read_tensors(out), quantization(out)
     assert all(tensors[n] == v for n, v in model.tensors.items() if ".mlp." in n)
     assert sum(name.endswith(".weight_packed") for name in tensors) == 8
@@ -228,7 +228,7 @@ def test_attention_alone_leaves_the_experts(tmp_path: Path) -> None:
 
 def test_fp8_linears_that_are_targets_become_integers(tmp_path: Path) -> None:
     """Latent attention keeps what runtimes take apart or join; that stays FP8, a group of its own."""
-    out = rtn(deepseek_v3().write(tmp_path / "source"), tmp_path / "out", "--target", "Linear",
+    out = rtn(deepseek_v3().write(tmp_path / "source"), tmp_path / "out", "--targets", "Linear",
               "--group-size", "32")  # fmt: skip
     tensors, block = read_tensors(out), quantization(out)
     attn = "model.layers.0.self_attn"
@@ -237,7 +237,7 @@ def test_fp8_linears_that_are_targets_become_integers(tmp_path: Path) -> None:
         assert tensors[f"{attn}.{name}.weight"].dtype == "F8_E4M3"
         assert f"{attn}.{name}.weight_scale" in tensors
     targets = block["config_groups"]["group_0"]["targets"]
-    assert {EXPERTS, f"{attn}.o_proj"} <= set(targets)
+    assert {r"re:.*\.mlp\.experts\..*", f"{attn}.o_proj"} <= set(targets)
     assert "Linear" not in targets
     assert block["config_groups"]["group_1"]["targets"] == ["Linear"]
     assert "linear_fp8_config" not in block
@@ -249,7 +249,7 @@ def test_fp8_linears_that_are_targets_become_integers(tmp_path: Path) -> None:
 def test_gptq_drafts_have_no_group_indices(tmp_path: Path) -> None:
     """vLLM's draft classes fail with them. They are read and validated without."""
     source = published("glm4_moe", inner=128).write(tmp_path / "source")
-    out = rtn(source, tmp_path / "out", "--format", "gptq")
+    out = rtn(source, tmp_path / "out", "--packing", "gptq")
     tensors = read_tensors(out)
     packed = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
     drafts = {module for module in packed if module.startswith("model.layers.3.")}
@@ -271,7 +271,7 @@ def test_gptq_names_drafts_as_runtimes_ask_for_them(tmp_path: Path) -> None:
         ("glm4_moe", "model.decoder.self_attn.qkv_proj"),
     ):
         source = published(family, inner=128).write(tmp_path / family)
-        words = ("--format", "gptq", "--targets", "Linear", "--tp", "1")
+        words = ("--packing", "gptq", "--targets", "Linear", "--tp", "1")
         patterns = quantization(rtn(source, tmp_path / f"{family} out", *words))["dynamic"]
         assert not any("mtp" in pattern for pattern in patterns)
         assert any(re.match(pattern.removeprefix("-:"), left) for pattern in patterns)
@@ -282,7 +282,7 @@ def test_a_gptq_config_says_its_version_and_leaves_the_rest(
     form: str, stated: str, tmp_path: Path
 ) -> None:
     source = ordinary().write(tmp_path / "source")
-    out = rtn(source, tmp_path / "experts", "--format", form)
+    out = rtn(source, tmp_path / "experts", "--packing", form)
     block = quantization(out)
     assert block["checkpoint_format"] == stated
     expected = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False, "lm_head": False}
@@ -302,7 +302,7 @@ def test_a_gptq_config_says_its_version_and_leaves_the_rest(
 
 def test_a_gptq_config_of_linears_names_fused_ones_too(tmp_path: Path) -> None:
     source = ordinary().write(tmp_path / "source")
-    out = rtn(source, tmp_path / "out", "--format", "gptq", "--target", "Linear", "--ignore",
+    out = rtn(source, tmp_path / "out", "--packing", "gptq", "--targets", "Linear", "--ignore",
               "re:.*0.self_attn.[qkv]_proj")  # fmt: skip
     (pattern,) = (key.removeprefix("-:") for key in quantization(out)["dynamic"])
     for name in ("qkv_proj", "q_proj"):
@@ -316,7 +316,7 @@ def test_a_gptq_config_of_linears_names_fused_ones_too(tmp_path: Path) -> None:
 
 def test_part_of_what_is_fused_is_refused(tmp_path: Path) -> None:
     source = qwen3_moe().write(tmp_path / "source")
-    err = refused(source, tmp_path / "out", "--target", "Linear", "--ignore", "q_proj")
+    err = refused(source, tmp_path / "out", "--targets", "Linear", "--ignore", "q_proj")
     assert "q_proj is not; runtimes make one layer of them: target or ignore both" in err
     err = refused(source, tmp_path / "out", "--ignore", "re:.*experts.1.*")
     assert "'model.layers.0.mlp.experts.1.down_proj' is no target or is ignored" in err
@@ -325,9 +325,9 @@ def test_part_of_what_is_fused_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--target", "Linear", "--target", "no_proj"], "'no_proj' matches no weight"),
-        (["--target", "lm_head"], "'lm_head' matches no weight that can be quantized"),
-        (["--format", "gptq", "--asymmetric"], "take gptq-v2, or symmetric weights"),
+        (["--targets", "Linear", "--targets", "no_proj"], "'no_proj' matches no weight"),
+        (["--targets", "lm_head"], "'lm_head' matches no weight that can be quantized"),
+        (["--packing", "gptq", "--asymmetric"], "take gptq-v2, or symmetric weights"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: list[str], says: str, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_options_that_cannot_be_are_refused(options: list[str], says: str, tmp_p
 
 def test_gptq_has_no_place_for_fp8(tmp_path: Path) -> None:
     source = deepseek_v3().write(tmp_path / "source")
-    err = refused(source, tmp_path / "out", "--format", "gptq")
+    err = refused(source, tmp_path / "out", "--packing", "gptq")
     assert "is FP8, and GPTQ's form has no place for it: dequantize" in err
 
 
@@ -412,9 +412,9 @@ def test_columns_that_are_no_groups_are_refused_or_left(tmp_path: Path) -> None:
         module = f"model.layers.0.self_attn.{name}.weight"
         model.tensors |= bf16(module, 64, 96)
     source = model.write(tmp_path / "source")
-    err = refused(source, tmp_path / "out", "--target", "Linear")
+    err = refused(source, tmp_path / "out", "--targets", "Linear")
     assert "found 96; group 32 is supported, or leave_bf16 leaves such a matrix as it is" in err
-    out = rtn(source, tmp_path / "out", "--target", "Linear", "--leave-bf16")
+    out = rtn(source, tmp_path / "out", "--targets", "Linear", "--leave-bf16")
     tensors, ignored = read_tensors(out), quantization(out)["ignore"]
     for name in ("q_proj", "k_proj", "v_proj"):
         module = f"model.layers.0.self_attn.{name}"
@@ -425,10 +425,10 @@ def test_columns_that_are_no_groups_are_refused_or_left(tmp_path: Path) -> None:
 def test_what_stays_packed_is_refused(tmp_path: Path) -> None:
     """Attention was packed before: experts alone would leave it without a word in the config."""
     source = ordinary().write(tmp_path / "source")
-    first = rtn(source, tmp_path / "first", "--target", r"re:.*self_attn\..*")
+    first = rtn(source, tmp_path / "first", "--targets", r"re:.*self_attn\..*")
     err = refused(first, tmp_path / "out")
     assert "self_attn.k_proj.weight_packed' is packed already and is no target" in err
-    again = rtn(first, tmp_path / "again", "--target", "Linear", "--bits", "8")
+    again = rtn(first, tmp_path / "again", "--targets", "Linear", "--bits", "8")
     assert "model.layers.0.self_attn.k_proj.weight_packed" in read_tensors(again)
 
 
@@ -436,14 +436,14 @@ def test_a_model_nobody_has_described_is_refused(tmp_path: Path) -> None:
     model = qwen3_moe()
     model.config["model_type"] = "unheard_of"
     source = model.write(tmp_path / "source")
-    for target in (EXPERTS, "Linear"):
-        assert "'unheard_of' is not known" in refused(source, tmp_path / "out", "--target", target)
+    for target in ("experts", "Linear"):
+        assert "'unheard_of' is not known" in refused(source, tmp_path / "out", "--targets", target)
 
 
 def test_what_has_no_known_role_is_left(tmp_path: Path) -> None:
     model = qwen3_moe()
     model.tensors |= bf16("model.layers.0.extra.weight", 64, 128)
-    out = rtn(model.write(tmp_path / "source"), tmp_path / "out", "--target", "Linear")
+    out = rtn(model.write(tmp_path / "source"), tmp_path / "out", "--targets", "Linear")
     assert read_tensors(out)["model.layers.0.extra.weight"].dtype == "BF16"
     assert "model.layers.0.extra" in quantization(out)["ignore"]
 
@@ -452,14 +452,14 @@ def test_rounding_must_be_asked_for(tmp_path: Path) -> None:
     source = qwen3_moe().write(tmp_path / "source")
     done = run_cli("w4a16", source, tmp_path / "out")
     assert (done.code, "--rtn" in done.err) == (2, True)
-    assert run_cli("gptq4", source, tmp_path / "out", "--rtn", "--dry-run").code == 0
+    assert run_cli("w4a16", source, tmp_path / "out", "--rtn", "--dry-run").code == 0
 
 
 def test_a_recipe_has_all_options(tmp_path: Path) -> None:
     source = qwen3_moe().write(tmp_path / "source")
     done = run_cli(
         "w4a16", source, tmp_path / "out", "--rtn", "--bits", "8", "--group-size", "channel",
-        "--format", "gptq-v2", "--asymmetric", "--target", "Linear", "--ignore", "lm_head", "--tp",
+        "--packing", "gptq-v2", "--asymmetric", "--targets", "Linear", "--ignore", "lm_head", "--tp",
         "2", "--leave-bf16", "--print-recipe",
     )  # fmt: skip
     (step,) = parse_recipe(done.out, "printed").passes
@@ -538,9 +538,11 @@ def test_what_described_the_old_weights_goes(command: str, tmp_path: Path) -> No
     model.side_files["quantize_config.json"] = b"{}"
     source, out = model.write(tmp_path / "source"), tmp_path / "out"
     if command == "w4a16":
-        rtn(source, out, "--target", "Linear")
+        rtn(source, out, "--targets", "Linear")
     else:
-        done = run_cli("nvfp4", source, out, "--dialect", "compressed-tensors", "--targets", "all")
+        done = run_cli(
+            "nvfp4", source, out, "--dialect", "compressed-tensors", "--targets", "Linear"
+        )
         assert done.code == 0, done.err
     assert [name for name in read_tensors(out) if name.endswith("input_scale")] == []
     dropped = json.loads((out / "qconvert.json").read_bytes())

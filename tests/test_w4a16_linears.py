@@ -28,14 +28,15 @@ from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.pair import pair_plans
-from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
+from qconvert.passes.w4a16 import ExpertsToW4A16
+from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.walk import nodes
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.samples.request import Calibration
 
 REQUEST = Calibration(synthetic=True, samples=2, length=8, devices=("cpu",))
-LINEAR = ExpertsToW4A16(group=32, targets=("Linear",), calibrate=REQUEST)
+LINEAR = ExpertsToW4A16(group_size=32, targets=("Linear",), calibrate=REQUEST)
 ATTENTION = replace(LINEAR, targets=(r"re:.*\.self_attn\..*",))
 
 

@@ -65,7 +65,7 @@ ROUNDED = {
     "W4 g32": ["--group-size", "32"],
     "W4 g32 searched": ["--group-size", "32", "--scales", "search"],
     "W8 channel": ["--bits", "8", "--group-size", "channel"],
-    "W4 g32 linears": ["--group-size", "32", "--target", "Linear", "--leave-bf16"],
+    "W4 g32 linears": ["--group-size", "32", "--targets", "Linear", "--leave-bf16"],
 }
 
 

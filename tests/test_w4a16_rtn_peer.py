@@ -137,7 +137,7 @@ def test_rounding_is_llm_compressors(
     case: str, targets: list[str], source: Path, tmp_path: Path
 ) -> None:
     weights, options = CASES[case]
-    words = [word for target in targets for word in ("--target", target)]
+    words = [word for target in targets for word in ("--targets", target)]
     done = run_cli("w4a16", source, tmp_path / "ours", "--rtn", *options, *words, "--jobs", "1")
     assert done.code == 0, done.err
     expected = read_tensors(theirs(source, tmp_path / "theirs", weights, targets))

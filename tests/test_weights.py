@@ -268,7 +268,7 @@ def stacked_fp8(hidden: int, intermediate: int, block: int) -> Case:
 
 
 def wanted(
-    matrices: Mapping[Key, Bits], method: Method, numa: int, rounding: Rounding = "peer"
+    matrices: Mapping[Key, Bits], method: Method, numa: int, rounding: Rounding = "reference"
 ) -> dict[str, Tensor]:
     """Every tensor of the result: Amx of the reference matrices, cut here."""
     found: dict[str, Tensor] = {}
@@ -541,7 +541,7 @@ def spoiled(case: Case, name: str, at: int, value: bytes) -> Case:
 NAN_BF16, NAN_F32, INFINITY_F16 = b"\xc0\x7f", b"\x00\x00\xc0\x7f", b"\x00\x7c"
 
 
-@pytest.mark.parametrize("rounding", ["peer", "search"])
+@pytest.mark.parametrize("rounding", ["reference", "search"])
 @pytest.mark.parametrize(
     ("dtype", "size", "value"),
     [("BF16", 2, NAN_BF16), ("F32", 4, NAN_F32), ("F16", 2, INFINITY_F16)],

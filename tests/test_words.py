@@ -116,7 +116,7 @@ def _literals() -> Iterator[tuple[str, str]]:
 def test_options_that_texts_name_exist() -> None:
     """`--target` was renamed, and refusals went on to ask for it."""
     known = _options(cli) | _OTHERS
-    assert "--target" not in known
+    assert "--targets" not in known
     found = [
         f"{where}: {option}"
         for where, text in _literals()

@@ -14,7 +14,8 @@ from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fuse import Fuse
 from qconvert.passes.nvfp4 import ToNvfp4
-from qconvert.passes.w4a16 import EXPERTS, ExpertsToW4A16
+from qconvert.passes.w4a16 import ExpertsToW4A16
+from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.run.prepare import Options, disk_bytes, prepare
 from qconvert.runtimes.consumers import Consumer
@@ -77,7 +78,7 @@ def candidates(
     targets = (EXPERTS,) if sparse else ("Linear",)
     words = "" if sparse else " --targets Linear"
     for group in (32, 128):
-        step = ExpertsToW4A16(group=group, targets=targets)
+        step = ExpertsToW4A16(group_size=group, targets=targets)
         found.append(Candidate(f"w4a16 SRC OUT --rtn --group-size {group}{words}", (step,)))
     return tuple(found)
 

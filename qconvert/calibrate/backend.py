@@ -485,7 +485,7 @@ def _integers(module: str, scheme: Scheme) -> IntScheme:
 def _settings(request: Calibration) -> Settings:
     return Settings(
         dampening_frac=request.dampening_frac, block_size=request.block_size,
-        experts=request.experts, min_tokens=request.min_tokens, few=request.few,
+        experts=request.experts, min_tokens=request.min_tokens, undersampled=request.undersampled,
         solver=request.solver, scales=request.scales, signs=request.signs, order=request.order,
         refit=request.refit, descent=request.descent, propagated_error=request.propagated_error,
     )  # fmt: skip

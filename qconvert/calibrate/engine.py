@@ -302,7 +302,11 @@ def _remarks(layer: int, stats: LayerStats, settings: Settings) -> Iterator[str]
     """What the user must know of a layer."""
     if stats.few:
         shown = ", ".join(map(str, stats.few[:16])) + (", ..." if len(stats.few) > 16 else "")
-        what = "calibrated with every token" if settings.few == "all" else "rounded to nearest"
+        what = (
+            "calibrated with every token"
+            if settings.undersampled == "all"
+            else "rounded to nearest"
+        )
         yield (
             f"layer {layer}: {count(len(stats.few), 'expert')} with fewer than "
             f"{count(settings.min_tokens, 'token')} {what}: {shown}"

@@ -270,7 +270,7 @@ class Layers:
             few = []
         elif self.settings.experts == "all":
             every, few = frozenset(range(self.experts)), []
-        elif self.settings.few == "all":
+        elif self.settings.undersampled == "all":
             every = frozenset(few)
         else:
             found.rounded += few

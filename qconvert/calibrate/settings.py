@@ -47,7 +47,7 @@ class Settings:
     block_size: int = 128
     experts: Literal["routed", "all"] = "routed"
     min_tokens: int = 128
-    few: Literal["all", "rtn"] = "all"
+    undersampled: Literal["all", "rtn"] = "all"
     search: Literal["none", "narrow", "all"] = "narrow"
     attention: Literal["sdpa", "eager"] = "sdpa"
     gather: int | None = None

@@ -14,7 +14,6 @@ from qconvert.cli.options import (
     MOST,
     DataName,
     Folder,
-    Renamed,
     Share,
     from_options,
     stacked,
@@ -46,10 +45,10 @@ class CalibrationOptions(TypedDict):
     length: int | None
     seed: int | None
     column: str | None
-    dampening: float | None
+    dampening_frac: float | None
     experts: Literal["routed", "all"] | None
     min_tokens: int | None
-    few: Literal["all", "rtn"] | None
+    undersampled: Literal["all", "rtn"] | None
     save_stats: Path | None
     devices: tuple[str, ...]
 
@@ -68,7 +67,7 @@ DATA: Callable[[F], F] = stacked(
     ),
     click.option("--column", help="JSONL key or dataset column with the text."),
     click.option(
-        "--dampening", type=Share(),
+        "--dampening-frac", type=Share(),
         help="Part of the Hessian's mean diagonal that is added to it. [default: 0.01]",
     ),
     click.option(
@@ -81,7 +80,7 @@ DATA: Callable[[F], F] = stacked(
         "--undersampled says. [default: 128]",
     ),
     click.option(
-        "--undersampled", "few", cls=Renamed, old=("--few",), type=click.Choice(["all", "rtn"]),
+        "--undersampled", type=click.Choice(["all", "rtn"]),
         help="`all`: calibrate an undersampled expert on all tokens. `rtn`: round it to nearest. "
         "[default: all]",
     ),
@@ -158,8 +157,6 @@ CALIBRATION: Callable[[F], F] = stacked(
     DATA,
 )  # fmt: skip
 
-_FIELDS = {"dampening": "dampening_frac"}
-
 
 def calibration_from(options: CalibrationOptions) -> Calibration | None:
     """The requested calibration, or None. Raises click.UsageError for options that need --gptq, and for
@@ -169,8 +166,8 @@ def calibration_from(options: CalibrationOptions) -> Calibration | None:
     given = _given(options)
     if not options["gptq"]:
         if given:
-            name = next(n for n in options if _FIELDS.get(n, n) in given)
-            flag = {"devices": "device", "few": "undersampled"}.get(name, name.replace("_", "-"))
+            name = next(n for n in options if n in given)
+            flag = "device" if name == "devices" else name.replace("_", "-")
             raise click.UsageError(f"--{flag} needs --gptq")
         return None
     if given.get("solver") == "llmcompressor":
@@ -188,7 +185,7 @@ def calibration_from(options: CalibrationOptions) -> Calibration | None:
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     """The given options as fields of a Calibration."""
     return {
-        _FIELDS.get(name, name): str(value) if isinstance(value, Path) else value
+        name: str(value) if isinstance(value, Path) else value
         for name, value in options.items()
         # A 0 equals False, and says something.
         if name != "gptq" and value is not None and value is not False and value != ()

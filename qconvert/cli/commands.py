@@ -33,7 +33,6 @@ _MODULES = {
 }
 _PLACES = {name: (module, name) for module, names in _MODULES.items() for name in names}
 _PLACES["eval"] = _PLACES.pop("evaluate")
-_PLACES["gptq4"] = _PLACES["w4a16"]  # its former name
 
 
 class Commands(MutableMapping[str, click.Command]):

@@ -47,7 +47,7 @@ def rules(_: click.Context, __: click.Parameter, incomplete: str) -> list[Comple
 
 def targets(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The words for what is quantized. Modules by name are those of a model, which is not read here."""
-    from qconvert.plan.words import EXPERTS, LINEAR
+    from qconvert.plan.pass_options import EXPERTS, LINEAR
 
     words = (
         (EXPERTS, "the routed experts"),

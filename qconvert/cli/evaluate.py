@@ -17,7 +17,6 @@ from qconvert.cli.options import (
     MOST,
     OPENING,
     DataName,
-    Renamed,
     SourceName,
     from_options,
     memory,
@@ -57,8 +56,6 @@ _FORMS = (".html", ".json", ".txt")
 @click.option(
     "--first-layers",
     "first_layers",
-    cls=Renamed,
-    old=("--layers",),
     type=click.IntRange(1, MOST),
     metavar="N",
     help="Run the first N layers alone: errors of hidden states, and no perplexity.",

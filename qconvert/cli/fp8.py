@@ -87,7 +87,7 @@ def fp8(
       qconvert fp8 Qwen/Qwen3-30B-A3B out --tensor --targets experts --stats Qwen3-stats
     """
     from qconvert.passes.fp8 import BLOCK, ToFp8
-    from qconvert.plan.words import LINEAR, fields_of
+    from qconvert.plan.pass_options import LINEAR
     from qconvert.recipe.recipe import Recipe
 
     if channel and block is not None:
@@ -108,7 +108,7 @@ def fp8(
             dialect="compressed-tensors" if packed or channel else "fp8",
             block=None if channel else block or BLOCK,
             exponents=ue8m0,
-            **fields_of("fp8", {"targets": targets or (LINEAR,)}),
+            targets=targets or (LINEAR,),
             shared_experts=shared_experts,
             tp=tp,
             tensor=tensor,

@@ -50,11 +50,11 @@ def int8(
       qconvert int8 Qwen/Qwen3-30B-A3B out --targets experts
     """
     from qconvert.passes.int8 import ToInt8
-    from qconvert.plan.words import LINEAR, fields_of
+    from qconvert.plan.pass_options import LINEAR
     from qconvert.recipe.recipe import Recipe
 
     with from_options():
-        chosen = fields_of("int8", {"targets": targets or (LINEAR,)})["targets"]
+        chosen = targets or (LINEAR,)
         step = ToInt8(chosen, shared_experts, tp)
     steps = with_kv_scale(step, kv_scale)
     convert(Recipe("int8", steps, options["max_shard_size"]), source, out, options)

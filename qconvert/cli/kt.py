@@ -19,7 +19,7 @@ from qconvert.cli.convert import (
     show_plan,
     workers_ahead,
 )
-from qconvert.cli.options import MOST, OUT, SOURCE, TP, FolderOrRepo, Words
+from qconvert.cli.options import MOST, OUT, SOURCE, TP, FolderOrRepo
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _NUMA = click.option(
     help="NUMA nodes of the serving machine; the runtime must be started with the same count.",
 )  # fmt: skip
 _ROUNDING = click.option(
-    "--rounding", type=Words(["reference", "search"], old={"peer": "reference"}),
+    "--rounding", type=click.Choice(["reference", "search"]),
     default="reference", show_default=True,
     help="`reference`: the bytes that kt-kernel's own converter writes. `search`: the same format, with "
     "each row's scale searched for the least squared error: in INT4 .36 of the other's on heavy-tailed "
@@ -59,7 +59,7 @@ def amx(
     out: Path | str,
     method: Literal["int4", "int8"],
     numa: int,
-    rounding: str,
+    rounding: Literal["reference", "search"],
     mtp: Literal["keep", "drop"],
     **given: Any,
 ) -> None:
@@ -77,14 +77,12 @@ def amx(
       qconvert amx Qwen3-Next-80B out --method int4 --numa 1 --gptq --data chats.jsonl
     """
     from qconvert.passes.amx import ExpertsToAmx
-    from qconvert.plan.words import fields_of
     from qconvert.recipe.recipe import Recipe
 
     asked, options = split_options(given)
     if asked["signs"] is not None:
         raise click.UsageError("--signs is of INT4 for GPUs: AMX has scales above 0, so omit it")
-    known = fields_of("amx", {"rounding": rounding})
-    steps = (ExpertsToAmx(method, numa, mtp=mtp, calibrate=calibration_from(asked), **known),)
+    steps = (ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked)),)
     convert(Recipe("amx", steps, options["max_shard_size"]), source, out, options)
 
 
@@ -116,7 +114,7 @@ def kt(
     cpu_out: Path | str,
     method: Literal["int4", "int8"],
     numa: int,
-    rounding: str,
+    rounding: Literal["reference", "search"],
     mtp: Literal["keep", "drop"],
     gpu: Literal["source", "w4a16"],
     gpu_out: Path | str | None,
@@ -136,7 +134,6 @@ def kt(
     from qconvert import api
     from qconvert.passes.amx import ExpertsToAmx
     from qconvert.passes.w4a16 import ExpertsToW4A16
-    from qconvert.plan.words import fields_of
 
     if (gpu == "w4a16") != (gpu_out is not None):
         raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
@@ -147,8 +144,7 @@ def kt(
         raise click.UsageError(
             "--dump-after is not supported with --gpu w4a16; use `amx` for the CPU side"
         )
-    known = fields_of("amx", {"rounding": rounding})
-    cpu_side = ExpertsToAmx(method, numa, mtp=mtp, calibrate=calibration_from(asked), **known)
+    cpu_side = ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked))
     if gpu_out is None:
         planned = convert(api.Recipe("kt", (cpu_side,)), source, cpu_out, options)
     else:

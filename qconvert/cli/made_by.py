@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qconvert.core.shown import count
-from qconvert.plan.recipe_line import recipe_line
-from qconvert.plan.words import rounding_word
+from qconvert.plan.pass_options import recipe_line
 
 _MOST = 6
 
@@ -17,7 +16,7 @@ def made_lines(manifest: Mapping[str, Any], base: str | None) -> Iterator[str]:
     the source's repo, if the folder's card names it."""
     identity = _map(manifest, "identity")
     steps = [step for step in _list(manifest, "passes") if isinstance(step, Mapping)]
-    specs = "; ".join(recipe_line(str(step.get("spec"))) for step in steps) or "none: a plain copy"
+    specs = "; ".join(map(recipe_line, steps)) or "none: a plain copy"
     yield f"made by qconvert {identity.get('qconvert')}, passes: {specs}"
     digest = str(identity.get("source", "?"))[:16]
     yield f"made from {base or 'a source without a known repo'} (headers {digest})"
@@ -43,7 +42,7 @@ def _facts(manifest: Mapping[str, Any]) -> Iterator[str]:
         where = count(nodes, "NUMA node") if isinstance(nodes, int) else "NUMA nodes"
         yield (
             f"experts for CPU kernels: {amx.get('method')} for {where}, "
-            f"{rounding_word(amx.get('rounding'))} rounding; other layers are read from the GPU side"
+            f"{amx.get('rounding')} rounding; other layers are read from the GPU side"
         )
     pair = _map(manifest, "pair")
     if pair:

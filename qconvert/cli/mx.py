@@ -45,10 +45,10 @@ def mx(
       qconvert mx DeepSeek-V3 out --tp 8
     """
     from qconvert.passes.mx import ToMx
-    from qconvert.plan.words import EXPERTS, fields_of
+    from qconvert.plan.pass_options import EXPERTS
     from qconvert.recipe.recipe import Recipe
 
     with from_options():
-        chosen = fields_of("mx", {"targets": targets or (EXPERTS,)})["targets"]
+        chosen = targets or (EXPERTS,)
         step = ToMx("mxfp4" if bits == "4" else "mxfp8", chosen, shared_experts, tp)
     convert(Recipe("mx", (step,), options["max_shard_size"]), source, out, options)

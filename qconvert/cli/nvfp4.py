@@ -78,7 +78,7 @@ def nvfp4(
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --targets Linear --weight-only
     """
     from qconvert.passes.nvfp4 import ToNvfp4
-    from qconvert.plan.words import EXPERTS, fields_of
+    from qconvert.plan.pass_options import EXPERTS
     from qconvert.recipe.recipe import Recipe
 
     asked, options = split_options(given)
@@ -93,7 +93,7 @@ def nvfp4(
         other = "--stats" if stats is not None else "--weight-only"
         raise click.UsageError(f"--input-scale is a constant for all: omit {other}")
     with from_options():
-        chosen = fields_of("nvfp4", {"targets": targets or (EXPERTS,)})["targets"]
+        chosen = targets or (EXPERTS,)
         step = ToNvfp4(
             dialect, chosen, weight_only, None if stats is None else str(stats), shared_experts, tp,
             input_scale, scales or "amax", calibration_from(asked),

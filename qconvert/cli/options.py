@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -331,36 +330,6 @@ class Positive(click.FloatRange):
         return number
 
 
-class Renamed(click.Option):
-    """An option with earlier spellings, which are taken until 0.2 and shown nowhere."""
-
-    def __init__(self, declared: Sequence[str], *, old: Sequence[str] = (), **given: Any) -> None:
-        super().__init__([*declared, *old], **given)
-        self.old = tuple(old)
-
-    def _without_old(self) -> Renamed:
-        shown = copy(self)
-        shown.opts = [spelling for spelling in self.opts if spelling not in self.old]
-        return shown
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        return click.Option.get_help_record(self._without_old(), ctx)
-
-    def get_error_hint(self, ctx: click.Context | None) -> str:
-        return click.Option.get_error_hint(self._without_old(), ctx)
-
-
-class Words(click.Choice[str]):
-    """A choice some of whose words were others before: `old` maps those, taken until 0.2, to today's."""
-
-    def __init__(self, words: Sequence[str], *, old: Mapping[str, str]) -> None:
-        super().__init__(words)
-        self._old = dict(old)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return super().convert(self._old.get(str(value), value), param, ctx)
-
-
 @contextmanager
 def from_options() -> Iterator[None]:
     """Around building a pass or a calibration from options alone: an error there is a usage error,
@@ -538,7 +507,7 @@ SOURCE_GROUPS = click.option(
 def targets(default: str) -> Callable[[F], F]:
     """What a conversion quantizes, and what it does where nothing is said."""
     return click.option(
-        "--targets", "targets", cls=Renamed, old=("--target",), multiple=True, type=Pattern(),
+        "--targets", multiple=True, type=Pattern(),
         metavar="NAME", shell_complete=completion.targets,
         help="What is quantized: `experts` (the routed experts), `Linear` (all linear layers that "
         "runtimes load so), a module's name, the end of a name, or re:PATTERN. Repeatable. "

@@ -407,7 +407,7 @@ def plan_json(ready: Prepared, rates: Rates, verdict: Verdict = NO_FINDINGS) -> 
         "passes": [
             {
                 "name": e.name,
-                "spec": e.spec,
+                "options": e.options,
                 "matched": e.matched,
                 "expected": e.expected,
                 "notes": list(e.notes),

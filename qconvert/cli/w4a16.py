@@ -17,7 +17,6 @@ from qconvert.cli.options import (
     SOURCE,
     TARGETS,
     TP,
-    Renamed,
     from_options,
 )
 
@@ -37,12 +36,12 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
     "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per code."
 )
 @click.option(
-    "--group-size", "group", type=click.Choice(["32", "64", "128", "channel"]), default="128",
+    "--group-size", type=click.Choice(["32", "64", "128", "channel"]), default="128",
     callback=_group, show_default=True, help="Columns that share a scale; `channel`: a whole row.",
 )  # fmt: skip
 @click.option("--asymmetric", is_flag=True, help="Store a zero point with each scale.")
 @click.option(
-    "--packing", "packing", cls=Renamed, old=("--format",),
+    "--packing",
     type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]), default="compressed-tensors",
     show_default=True,
     help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored.",
@@ -68,7 +67,7 @@ def w4a16(
     out: Path | str,
     rtn: bool,
     bits: Literal["4", "8"],
-    group: int | None,
+    group_size: int | None,
     asymmetric: bool,
     packing: Literal["compressed-tensors", "gptq", "gptq-v2"],
     targets: tuple[str, ...],
@@ -85,19 +84,19 @@ def w4a16(
     All other layers are unchanged, FP8 included, and the config says which is which. Compressed-tensors
     results, symmetric and asymmetric, equal llm-compressor's for the same weights in BF16, byte for byte
     (FP16 and FP32 are rounded to BF16 first), but for --scales search. The plan lists the
-    tensor-parallel sizes at which the result loads. `gptq4` is another name for this command.
+    tensor-parallel sizes at which the result loads.
 
     \b
     Examples:
       qconvert w4a16 Qwen/Qwen3-235B-A22B out --rtn --tp 4 --dry-run
       qconvert w4a16 GLM-4.5-Air out --rtn --group-size 32 --scales search --tp 4
-      qconvert gptq4 Qwen3-30B-A3B out --rtn --packing gptq
+      qconvert w4a16 Qwen3-30B-A3B out --rtn --packing gptq
       qconvert w4a16 Qwen3-30B-A3B out --rtn --bits 8 --group-size channel --targets Linear
       qconvert w4a16 Qwen/Qwen3-Next-80B-A3B-Instruct out --gptq --data chats.jsonl --memory 48GiB
       qconvert w4a16 Qwen/Qwen3-32B out --gptq --targets Linear --data chats.jsonl
     """
     from qconvert.passes.w4a16 import ExpertsToW4A16
-    from qconvert.plan.words import EXPERTS, fields_of
+    from qconvert.plan.pass_options import EXPERTS
     from qconvert.recipe.recipe import Recipe
 
     asked, options = split_options(given)
@@ -120,11 +119,11 @@ def w4a16(
                 )
     with from_options():
         step = ExpertsToW4A16(
-            group=group,
+            group_size=group_size,
             bits=8 if bits == "8" else 4,
             symmetric=not asymmetric,
             packing=packing,
-            **fields_of("w4a16", {"targets": targets or (EXPERTS,)}),
+            targets=targets or (EXPERTS,),
             ignore=ignore,
             leave_bf16=leave_bf16,
             tp=tp,

@@ -96,9 +96,8 @@ def _is_span(value: Any) -> bool:
 
 
 _STEP = _with(
-    {"spec": _is_text},
+    {"name": _is_text, "options": lambda value: isinstance(value, dict)},
     {
-        "name": _is_text,
         "matched": _is_count,
         "expected": lambda value: value is None or _is_count(value),
     },
@@ -142,7 +141,7 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
         _with({}, {"qconvert": _is_text, "source": _is_text, "source_sample": _is_text}),
         "an object of strings",
     ),
-    "passes": (_list(_STEP), "a list of passes, each with its spec"),
+    "passes": (_list(_STEP), "a list of passes, each with name and options"),
     "dropped": (_values(_is_texts), "an object of lists of names"),
     "dropped_files": (_values(_is_text), "an object of strings"),
     "lossy_steps": (_values(_is_count), "an object of counts"),

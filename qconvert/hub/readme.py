@@ -31,7 +31,7 @@ _OF_MANIFEST = {
     "identity": dict, "passes": list, "lossy_steps": dict, "dropped": dict, "dropped_files": dict,
     "bytes": dict,
 }  # fmt: skip
-_OF_STEP = ("name", "spec", "matched", "expected")
+_OF_STEP = ("name", "options", "matched", "expected")
 # One line per tensor, which names everything that was stacked into it.
 _MOST_RECEIPT = 16 * SMALL
 _SIZES = ("in", "out", "dropped")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from qconvert.core.discovery import PASSES, discover
 from qconvert.core.errors import QConvertError
+from qconvert.plan.pass_options import PACKAGES
 from qconvert.plan.plan import Pass
-from qconvert.plan.recipe_line import PACKAGES
 
 
 def passes() -> dict[str, type[Pass]]:

@@ -22,9 +22,10 @@ from qconvert.matrices.causes import check_runs
 from qconvert.matrices.experts import STALE_RULE, Experts, Projection, calibrated, routed_experts
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.replace_weights import replace_weights, source_names, sources_of
+from qconvert.plan.pass_options import options_with
 from qconvert.plan.plan import ELSEWHERE, LogEntry, Plan
 from qconvert.runtimes.ktransformers import readme, reads_as_it_is
-from qconvert.samples.request import Calibration, digest_of, identity
+from qconvert.samples.request import Calibration, digest_of
 
 FACT = "amx"
 _OTHER_LAYERS = f"{ELSEWHERE} no routed expert; the runtime reads it from its GPU side"
@@ -49,7 +50,7 @@ class ExpertsToAmx:
 
     method: Method
     numa: int
-    rounding: Rounding = "peer"
+    rounding: Rounding = "reference"
     mtp: Literal["keep", "drop"] = "keep"
     calibrate: Calibration | None = None
 
@@ -148,7 +149,7 @@ class ExpertsToAmx:
         }
         matched = len(experts.projections), experts.expected
         entry = LogEntry(
-            self.name, identity(self, digest), *matched, tuple(notes), "expert matrices",
+            self.name, options_with(self, digest), *matched, tuple(notes), "expert matrices",
             extra=experts.extra,
         )  # fmt: skip
         return replace_weights(

@@ -17,6 +17,7 @@ from qconvert.checkpoint.ignore import renamed_modules
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.passes.fuse import FACT
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 _LANGUAGE, _PLAIN, _VISION = "model.language_model.", "model.", "model.visual."
@@ -82,7 +83,7 @@ class AsClass:
             config.setdefault("mtp_num_hidden_layers", dims.mtp_layers)
         gone = [f for f in plan.side_files if f in VISION_FILES]
         return plan.logged(
-            LogEntry(self.name, repr(self), len(tensors), None),
+            LogEntry(self.name, options_of(self), len(tensors), None),
             tensors=tensors,
             config=config,
             needs_class=None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from re import escape
-from typing import Any, Literal
+from typing import Any
 
 from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
@@ -47,14 +47,14 @@ class ByRow:
     suffixes: tuple[str, ...]
     group: Group
     block: Block
-    targets: Literal["experts", "all"]
+    linears: bool
     shared_experts: SharedExperts | None
     tp: int | None
 
     def chosen(self, plan: Plan) -> Selection:
         """What the targets select of a plan; linears whose columns are no whole blocks are left."""
         keep = self.shared_experts == "keep"
-        found, _ = select(plan, self.targets, self._fits, keep_shared=keep)
+        found, _ = select(plan, self.linears, self._fits, keep_shared=keep)
         experts = found.experts
         if not found.linears and not (experts is not None and experts.projections):
             raise PlanError(f"no linear layer found that runtimes load in {self.form}")
@@ -72,8 +72,10 @@ class ByRow:
     def _fits(self, stored: Stored) -> bool:
         return stored.columns % self.block[1] == 0
 
-    def planned(self, plan: Plan, name: str, spec: str, notes: Iterable[str] = ()) -> Plan:
-        """The plan of the pass `name`, with the repr `spec`."""
+    def planned(
+        self, plan: Plan, name: str, options: Mapping[str, Any], notes: Iterable[str] = ()
+    ) -> Plan:
+        """The plan of the pass `name` with these options."""
         chosen = self.chosen(plan)
         block, others = self._config(plan, chosen)
         made: dict[str, Output] = {}
@@ -92,7 +94,7 @@ class ByRow:
             )
         return replace_weights(
             plan,
-            chosen.entry(name, spec, said),
+            chosen.entry(name, options, said),
             {**others, **made},
             dropped=chosen.dropped(plan),
             block=block,

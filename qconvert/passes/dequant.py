@@ -22,6 +22,7 @@ from qconvert.matrices.stored import Stored
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
 from qconvert.ops.rowwise import RowOp
 from qconvert.passes.replace_weights import replace_weights, sources_of
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 STALE_RULE = "dequant: activation scales and shapes beside quantized weights"
@@ -48,12 +49,6 @@ class Dequant:
 
     allow_overflow: bool = False
     dtype: Literal["bf16", "f16", "f32"] = "bf16"
-
-    def __repr__(self) -> str:
-        """As it was before there were options, where they are not given: manifests keep it."""
-        given = ["allow_overflow=True"] if self.allow_overflow else []
-        given += [f"dtype={self.dtype!r}"] if self.dtype != "bf16" else []
-        return f"Dequant({', '.join(given)})"
 
     def __call__(self, plan: Plan) -> Plan:
         overflow = self.allow_overflow
@@ -92,7 +87,7 @@ class Dequant:
             made.append(weight)
         decoded = replace(plan, tensors=tensors)
         dropped = sources_of(plan, stale, STALE_RULE)
-        entry = _counted(LogEntry(self.name, repr(self), len(made), None), decoded, made)
+        entry = _counted(LogEntry(self.name, options_of(self), len(made), None), decoded, made)
         done = replace_weights(plan, entry, tensors, dropped=dropped)
         if done.config.get(_EXPERTS) == "fp4":
             done = replace(done, config={**done.config, _EXPERTS: "bf16"})

@@ -28,6 +28,7 @@ from qconvert.core.roles import Kind
 from qconvert.matrices.unquantized_nvfp4 import ignored_globs, ignored_names
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.passes.replace_weights import sources_of
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 MODEL_RULE = "extract_draft: of the model, not of its draft"
@@ -75,7 +76,7 @@ class ExtractDraft:
             changes["side_files"] = tuple(f for f in plan.side_files if f not in files)
             changes["dropped_files"] = {**plan.dropped_files, **files}
         return plan.logged(
-            LogEntry(self.name, repr(self), len(drafts), None),
+            LogEntry(self.name, options_of(self), len(drafts), None),
             tensors=tensors,
             dropped={**plan.dropped, **sources_of(plan, others, MODEL_RULE)},
             facts={**plan.facts, DRAFT: {"shared": sorted(shared)}},
@@ -99,7 +100,7 @@ class GraftDraft:
         both = plan.checkpoint
         if not isinstance(both, Grafted) or both.draft is None:
             raise PlanError("no folder of a draft is given: qconvert mtp graft SRC DRAFT OUT")
-        entry = LogEntry(self.name, repr(self), len(both.names), None)
+        entry = LogEntry(self.name, options_of(self), len(both.names), None)
         coded = next((n for n in sorted(both.names) if _is_quantized(n, plan)), None)
         if coded is not None:
             _check_encoding(both, both.draft, coded)

@@ -11,6 +11,7 @@ from qconvert.checkpoint.family import MTP_COUNTS
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.core.manifest_keys import DRAFT
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 
@@ -63,7 +64,7 @@ class Drop:
             config = _without_mtp(config)
             if family.dims(config).mtp_layers:  # the class assumes a draft that is not stated
                 config = {**config, "mtp_num_hidden_layers": 0}
-        entry = LogEntry(self.name, repr(self), len(gone), None)
+        entry = LogEntry(self.name, options_of(self), len(gone), None)
         return plan.logged(entry, tensors=kept, dropped=dropped, config=config)
 
 

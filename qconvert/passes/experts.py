@@ -19,6 +19,7 @@ from qconvert.core.graph import Output, concat, stack
 from qconvert.core.names import experts_module
 from qconvert.core.roles import Kind
 from qconvert.matrices.causes import check_experts
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 _STACKED = (Kind.STACKED_GATE_UP, Kind.STACKED_DOWN)
@@ -43,7 +44,7 @@ class Unstack:
 
     def __call__(self, plan: Plan) -> Plan:
         if self.optional and not plan.role_index.dims.num_experts:
-            return plan.logged(LogEntry(self.name, repr(self), 0, 0, ("a dense model",)))
+            return plan.logged(LogEntry(self.name, options_of(self), 0, 0, ("a dense model",)))
         role_index = _role_index(plan)
         tensors: dict[str, Output] = {}
         matched: list[str] = []
@@ -80,7 +81,7 @@ class Unstack:
                 "expected a 3-D expert stack, found none; the experts are already matrices"
             )
         expected = _expected(role_index, _STACKED)
-        entry = LogEntry(self.name, repr(self), len(matched), len(expected))
+        entry = LogEntry(self.name, options_of(self), len(matched), len(expected))
         return plan.logged(entry.against(matched, expected), tensors=tensors)
 
 
@@ -119,7 +120,7 @@ class Stack:
                 module = _module(templates[kind], layer) if templates else f"{base}.{names[kind]}"
                 tensors[f"{module}{suffix}"] = made
         expected = _expected(role_index, _APART)
-        entry = LogEntry(self.name, repr(self), len(matched), len(expected))
+        entry = LogEntry(self.name, options_of(self), len(matched), len(expected))
         return plan.logged(entry.against(matched, expected), tensors=tensors)
 
 

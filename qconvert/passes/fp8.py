@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from struct import pack
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.encodings import FP8
@@ -44,9 +44,15 @@ from qconvert.passes.by_row import compressed_block
 from qconvert.passes.input_scales import InputMaxima, maxima_of
 from qconvert.passes.nvfp4_groups import shared_groups
 from qconvert.passes.ranks import check_size, check_tp, cut_notes, loads_at, loads_note
-from qconvert.passes.replace_weights import Linear, Selection, replace_weights, select
+from qconvert.passes.replace_weights import (
+    Linear,
+    Selection,
+    replace_weights,
+    select,
+    takes_linears,
+)
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
-from qconvert.passes.spelled import spelled
+from qconvert.plan.pass_options import LINEAR, options_of
 from qconvert.plan.plan import Plan
 from qconvert.runtimes.consumers import parse_consumer
 from qconvert.runtimes.misreadings import Misread, misread
@@ -58,7 +64,7 @@ _PUBLISHED = (Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.GDN_QKVZ)
 
 @dataclass(frozen=True, slots=True)
 class ToFp8:
-    """All linear layers that runtimes load in FP8, or with `targets: experts` the routed experts. One
+    """All linear layers that runtimes load in FP8, or with `targets: [experts]` the routed experts. One
     scale for each square of `block` rows and columns, or (None) for each row, which dialect
     compressed-tensors alone has; with `tensor` for each matrix, whatever `block` says, and those that
     runtimes compute as one share it. `input_scale` is then one constant for the inputs of all that is
@@ -81,7 +87,7 @@ class ToFp8:
     dialect: Dialect = "fp8"
     block: int | None = BLOCK
     exponents: bool = False
-    targets: Literal["experts", "all"] = "all"
+    targets: tuple[str, ...] = (LINEAR,)
     shared_experts: SharedExperts | None = None
     tp: int | None = None
     tensor: bool = False
@@ -89,10 +95,8 @@ class ToFp8:
     stats: str | None = None
     consumer: str | None = None
 
-    def __repr__(self) -> str:
-        return spelled(self, ("tensor", "input_scale", "stats", "consumer"))
-
     def __post_init__(self) -> None:
+        takes_linears(self.targets)
         if self.consumer is not None:
             parse_consumer(self.consumer)
         if self.tensor and self.exponents:
@@ -119,8 +123,10 @@ class ToFp8:
             raise PlanError("runtimes take input scales beside a scale a tensor only: add tensor")
         if self.input_scale is not None:
             raise PlanError("input_scale is a constant input scale, and stats says otherwise")
-        if self.targets == "all" or self.shared_experts == "quantize":
-            others = "all other layers" if self.targets == "all" else "quantized shared experts"
+        if takes_linears(self.targets) or self.shared_experts == "quantize":
+            others = (
+                "all other layers" if takes_linears(self.targets) else "quantized shared experts"
+            )
             raise PlanError(
                 f"statistics are of routed experts' inputs alone, and {others} would need input scales "
                 "too: target experts, keep shared experts, or leave stats out"
@@ -171,9 +177,9 @@ class ToFp8:
         notes = [*shared_notes(plan, chosen, block), loads_note(sizes)]
         notes += cut_notes(chosen, self._block_size or (1, 1))
         facts: dict[str, Any] = {"tp_sizes": sizes}
-        spec = repr(self)
+        options = options_of(self)
         if maxima is not None:
-            spec = repr(replace(self, stats=maxima.digest))
+            options = options_of(self, stats=maxima.digest)
             notes += maxima.notes()
             facts["input_maxima"] = maxima.recorded
         if self.input_scale is not None:
@@ -181,7 +187,7 @@ class ToFp8:
             notes.append(f"input scales are the constant {self.input_scale:g}, found from no data")
         return replace_weights(
             plan,
-            chosen.entry(self.name, spec, notes),
+            chosen.entry(self.name, options, notes),
             {**others, **made},
             dropped=chosen.dropped(plan),
             block=block,
@@ -245,9 +251,11 @@ class ToFp8:
 
     def chosen(self, plan: Plan) -> Selection:
         """What the targets select of a plan."""
-        found, unwanted = select(plan, self.targets, keep_shared=self.shared_experts == "keep")
+        found, unwanted = select(
+            plan, takes_linears(self.targets), keep_shared=self.shared_experts == "keep"
+        )
         experts, linears = found.experts, dict(found.linears)
-        if self.targets == "all":
+        if takes_linears(self.targets):
             taken = experts.taken if experts is not None else ()
             linears |= self._more(plan, {*linears, *unwanted, *taken})
         if not linears and experts is None:
@@ -300,7 +308,7 @@ class ToFp8:
             module, parameter = split_parameter(name)
             coded = output.type.dtype in WEIGHT_DTYPES and parameter == "weight"
             plain = coded and plan.role_index.kind(name) in self._plain_kinds
-            if plain and self.targets == "all":
+            if plain and takes_linears(self.targets):
                 stored, names = read_matrix(plan, module)
                 assert stored.decoder is not None
                 found |= {name: apply(stored.decoder, *stored.args)[0]}

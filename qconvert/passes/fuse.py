@@ -31,6 +31,7 @@ from qconvert.passes.fused_rows import (
     params_of,
     split_module,
 )
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 from qconvert.runtimes.consumers import CLASSES, parse_consumer
 
@@ -116,11 +117,6 @@ class Unfuse:
         if self.consumer is not None:
             parse_consumer(self.consumer)
 
-    def __repr__(self) -> str:
-        """Unchanged from before consumers existed, if none is given: manifests keep it."""
-        whom = f", consumer={self.consumer!r}" if self.consumer is not None else ""
-        return f"Unfuse(source_groups={self.source_groups!r}{whom})"
-
     def __call__(self, plan: Plan) -> Plan:
         family, dims = plan.family.name, plan.role_index.dims
         if self.consumer is not None and dims.gdn is not None:
@@ -192,7 +188,7 @@ def _reorder(
         if (shape := plan.tensors.get(f"{module}.{SHAPE}")) is not None:
             dropped |= dict.fromkeys(_sources_of(shape), SHAPE_RULE)
     return plan.logged(
-        LogEntry(name, repr(step), len(modules), len(layers), notes, "layers").against(
+        LogEntry(name, options_of(step), len(modules), len(layers), notes, "layers").against(
             modules, counted
         ),
         tensors=tensors,

@@ -22,6 +22,7 @@ from qconvert.core.roles import Kind
 from qconvert.core.shown import count
 from qconvert.formats.nvfp4.config import hf_quant_config
 from qconvert.ops.constant import Constant
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 # What makes keys and values: a projection of each, of all three, or of the latent ones.
@@ -72,7 +73,7 @@ class KvScale:
             f"{self.value:g}, found from no data; a server keeps them in FP8 with --kv-cache-dtype "
             "fp8_e4m3"
         )
-        entry = LogEntry(self.name, repr(self), len(made), None, (note,), "scales")
+        entry = LogEntry(self.name, options_of(self), len(made), None, (note,), "scales")
         files = {}
         if HF_QUANT_CONFIG in plan.new_files:
             said = {key: value for key, value in block.items() if key != "kv_cache_scheme"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from qconvert.core.encodings import MX
 from qconvert.core.errors import PlanError
@@ -22,13 +22,15 @@ from qconvert.formats.mxfp4.limits import MX_BLOCK
 from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.passes.by_row import ByRow
 from qconvert.passes.ranks import check_size
+from qconvert.passes.replace_weights import takes_linears
 from qconvert.passes.shared_experts import SharedExperts
+from qconvert.plan.pass_options import EXPERTS, options_of
 from qconvert.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class ToMx:
-    """The routed experts, or with `targets: all` every linear layer that runtimes load quantized.
+    """The routed experts, or with `targets: [Linear]` every linear layer that runtimes load quantized.
     `shared_experts` says whether shared experts beside routed ones are quantized too or kept; None:
     quantized only where sglang would otherwise fuse them and not read them. `tp` is a tensor-parallel
     size that the result must load at. Other linears whose columns are no whole groups of 32 are left.
@@ -41,11 +43,12 @@ class ToMx:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     format: Format = "mxfp4"
-    targets: Literal["experts", "all"] = "experts"
+    targets: tuple[str, ...] = (EXPERTS,)
     shared_experts: SharedExperts | None = None
     tp: int | None = None
 
     def __post_init__(self) -> None:
+        takes_linears(self.targets)
         if self.format not in FORMATS:
             raise PlanError(f"expected one of {', '.join(FORMATS)}, found {self.format!r}")
         check_size(self.tp)
@@ -53,7 +56,7 @@ class ToMx:
     def __call__(self, plan: Plan) -> Plan:
         if mxfp4_modules(plan):
             raise PlanError("the source is MXFP4: rounding its codes again would only lose")
-        return self.how.planned(plan, self.name, repr(self), self._notes())
+        return self.how.planned(plan, self.name, options_of(self), self._notes())
 
     @property
     def how(self) -> ByRow:
@@ -63,7 +66,7 @@ class ToMx:
             MX[self.format],
             partial(mx_group_config, self.format),
             (1, MX_BLOCK),
-            self.targets,
+            takes_linears(self.targets),
             self.shared_experts,
             self.tp,
         )

@@ -27,13 +27,13 @@ from qconvert.plan.plan import LogEntry, Plan
 
 def as_nvfp4(
     plan: Plan,
-    step: tuple[str, str],
+    step: tuple[str, Mapping[str, Any]],
     found: Mapping[str, Read],
     dialect: Dialect,
     input_scale: float | None,
 ) -> Plan:
     """The plan with every MXFP4 matrix of `found`, by module, under NVFP4's scales; `step` is the name
-    of the pass and its repr. `input_scale`: one constant for the inputs of all of them.
+    of the pass and its options. `input_scale`: one constant for the inputs of all of them.
 
     Beside FP8 layers, as DeepSeek-V4 has its experts, the result is what runtimes call a hybrid: those
     of draft layers stay MXFP4, as sglang 0.5.23 builds them (`model_loader/loader.py`).

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
@@ -59,16 +59,16 @@ from qconvert.passes.mxfp4_as_nvfp4 import (
 )
 from qconvert.passes.nvfp4_groups import check_tp, cut_blocks, quantized, shared_groups
 from qconvert.passes.ranks import loads_note
-from qconvert.passes.replace_weights import Selection, replace_weights, select
+from qconvert.passes.replace_weights import Selection, replace_weights, select, takes_linears
 from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
-from qconvert.passes.spelled import spelled
+from qconvert.plan.pass_options import EXPERTS, options_of, options_with
 from qconvert.plan.plan import LogEntry, Plan
-from qconvert.samples.request import Calibration, digest_of, identity
+from qconvert.samples.request import Calibration, digest_of
 
 
 @dataclass(frozen=True, slots=True)
 class ToNvfp4:
-    """The routed experts, or with `targets: all` every linear layer that runtimes load in NVFP4, in
+    """The routed experts, or with `targets: [Linear]` every linear layer that runtimes load in NVFP4, in
     either dialect. `stats` is a folder of a calibration's statistics, from which the input scales of
     experts are taken; without it, or with `weight_only`, the config says that activations stay bf16.
     `shared_experts` says whether shared experts beside routed ones are quantized too or kept; None:
@@ -89,7 +89,7 @@ class ToNvfp4:
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     dialect: Dialect = "modelopt"
-    targets: Literal["experts", "all"] = "experts"
+    targets: tuple[str, ...] = (EXPERTS,)
     weight_only: bool = False
     stats: str | None = None
     shared_experts: SharedExperts | None = None
@@ -98,10 +98,8 @@ class ToNvfp4:
     scales: Scales = "amax"
     calibrate: Calibration | None = None
 
-    def __repr__(self) -> str:
-        return spelled(self, ("input_scale", "scales", "calibrate"))
-
     def __post_init__(self) -> None:
+        takes_linears(self.targets)
         if self.input_scale is not None and not 0 < self.input_scale < inf:
             raise PlanError(f"expected an input scale above 0, found {self.input_scale}")
         if self.input_scale is not None and (self.weight_only or self.stats is not None):
@@ -111,7 +109,7 @@ class ToNvfp4:
             raise PlanError(
                 "weight_only stores no input scales, the only use of stats: leave one of them out"
             )
-        if self.stats is not None and self.targets == "all":
+        if self.stats is not None and takes_linears(self.targets):
             raise PlanError(
                 "statistics are of experts' inputs alone, and with targets all other layers would need "
                 "input scales too: leave stats out for weights only, or target experts"
@@ -138,8 +136,8 @@ class ToNvfp4:
                 f"scales {self.scales!r} are for rounding to nearest, and a calibration's stand in "
                 "`calibrate`: leave one of the two out"
             )
-        if self.targets == "all" or self.shared_experts == "quantize":
-            word = "targets all" if self.targets == "all" else "shared_experts quantize"
+        if takes_linears(self.targets) or self.shared_experts == "quantize":
+            word = "targets Linear" if takes_linears(self.targets) else "shared_experts quantize"
             raise PlanError(
                 f"{word}: calibration solves routed experts alone, and others would be rounded to "
                 "nearest: leave it out"
@@ -197,7 +195,7 @@ class ToNvfp4:
                 "MXFP4 sources are relabelled as they are, without loss: there is nothing to calibrate"
             )
         found = {module: read for module in modules if (read := mxfp4.read(plan, module))}
-        step = self.name, repr(self)
+        step = self.name, options_of(self)
         return as_nvfp4(plan, step, found, self.dialect, self.input_scale)
 
     def _facts(self, maxima: InputMaxima | None) -> dict[str, Any]:
@@ -209,7 +207,7 @@ class ToNvfp4:
     def chosen(self, plan: Plan) -> Selection:
         """What the targets select of a plan."""
         keep = self.shared_experts == "keep"
-        found, _ = select(plan, self.targets, _in_blocks, keep_shared=keep)
+        found, _ = select(plan, takes_linears(self.targets), _in_blocks, keep_shared=keep)
         experts = found.experts
         own = experts
         if experts is not None and not self._takes_drafts(plan):
@@ -298,7 +296,7 @@ class ToNvfp4:
             notes.append("MTP experts are not calibrated: rounded to nearest")
         notes += shared_notes(plan, chosen, block)
         notes.append(loads_note(_loads_at(chosen)))
-        return chosen.entry(self.name, identity(step, digest), notes)
+        return chosen.entry(self.name, options_with(step, digest), notes)
 
     def _of_drafts(self, plan: Plan) -> str:
         if self._takes_drafts(plan):

@@ -65,7 +65,7 @@ from qconvert.ops.ints import DequantInts
 from qconvert.ops.mx import DequantMxfp4
 from qconvert.passes.mxfp4_as_nvfp4 import as_nvfp4
 from qconvert.passes.replace_weights import replace_weights, sources_of
-from qconvert.passes.spelled import spelled
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 Form = Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"]
@@ -91,9 +91,6 @@ class Relabel:
     nearest: bool = False
     dialect: Dialect | None = None
     input_scale: float | None = None
-
-    def __repr__(self) -> str:
-        return spelled(self, ("dialect", "input_scale"))
 
     def __post_init__(self) -> None:
         if (self.to == "nvfp4") != (self.dialect is not None):
@@ -121,7 +118,9 @@ class Relabel:
         if kinds == {DequantMxfp4} and self.to == "fp8":
             return self._fp8_of_mxfp4(plan, found)
         if kinds == {DequantMxfp4} and self.dialect is not None:
-            return as_nvfp4(plan, (self.name, repr(self)), found, self.dialect, self.input_scale)
+            return as_nvfp4(
+                plan, (self.name, options_of(self)), found, self.dialect, self.input_scale
+            )
         if len(kinds) + bool(weights) > 1:
             raise PlanError(
                 "its weights are in several quantized forms, and only folders of one are relabelled"
@@ -150,7 +149,7 @@ class Relabel:
         note: str,
         dropped: Iterable[str] = (),
     ) -> Plan:
-        entry = LogEntry(self.name, repr(self), count, None, (note,), "matrices")
+        entry = LogEntry(self.name, options_of(self), count, None, (note,), "matrices")
         rules = sources_of(plan, dropped, STALE_RULE)
         return replace_weights(plan, entry, tensors, dropped=rules, block=block)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.ignore import complete_ignore_lists
@@ -29,6 +29,7 @@ from qconvert.matrices.experts import (
 from qconvert.matrices.linears import check_sets, quantizable
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
+from qconvert.plan.pass_options import EXPERTS, LINEAR
 from qconvert.plan.plan import Calibrating, LogEntry, Plan
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class Selection:
         names |= self.experts.stale if self.experts else set()
         return sources_of(plan, names, STALE_RULE)
 
-    def entry(self, name: str, spec: str, notes: Iterable[str]) -> LogEntry:
+    def entry(self, name: str, options: Mapping[str, Any], notes: Iterable[str]) -> LogEntry:
         """What the pass did. Linears are chosen by targets, so that only experts are counted."""
         matrices = len(self.experts.projections) if self.experts else 0
         what = "matrices" if self.plain else "expert matrices"
@@ -105,7 +106,7 @@ class Selection:
         expected = self.experts.expected + len(self.shared) if self.experts and counted else None
         extra = self.experts.extra if self.experts and counted else ()
         matched = matrices + len(self.linears)
-        return LogEntry(name, spec, matched, expected, tuple(notes), what, extra=extra)
+        return LogEntry(name, options, matched, expected, tuple(notes), what, extra=extra)
 
 
 def select_linears(
@@ -134,28 +135,40 @@ def select_linears(
     return found, left, unwanted
 
 
+def takes_linears(targets: tuple[str, ...]) -> bool:
+    """False for the routed experts alone. Raises PlanError for modules by name."""
+    for target in targets:
+        if target not in (EXPERTS, LINEAR):
+            raise PlanError(
+                f"targets: expected {EXPERTS!r} or {LINEAR!r}, found {target!r}; modules by name are "
+                "supported by w4a16"
+            )
+    if not targets:
+        raise PlanError(f"targets: expected {EXPERTS!r} or {LINEAR!r}, found none")
+    return LINEAR in targets
+
+
 def select(
     plan: Plan,
-    targets: Literal["experts", "all"],
+    linears: bool,
     fits: Callable[[Stored], bool] = lambda stored: True,
     *,
     keep_shared: bool,
 ) -> tuple[Selection, dict[str, Kind]]:
-    """The routed experts, or with targets `all` those there are and every linear that runtimes load
+    """The routed experts, or with `linears` those there are and every linear that runtimes load
     quantized and that `fits`; and the linears that are kept as they are. Raises PlanError for part of
     what runtimes load as one."""
-    every = targets == "all"
-    if every:
+    if linears:
         check_described(plan)
     experts = None
-    if not every or plan.role_index.dims.num_experts:
+    if not linears or plan.role_index.dims.num_experts:
         experts = routed_experts(plan)
-    if not every:
+    if not linears:
         return Selection(experts, {}, ()), {}
     keep = SHARED if keep_shared else ()
-    linears, left, unwanted = select_linears(plan, experts, fits=fits, keep=keep)
-    check_sets({module: one.kind for module, one in linears.items()}, {**unwanted, **left})
-    return Selection(experts, linears, tuple(left)), unwanted
+    found, left, unwanted = select_linears(plan, experts, fits=fits, keep=keep)
+    check_sets({module: one.kind for module, one in found.items()}, {**unwanted, **left})
+    return Selection(experts, found, tuple(left)), unwanted
 
 
 def shared_experts(plan: Plan, known: Collection[str], *, drafts: bool) -> dict[str, Linear]:

@@ -26,6 +26,7 @@ from qconvert.matrices.experts import is_transposed
 from qconvert.passes.as_class import MROPE, VISION_FILES
 from qconvert.passes.experts import Unstack
 from qconvert.passes.replace_weights import sources_of
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 TOWER_RULE = "text_only: of a tower, or of what joins one to the text model"
@@ -83,7 +84,7 @@ class TextOnly:
             config = renamed_modules(config, f"re:{escape(old)}", f"re:{escape(new)}")
             config = renamed_modules(config, f"re:^{escape(old)}", f"re:^{escape(new)}")
         made = plan.logged(
-            LogEntry(self.name, repr(self), len(tensors), None),
+            LogEntry(self.name, options_of(self), len(tensors), None),
             tensors=tensors,
             config=config,
             dropped={**plan.dropped, **sources_of(plan, towers, TOWER_RULE)},

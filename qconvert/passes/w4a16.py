@@ -62,19 +62,17 @@ from qconvert.passes.replace_weights import (
     shared_experts,
 )
 from qconvert.passes.shared_experts import SharedExperts, check_any_shared, shared_notes
-from qconvert.passes.spelled import spelled
+from qconvert.plan.pass_options import EXPERTS, options_with
 from qconvert.plan.plan import Plan
-from qconvert.plan.words import EXPERT_PATTERN
 from qconvert.runtimes.shared_experts import loses_shared, would_fuse
-from qconvert.samples.request import Calibration, digest_of, identity
+from qconvert.samples.request import Calibration, digest_of
 
 GROUP = 128
-EXPERTS = EXPERT_PATTERN
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsToW4A16:
-    """Weights of `bits`, in groups of `group` columns that share a scale (None: a whole row does),
+    """Weights of `bits`, in groups of `group_size` columns that share a scale (None: a whole row does),
     packed as `packing` says. `targets` and `ignore` are names, ends of names, `re:` patterns, or
     `Linear`, as in llm-compressor; EXPERTS means the routed experts of every family, whatever their
     names. Layers that no runtime is known to load quantized are never taken. With `leave_bf16` a linear
@@ -95,7 +93,7 @@ class ExpertsToW4A16:
     name: ClassVar[str] = "w4a16"
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
-    group: int | None = GROUP
+    group_size: int | None = GROUP
     bits: Bits = 4
     symmetric: bool = True
     actorder: Actorder | None = None
@@ -108,12 +106,6 @@ class ExpertsToW4A16:
     shared_experts: SharedExperts | Literal["named"] | None = None
     scales: Scales = "amax"
     signs: Signs = "both"
-
-    def __repr__(self) -> str:
-        """`signs` are stated where scales below 0 may be the result: a folder's validators read it."""
-        plain = spelled(replace(self, signs="both"), ("scales", "signs"))
-        both = self.scales == "search" and self.signs == "both" and self.scheme.gains_by_signs
-        return f"{plain[:-1]}, signs='both')" if both else plain
 
     def __post_init__(self) -> None:
         if self.scales == "amax" and self.signs != "both":
@@ -139,7 +131,7 @@ class ExpertsToW4A16:
     def scheme(self) -> IntScheme:
         """compressed-tensors keeps scales in the weights' dtype, GPTQ in fp16."""
         dtype: Any = "BF16" if self.packing == "compressed-tensors" else "F16"
-        return IntScheme(self.bits, self.group, self.symmetric, self.actorder, dtype)
+        return IntScheme(self.bits, self.group_size, self.symmetric, self.actorder, dtype)
 
     def packer(self, *, draft: bool = False) -> Packer:
         """What packs a matrix's codes. Raises PlanError for asymmetric codes in GPTQ's first version:
@@ -377,7 +369,7 @@ class ExpertsToW4A16:
         renamed = not beside and any(runtime_linears(plan, others).values())
         return replace_weights(
             plan,
-            chosen.entry(self.name, identity(self, digest), notes),
+            chosen.entry(self.name, options_with(self, digest), notes),
             {**(with_weight_scales(others) if renamed else others), **results},
             dropped=chosen.dropped(plan),
             block=block,

@@ -19,7 +19,7 @@ def described(plan: Plan) -> dict[str, Any]:
         "layers": dims.num_layers,
         "experts": dims.num_experts,
         "passes": [
-            {"name": e.name, "spec": e.spec, "matched": e.matched, "expected": e.expected}
+            {"name": e.name, "options": e.options, "matched": e.matched, "expected": e.expected}
             for e in plan.log
         ],
         "lossy_steps": plan.losses(),

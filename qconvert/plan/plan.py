@@ -47,12 +47,12 @@ _FLOATS = ("BF16", "F16", "F32", "F64")  # any other dtype is one of codes
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One pass as it ran: how many tensors (or other `what`) it matched, and how many it expected from
-    the config (None where the config does not tell). Where the two differ, `missing` and `extra` name
-    modules or tensors."""
+    """A pass as it ran: its options, how many tensors (or other `what`) it matched, and how many it
+    expected from the config (None where the config does not tell). Where the two differ, `missing` and
+    `extra` name modules or tensors."""
 
     name: str
-    spec: str
+    options: Mapping[str, Any]  # as JSON
     matched: int
     expected: int | None
     notes: tuple[str, ...] = ()
@@ -325,8 +325,8 @@ def _loss(node: Apply, ports: frozenset[int] | None) -> str | None:
 
 
 class Pass(Protocol):
-    """A pure function from plan to plan. Its fields are its options in a recipe, its repr its
-    identity; it logs how many tensors it matched, and matching nothing is an error."""
+    """A pure function from plan to plan. Its fields are its options in recipes and manifests; it
+    logs how many tensors it matched, and matching nothing is an error."""
 
     name: ClassVar[str]
 

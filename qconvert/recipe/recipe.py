@@ -25,7 +25,6 @@ from qconvert.core.patterns import compiled
 from qconvert.core.regular import read_regular
 from qconvert.core.sizes import parse_size
 from qconvert.plan.plan import Pass
-from qconvert.plan.words import fields_of, option_word, value_words, words_of
 
 _KEYS = ("passes", "max_shard_size")
 
@@ -49,7 +48,7 @@ class Recipe:
 
 
 def _spell(step: Pass) -> Any:
-    options = words_of(step.name, _options(step))
+    options = _options(step)
     return {step.name: options} if options else step.name
 
 
@@ -167,7 +166,7 @@ def _foreign(node: Any, name: str, data: Mapping[str, Any] | None) -> Recipe:
     scheme = first.scheme
     values: dict[str, Any] = {
         "bits": scheme.bits,
-        "group": scheme.group,
+        "group_size": scheme.group,
         "symmetric": scheme.symmetric,
         "actorder": scheme.actorder,
         "targets": targets,
@@ -230,10 +229,6 @@ def _pass(node: Any, name: str) -> Pass:
     for option, value in entries(options, name):
         lines[option.value] = line_of(option)
         values[option.value] = construct(value, name)
-    try:
-        values = fields_of(key.value, values)
-    except UsageError as error:
-        raise RecipeError(f"{name}:{line_of(key)}: {key.value!r}: {error}") from error
     return _build(kind, values, lines, name, line_of(key))
 
 
@@ -258,11 +253,10 @@ def _build(
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
-        option = option_word(".".join(map(str, first["loc"])))
+        option = ".".join(map(str, first["loc"]))
         raise RecipeError(
             f"{name}:{lines.get(key, line)}: {kind.name!r}, option {option!r}: "
-            f"{value_words(kind.name, first['msg'])}, "
-            f"found {first.get('input')!r}"
+            f"{first['msg']}, found {first.get('input')!r}"
         ) from error
     except (DataError, PlanError) as error:  # options that contradict one another
         raise RecipeError(f"{name}:{line}: {kind.name!r}: {error}") from error

@@ -194,7 +194,7 @@ def _steps(root: Path) -> tuple[str, ...]:
     except CheckpointError:
         return ()
     passes = [] if manifest is None else manifest["passes"]
-    return tuple(str(step.get("name", step["spec"])) for step in passes)
+    return tuple(str(step["name"]) for step in passes)
 
 
 def _errors(findings: Sequence[Finding]) -> Iterator[Finding]:

@@ -125,7 +125,11 @@ def _begun(record: Mapping[str, Any]) -> Remembered:
     differs then. Raises ValueError for a line that qconvert does not write."""
     _expect(isinstance(record.get("fingerprint"), str), "the first line names no run")
     _expect(isinstance(record.get("run", ""), str), "run is not a string")
-    _expect(_is_texts(record.get("passes", [])), "passes is not a list of strings")
+    passes = record.get("passes", [])
+    _expect(
+        isinstance(passes, list) and all(isinstance(step, dict) for step in passes),
+        "passes is not a list of objects with name and options",
+    )
     return Remembered(record, seen=record.get("seen"))
 
 
@@ -259,7 +263,7 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
         was = before[i] if i < len(before) else NO_PASS
         wants = after[i] if i < len(after) else NO_PASS
         if was != wants:
-            return f"pass {i + 1} was {_spelled(was)}, now {_spelled(wants)}"
+            return f"pass {i + 1} was {_step_text(was)}, now {_step_text(wants)}"
     for key, label in (
         ("qconvert", "the version of qconvert"),
         ("max_shard_size", "--max-shard-size"),
@@ -279,10 +283,10 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
     return None
 
 
-def _spelled(spec: str) -> str:
-    from qconvert.plan.recipe_line import recipe_line
+def _step_text(step: Any) -> str:
+    from qconvert.plan.pass_options import recipe_line
 
-    return spec if spec == NO_PASS else f"`{recipe_line(spec)}`"
+    return NO_PASS if step == NO_PASS else f"`{recipe_line(step)}`"
 
 
 def _moved(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

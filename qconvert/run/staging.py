@@ -70,7 +70,7 @@ def identity_of(ready: Prepared) -> dict[str, Any]:
         "fingerprint": ready.fingerprint,
         "source": checkpoint.header_digest,
         "source_sample": checkpoint.sample_digest,
-        "passes": [entry.spec for entry in ready.plan.log],
+        "passes": [{"name": entry.name, "options": entry.options} for entry in ready.plan.log],
         "max_shard_size": ready.options.max_shard_size,
         "sha256": ready.options.sha256,
         "linked": [file.name for file in ready.layout.files if file.link is not None],

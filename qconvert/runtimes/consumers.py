@@ -33,7 +33,6 @@ _GDN: dict[str, dict[str, tuple[Order, ...]]] = {
     "qwen3-next": {"qwen3_5": ("interleaved",), "qwen3_next": ("interleaved",)},
     "qwen3.5": {"qwen3_5": ("split",), "qwen3_next": ("split",)},
 }
-_STATED = re.compile(r"\bconsumer='(?P<name>[a-z0-9.-]+)(?:==(?P<version>[^']+))?'")
 # Versions as packages have them (PEP 440): 0.5.23, 0.5.23rc1, 5.17.0.dev0, 0.33.0+cpu.
 _VERSION = re.compile(
     r"v?(?P<release>\d{1,9}(?:\.\d{1,9}){0,5})(?P<rest>(?:\.?(?:a|b|rc|post|dev)\d{0,9})*)"
@@ -83,10 +82,12 @@ def _groups(order: Order, dims: Dims) -> int:
 
 def consumer_in(manifest: Mapping[str, Any]) -> Consumer | None:
     """The runtime that a step of a folder's manifest was told to convert for."""
-    steps = manifest.get("passes")
-    specs = [str(step.get("spec")) for step in steps if isinstance(step, Mapping)] if steps else []
-    match = _STATED.search(" ".join(specs))
-    return None if match is None else Consumer(match["name"], match["version"])
+    for step in manifest.get("passes", ()):
+        stated = step["options"].get("consumer")
+        if isinstance(stated, str):
+            name, _, version = stated.partition("==")
+            return Consumer(name, version or None)
+    return None
 
 
 def takers_of_gdn(family: str, groups: int, heads: int) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ only a run computes (`qconvert/calibrate/`)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +27,8 @@ class Calibration(DataSpec):
     """Samples of tokens, and GPTQ's settings.
 
     `experts` says which tokens an expert is calibrated on: `routed`, its own, or `all`. One with fewer
-    than `min_tokens` of its own gets all (`few: all`) or is rounded to nearest (`few: rtn`).
+    than `min_tokens` of its own gets all (`undersampled: all`) or is rounded to nearest
+    (`undersampled: rtn`).
     `dampening_frac` is added to the Hessian's diagonal as a part of its mean; `block_size` columns
     are solved before their error goes on to the rest. `solver` is `best`, or `llmcompressor` for
     llm-compressor's codes. Of the best: `scales` are searched for, or follow the largest weight
@@ -46,7 +47,7 @@ class Calibration(DataSpec):
     block_size: int = 128
     experts: Literal["routed", "all"] = "routed"
     min_tokens: int = 128
-    few: Literal["all", "rtn"] = "all"
+    undersampled: Literal["all", "rtn"] = "all"
     solver: Literal["best", "llmcompressor"] = "best"
     scales: Literal["search", "amax"] = "search"
     signs: Signs = "both"
@@ -96,41 +97,8 @@ def digest_of(request: Calibration, folder: Path) -> str:
 
 
 def fact(request: Calibration, digest: str) -> dict[str, Any]:
-    """The request as plans and manifests keep it: the data by its digest, and no place on a disk. A
-    request without `solver` is llmcompressor's, one without `propagated_error` ignores that, one without
-    `signs` has positive scales: there was nothing else once."""
-    # `unsaid` tells these again.
-    hidden: tuple[str, ...] = _PLACES
-    if request.solver == "llmcompressor":
-        hidden += ("solver", *OF_BEST)
-    if request.propagated_error == "ignore":
-        hidden += ("propagated_error",)
-    if request.signs == "positive":
-        hidden += ("signs",)
-    settings = {
-        field.name: getattr(request, field.name)
-        for field in fields(request)
-        if field.name not in hidden
-    }
-    return {"data": digest, **settings}
-
-
-def unsaid(settings: Collection[str]) -> dict[str, Any]:
-    """What a request's `fact` means by settings that it leaves out."""
-    if "solver" not in settings:
-        return {"solver": "llmcompressor"}
-    meant = {"propagated_error": "ignore", "signs": "positive"}
-    return {name: value for name, value in meant.items() if name not in settings}
-
-
-def identity(step: Any, digest: str | None) -> str:
-    """A pass's identity: its repr, with its `calibrate` as plans keep it."""
-    if digest is None:
-        return repr(step)
-    settings = ", ".join(
-        f"{name}={value!r}" for name, value in fact(step.calibrate, digest).items()
-    )
-    plain, said = repr(replace(step, calibrate=None)), f"calibrate=Calibration({settings})"
-    if "calibrate=None" in plain:
-        return plain.replace("calibrate=None", said)
-    return f"{plain.removesuffix(')')}, {said})"  # of a pass that hides it where there is none
+    """The request as plans and manifests keep it: the data by its digest, no place on a disk, and of
+    solver llmcompressor no setting that it has not."""
+    left = {*_PLACES, *(() if request.solver == "best" else OF_BEST)}
+    names = [field.name for field in fields(request) if field.name not in left]
+    return {"data": digest, **{name: getattr(request, name) for name in names}}

@@ -227,7 +227,7 @@ def _identity(ready: Prepared) -> dict[str, Any]:
         "qconvert": __version__,
         "fingerprint": ready.fingerprint,
         "source": ready.plan.checkpoint.header_digest,
-        "passes": [entry.spec for entry in ready.plan.log],
+        "passes": [{"name": entry.name, "options": entry.options} for entry in ready.plan.log],
     }
 
 

@@ -142,7 +142,7 @@ def test_hessians_are_the_whole_models(
         return real(self, experts, calls, found, *names)
 
     monkeypatch.setattr(Bench, "quantize", keeping)
-    settings = Settings(min_tokens=1, few="rtn")
+    settings = Settings(min_tokens=1, undersampled="rtn")
     kept = Kept()
     work = tmp_path / "work"
     kept.take(

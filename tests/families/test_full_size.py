@@ -37,9 +37,9 @@ COMMANDS = {
     "stack": ("experts", "stack"),
     "unstack": ("experts", "unstack"),
     "w4a16 experts": ("w4a16", "--rtn", "--group-size", "32"),
-    "w4a16 Linear": ("w4a16", "--rtn", "--group-size", "32", "--target", "Linear"),
+    "w4a16 Linear": ("w4a16", "--rtn", "--group-size", "32", "--targets", "Linear"),
     "nvfp4 experts": ("nvfp4", "--dialect", "modelopt"),
-    "nvfp4 all": ("nvfp4", "--dialect", "compressed-tensors", "--targets", "all"),
+    "nvfp4 all": ("nvfp4", "--dialect", "compressed-tensors", "--targets", "Linear"),
     "amx": ("amx", "--method", "int4", "--numa", "1"),
     "split": ("split", "--pp", "2", "--for", "vllm"),
     "validate": ("validate", "--level", "headers"),
@@ -168,7 +168,7 @@ FOUR_BITS = {
     "kimi-k2.5": {
         "bf16": "dequant: {}",
         "fp8": "fp8: {}",
-        "nvfp4": "nvfp4: {dialect: compressed-tensors, targets: all}",
+        "nvfp4": "nvfp4: {dialect: compressed-tensors, targets: [Linear]}",
     },
 }
 

@@ -42,7 +42,7 @@ EXPERTS = {
     "ernie4_5_moe": ("model.layers.1.mlp.experts.0.gate_proj",),
 }  # fmt: skip
 PACKED: dict[str, Pass] = {
-    "w4a16": ExpertsToW4A16(group=32), "mx": ToMx(), "nvfp4": ToNvfp4("compressed-tensors"),
+    "w4a16": ExpertsToW4A16(group_size=32), "mx": ToMx(), "nvfp4": ToNvfp4("compressed-tensors"),
 }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_no_name_answers_to_a_quantized_module(folders: Path) -> None:
     _, block = _plan(folders, "mistral3", ToFp8())
     assert "vision_tower" in block["modules_to_not_convert"]
     assert "layers.0.self_attn.q_proj" not in block["modules_to_not_convert"]
-    _, block = _plan(folders, "mistral3", ToNvfp4("modelopt", targets="all"))
+    _, block = _plan(folders, "mistral3", ToNvfp4("modelopt", targets=("Linear",)))
     assert "vision_tower*" in block["ignore"]
     assert not [name for name in block["ignore"] if name.startswith("*layers")]
 

@@ -79,7 +79,7 @@ def test_all(part: int, stage: Stage) -> None:
 
 
 def _commands() -> set[str]:
-    found = set(cli.commands) - {"experts", "mtp", "recipes", "prepare", "gptq4"}
+    found = set(cli.commands) - {"experts", "mtp", "recipes", "prepare"}
     return found | {
         "experts stack",
         "experts unstack",

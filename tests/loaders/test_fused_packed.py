@@ -16,12 +16,20 @@ pytestmark = [
 ]
 
 QUANTIZED = {
-    "w4a16 g32": ("w4a16", "--rtn", "--target", "Linear", "--group-size", "32"),
-    "w4a16 asymmetric": ("w4a16", "--rtn", "--target", "Linear", "--asymmetric"),
-    "w8a16": ("w4a16", "--rtn", "--target", "Linear", "--bits", "8"),
-    "nvfp4": ("nvfp4", "--dialect", "compressed-tensors", "--targets", "all"),
-    "nvfp4 inputs": ("nvfp4", "--dialect", "modelopt", "--targets", "all", "--input-scale", ".5"),
-    "int8": ("int8", "--targets", "all"),
+    "w4a16 g32": ("w4a16", "--rtn", "--targets", "Linear", "--group-size", "32"),
+    "w4a16 asymmetric": ("w4a16", "--rtn", "--targets", "Linear", "--asymmetric"),
+    "w8a16": ("w4a16", "--rtn", "--targets", "Linear", "--bits", "8"),
+    "nvfp4": ("nvfp4", "--dialect", "compressed-tensors", "--targets", "Linear"),
+    "nvfp4 inputs": (
+        "nvfp4",
+        "--dialect",
+        "modelopt",
+        "--targets",
+        "Linear",
+        "--input-scale",
+        ".5",
+    ),
+    "int8": ("int8", "--targets", "Linear"),
     "fp8 rows": ("fp8", "--channel"),
     "fp8 tensor": ("fp8", "--tensor", "--input-scale", ".5"),
 }

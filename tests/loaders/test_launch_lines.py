@@ -1,6 +1,6 @@
 """What every converting command makes with its default options, on each small published checkpoint, is
 started with the launch lines that its card prints: it loads whole in the runtime's own loader. `kt` is
-in test_sglang_quantized.py; cards of `amx` and `prepare` name none of these runtimes, and `gptq4`,
+in test_sglang_quantized.py; cards of `amx` and `prepare` name none of these runtimes,
 `w4a16 --gptq`, `nvfp4 --stats` and `nvfp4 --gptq` write the forms of `w4a16 --rtn` and `nvfp4`."""
 
 from __future__ import annotations

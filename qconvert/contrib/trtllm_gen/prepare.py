@@ -28,6 +28,7 @@ from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.graph import Output, Source, apply, concat, stack
 from qconvert.matrices.causes import check_experts
 from qconvert.ops.gather import Gather, Order
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 _HF_QUANT = "hf_quant_config.json"
@@ -79,7 +80,7 @@ class Prepare:
         return plan.logged(
             LogEntry(
                 self.name,
-                repr(self),
+                options_of(self),
                 kinds * len(ready),
                 counted,
                 tuple(notes),

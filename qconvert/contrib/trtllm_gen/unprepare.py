@@ -13,6 +13,7 @@ from qconvert.contrib.trtllm_gen.stacks import DIALECTS, Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.ops.gather import Order, Scatter
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 _RULE = "derived: it follows from the scales that stay"
@@ -50,7 +51,7 @@ class Unprepare:
         kept = tuple(name for name in plan.side_files if name != GUIDE)
         said = {GUIDE: "unprepare: no longer so"} if GUIDE in plan.side_files else {}
         return plan.logged(
-            LogEntry(self.name, repr(self), len(bases), None, (), "layers of experts"),
+            LogEntry(self.name, options_of(self), len(bases), None, (), "layers of experts"),
             tensors={**others, **tensors},
             config=_restored(without_quantization(plan.config), block["replaced"]),
             dropped={**plan.dropped, **gone},

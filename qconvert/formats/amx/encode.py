@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
-Rounding = Literal["peer", "search"]
+Rounding = Literal["reference", "search"]
 
 _LARGEST: dict[str, int] = {"int4": 7, "int8": 127}
 
@@ -65,7 +65,7 @@ class Amx:
 
     method: Method
     shards: int = 1
-    rounding: Rounding = "peer"
+    rounding: Rounding = "reference"
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         (weight,) = args
@@ -161,7 +161,7 @@ class Amx:
             words = np.frombuffer(outs[2 * shard].data, np.uint32)
             scale = np.frombuffer(outs[2 * shard + 1].data, np.float32)
             first, last = shard * width, (shard + 1) * width
-            if self.rounding == "peer":
+            if self.rounding == "reference":
                 made = done(f"amx_{self.method}", bits, first, last, words, scale)
             else:
                 steps, errors = ladder(largest)

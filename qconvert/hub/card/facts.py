@@ -32,6 +32,11 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def has_signed_scales(manifest: Mapping[str, Any]) -> bool:
     """Whether scales of its INT4 weights were searched for below 0, too."""
-    specs = (str(step["spec"]) for step in manifest["passes"] if step["name"] == "w4a16")
-    searched = [spec for spec in specs if "scales='search'" in spec and "signs='both'" in spec]
-    return any("symmetric=True" in spec and "bits=4" in spec for spec in searched)
+    for step in manifest["passes"]:
+        options = step["options"]
+        searched = options.get("calibrate") or options
+        signed = (searched.get("scales"), searched.get("signs")) == ("search", "both")
+        codes = options.get("bits"), options.get("symmetric")
+        if step["name"] == "w4a16" and signed and codes == (4, True):
+            return True
+    return False

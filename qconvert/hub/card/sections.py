@@ -12,7 +12,7 @@ from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.hub.card.facts import amx_of, consumer_of, has_signed_scales, quantization_of
 from qconvert.hub.card.loaders import Loads, command, said_of, takers
-from qconvert.plan.recipe_line import recipe_line
+from qconvert.plan.pass_options import recipe_line
 from qconvert.runtimes.consumers import CLASSES
 from qconvert.runtimes.ktransformers import RUNTIME, launch_line
 from qconvert.runtimes.serving import SIMULATED, class_of, launch
@@ -216,7 +216,7 @@ def _draft_lines(config: Mapping[str, Any], said: Loads) -> Iterator[str]:
 def _options(step: Mapping[str, Any]) -> str:
     """A step's options as a recipe has them."""
     name = str(step["name"])
-    text = recipe_line(str(step["spec"]))
+    text = recipe_line(step)
     return "none" if text == name else text.removeprefix(f"{name}: ")
 
 

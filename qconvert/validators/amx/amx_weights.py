@@ -49,7 +49,7 @@ _SAMPLE = 4
 _LEAST_CLIP, _MOST_CLIP = 0.05, 2.0
 # Half a step if codes are rounded once. kt-kernel's int4 rounds to sixteenths of a step first, and
 # a half that this produced is rounded up.
-_BOUND = {("int4", "peer"): 8.5 / 16}
+_BOUND = {("int4", "reference"): 8.5 / 16}
 # In steps: multiplying by the inverse of a step and back is exact to about 2^-22 of the largest code.
 _SLACK = 2.0**-12
 # float32 roundings of the largest weight times the inverse of the largest code.
@@ -266,7 +266,7 @@ def _odd_step(
         if block.rounding == "search":
             # A search minimizes a row's error, so it is below that of the plain step: half
             # of it for each weight, or 8.5 / 16 if kt-kernel rounds twice.
-            half = np.float32(_BOUND.get((block.method, "peer"), 0.5) + _SLACK)
+            half = np.float32(_BOUND.get((block.method, "reference"), 0.5) + _SLACK)
             off = (expected - found) / plain[:, None]
             wrong = (step > plain * (top / (top - 0.5) + _SLACK)) | (
                 (off**2).mean(axis=1) > half**2

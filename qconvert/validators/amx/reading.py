@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _METHODS: Mapping[Any, Method] = {name: method for method, name in RUNTIME_NAME.items()}
 # How a folder's codes were found: rounded as kt-kernel's converter does, with steps searched for, or by
 # calibration.
-FoundBy = Literal["peer", "search", "gptq"]
+FoundBy = Literal["reference", "search", "gptq"]
 _ROUNDINGS: tuple[FoundBy, ...] = get_args(FoundBy)
 _COUNTS = ("numa", "hidden_size", "intermediate_size", "experts")
 

@@ -42,7 +42,6 @@ RULES = (
 )
 
 FACT = "calibration"  # of the manifest
-_TP = re.compile(r"\btp=(\d{1,5})\b")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _COUNTS = ("samples", "length", "block_size", "min_tokens")
 _CHANNEL_STEP = 64  # of a row under one scale, what a rank has fits kernels in multiples of this
@@ -92,7 +91,7 @@ def _fault(found: Any) -> str:
     for key in _COUNTS:
         if type(found.get(key)) is not int or found[key] < 1:
             return f"expected `{key}` to be 1 or more, found {found.get(key)!r}"
-    for key, known in (("experts", ("routed", "all")), ("few", ("all", "rtn"))):
+    for key, known in (("experts", ("routed", "all")), ("undersampled", ("all", "rtn"))):
         if found.get(key) not in known:
             return f"expected `{key}` to be {' or '.join(known)}, found {found.get(key)!r}"
     return ""
@@ -101,10 +100,9 @@ def _fault(found: Any) -> str:
 def _parallel(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[Finding]:
     """For each kind of packed matrix the first that cannot be divided."""
     sizes = [
-        int(number)
+        tp
         for step in manifest["passes"]
-        if step.get("name") == "w4a16"
-        for number in _TP.findall(str(step.get("spec")))
+        if step["name"] == "w4a16" and type(tp := step["options"].get("tp")) is int
     ]
     if not sizes or sizes[-1] < 1:
         return

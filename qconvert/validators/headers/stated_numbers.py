@@ -13,8 +13,7 @@ Not a validator itself: it has no `VALIDATOR`, so discovery skips it; quantizati
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,7 +219,7 @@ def _grouping(
         return {}, ""
     if strategy == "group" and _is_size(size) and size in _group_sizes(forms, (int(size or 0),)):
         return {}, ""
-    asked = _asked(checkpoint, "group")
+    asked = _asked_group(checkpoint)
     fitting = _group_sizes(forms)
     if asked is not None and (asked in _group_sizes(forms, (asked,)) if asked > 0 else rows):
         return _as_group(asked if asked > 0 else None), "qconvert.json"
@@ -338,12 +337,14 @@ def _gptq(checkpoint: Checkpoint, config: QuantConfig, path: tuple[str, ...]) ->
     yield from _words(
         checkpoint, config, path, {"bits": ("bits",), "group_size": ("group_size",)}, turned=False
     )
-    for key, field, values in (
-        ("sym", "symmetric", {"True": True, "False": False}),
-        ("desc_act", "actorder", {"'group'": True, "None": False, "'static'": False}),
-    ):
+    meanings: tuple[tuple[str, str, dict[Hashable, bool]], ...] = (
+        ("sym", "symmetric", {True: True, False: False}),
+        ("desc_act", "actorder", {"group": True, None: False, "static": False}),
+    )
+    for key, field, values in meanings:
         if config.block.get(key) is None:
-            value = values.get(_asked_text(checkpoint, field) or "")
+            asked = _asked(checkpoint, field)
+            value = values.get(asked[0]) if asked else None
             yield Number(
                 (*path, key), None, value,
                 "" if value is None else "qconvert.json says so",
@@ -405,7 +406,7 @@ def _words(
     size, rows = stated["group_size"], all(form.scales == 1 for form in forms)
     if (size == -1 and rows) or (_is_size(size) and _group_sizes(forms, (int(size or 0),))):
         return
-    asked, fitting = _asked(checkpoint, "group"), _group_sizes(forms)
+    asked, fitting = _asked_group(checkpoint), _group_sizes(forms)
     if asked is not None and (rows if asked < 1 else bool(_group_sizes(forms, (asked,)))):
         yield Number((*path, written["group_size"]), size, asked, "qconvert.json says so")
     elif rows or len(fitting) == 1:
@@ -507,18 +508,20 @@ def _drafts(checkpoint: Checkpoint) -> Iterator[Number]:
 # --- What was asked for --------------------------------------------------------------------------
 
 
-def _asked_text(checkpoint: Checkpoint, field: str) -> str | None:
-    """A field of the last pass that has it, as qconvert.json spells it."""
+def _asked(checkpoint: Checkpoint, option: str) -> tuple[Hashable] | None:
+    """An option of the last pass that has it, None where qconvert.json has none of such a type."""
     for step in reversed((checkpoint.manifest or {}).get("passes", [])):
-        found = re.search(rf"\b{field}=([^,()]+)[,)]", str(step.get("spec", "")))
-        if found:
-            return found[1]
+        if option in step["options"]:
+            value = step["options"][option]
+            return (value,) if isinstance(value, Hashable) else None
     return None
 
 
-def _asked(checkpoint: Checkpoint, field: str) -> int | None:
-    """A size that was asked for, -1 for a whole row, None where qconvert.json says none."""
-    text = _asked_text(checkpoint, field)
-    if text is None:
-        return None
-    return -1 if text == "None" else int(text) if text.isdecimal() else None
+def _asked_group(checkpoint: Checkpoint) -> int | None:
+    """The group size that was asked for, -1 for a whole row, None where qconvert.json says none."""
+    match _asked(checkpoint, "group_size"):
+        case (None,):
+            return -1
+        case (int(size),):
+            return size
+    return None

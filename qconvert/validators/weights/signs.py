@@ -26,4 +26,5 @@ def may_be_negative(manifest: Mapping[str, Any] | None, form: Form) -> bool:
     said = (manifest or {}).get(CALIBRATION)
     if isinstance(said, dict) and said.get("signs") == "both" and said.get("scales") == "search":
         return True
-    return any("signs='both'" in str(step.get("spec")) for step in made)
+    signed = {"scales": "search", "signs": "both", "symmetric": True, "bits": 4}
+    return any(signed.items() <= step["options"].items() for step in made)

@@ -208,7 +208,7 @@ class _Numbers:
 def _allows_infinity(checkpoint: Checkpoint) -> bool:
     """Whether the folder was made by a dequant that writes what bf16 cannot hold as infinite."""
     steps = (checkpoint.manifest or {}).get("passes", ())
-    return any("allow_overflow=True" in str(step["spec"]) for step in steps)
+    return any(step["options"].get("allow_overflow") for step in steps)
 
 
 def _largest(data: Bytes, width: int, mask: int) -> int:

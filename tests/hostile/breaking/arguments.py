@@ -143,7 +143,7 @@ def _mutations() -> Iterator[Mutation]:
             "{src}",
             "{out}",
             "--rtn",
-            "--target",
+            "--targets",
             target,
             verdict=verdict,
         )
