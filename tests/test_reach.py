@@ -378,6 +378,7 @@ _READERS = {
     "hub/trees.py": "descriptors",
     "calibrate/memory.py": "/proc",
     "compiled/choice.py": "our own sources, our own cache",
+    "compiled/jit.py": "locks in our own cache",
     "repair/write.py": "writes what it staged",
     "calibrate/rows.py": "our own file of hidden states",
     "calibrate/stats.py": "writes statistics",

@@ -10,7 +10,9 @@ quarter of a vector: `np.int32(...)` stands around each. No fast math anywhere: 
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -155,12 +157,19 @@ class _Lazy:
         """numba's dispatcher with its one signature, compiled now unless an earlier process did so."""
         folder = self._folder
         if folder is not None:
+            name = self.plain.__name__
             try:
-                return self._njit(cache=True)
+                with ExitStack() as compiling:
+                    # Workers that want it at once wait for one that compiles it: 1.5 CPU s each.
+                    if not any(folder.rglob(f"*.{name}-*.nbi")):
+                        lock = compiling.enter_context(open(folder / f"{name}.lock", "wb"))
+                        with suppress(OSError):  # a file system without locks
+                            fcntl.flock(lock, fcntl.LOCK_EX)
+                    return self._njit(cache=True)
             # What is kept is damaged, or nothing can be written (a full disk): the next process keeps it
             # anew. A fault of the loop itself is met again below.
             except Exception:
-                for file in folder.rglob(f"*.{self.plain.__name__}-*.nb?"):
+                for file in folder.rglob(f"*.{name}-*.nb?"):
                     file.unlink(missing_ok=True)
         return self._njit(cache=False)
 
