@@ -52,7 +52,8 @@ def packed_modules(checkpoint: Checkpoint) -> set[str]:
 
 
 def _scales_codes(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a `_scale_2` is that of a weight in codes: models have a `layer_scale_2` of their own."""
+    """Tell whether a `_scale_2` is that of a weight in codes: models have a `layer_scale_2` of their
+    own."""
     weight = checkpoint.get(name.removesuffix("_scale_2"))
     return weight is not None and weight.type.dtype in _CODES
 
@@ -159,10 +160,10 @@ def _with(config: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[st
 
 
 def with_fp8_linears(checkpoint: Checkpoint) -> Mended | None:
-    """What states the block FP8 of linears beside packed experts, where nothing says so: a group for all
-    linears where their scales are called `weight_scale`, `linear_fp8_config` where every linear is FP8
-    and has a `weight_scale_inv`. The block is the one power of two that fits the scales of every linear;
-    where several fit, None."""
+    """A statement of the block FP8 of linears beside packed experts, where nothing says so: a group for
+    all linears where their scales are called `weight_scale`, `linear_fp8_config` where every linear is
+    FP8 and has a `weight_scale_inv`. The block is the one power of two that fits the scales of every
+    linear; where several fit, None."""
     block = checkpoint.config.get("quantization_config")
     if not isinstance(block, Mapping) or block.get("quant_method") != "compressed-tensors":
         return None

@@ -105,7 +105,7 @@ def _kept(own: QuantConfig, quantized: set[str]) -> tuple[list[str], list[str]]:
 
 
 def _wanted(checkpoint: Checkpoint, own: QuantConfig) -> Sequence[str]:
-    """What a conversion would list."""
+    """The list that a conversion would write."""
     plan, packed = Plan.identity(checkpoint), packed_modules(checkpoint)
     if not packed:  # codes of a byte each; beside packed ones FP8 linears are a group of their own
         packed = fp8_modules(checkpoint) | int8_modules(checkpoint)

@@ -1,4 +1,4 @@
-"""What is wrong with a folder's metadata and can be said right without touching its weights.
+"""Faults of a folder's metadata that can be put right without touching its weights.
 
 The folder is built again beside itself, out of links to its files, with mended metadata; validation
 judges that. Nothing is written before the result has no error left.
@@ -83,8 +83,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Repair:
-    """What a repair of `folder` would change. `fixed` are findings that it ends, `left` errors that it
-    does not: with one of them nothing is written. `steps` are the conversion's, from its manifest."""
+    """Changes that a repair of `folder` would make. `fixed` are findings that it ends, `left` errors
+    that it does not: with one of them nothing is written. `steps` are the conversion's, from its
+    manifest."""
 
     folder: Path
     changes: tuple[Change, ...]

@@ -1,1 +1,1 @@
-"""What the programs that serve models load: facts read in their loaders, with versions."""
+"""Rules of the programs that serve models: facts read in their loaders, with versions."""

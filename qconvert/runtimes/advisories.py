@@ -16,7 +16,7 @@ from qconvert.runtimes.consumers import Consumer
 
 @dataclass(frozen=True, slots=True)
 class Advisory:
-    """What a runtime gets wrong, for which folders: `concerns` is asked with the config. `unreleased`:
+    """An error of a runtime, and for which folders: `concerns` is asked with the config. `unreleased`:
     only builds between releases have it. `setting`: it is so with this environment variable alone."""
 
     runtime: str
@@ -51,8 +51,8 @@ def _nvfp4_weights_alone(config: Mapping[str, Any]) -> bool:
 
 
 def _int4_experts(config: Mapping[str, Any]) -> bool:
-    """Whether experts may be INT4 of compressed-tensors, GPTQ or AWQ: a config with experts and codes of
-    four bits."""
+    """Tell whether experts may be INT4 of compressed-tensors, GPTQ or AWQ: a config with experts and
+    codes of four bits."""
     texts = (config, config.get("text_config"))
     counts = [text.get(key) for text in texts if isinstance(text, Mapping) for key in _COUNTS]
     block = config.get("quantization_config")

@@ -54,8 +54,8 @@ class Consumer:
         return _groups(self._orders(family, dims)[0], dims)
 
     def takes_gdn(self, groups: int, family: str, dims: Dims) -> bool:
-        """Whether it takes projections fused in that many groups, or split (0). Raises PlanError for a
-        family without them."""
+        """Tell whether it takes projections fused in that many groups, or split (0). Raises PlanError
+        for a family without them."""
         return any(groups == _groups(order, dims) for order in self._orders(family, dims))
 
     def _orders(self, family: str, dims: Dims) -> tuple[Order, ...]:
@@ -119,8 +119,8 @@ def parse_consumer(text: str) -> Consumer:
 
 
 def is_release(version: str, known: str) -> bool:
-    """Whether a version is a release itself, however many zeros it is written with, or a build of it;
-    what came before or after it, a post-release too, is another program."""
+    """Tell whether a version is a release itself, however many zeros it is written with, or a build of
+    it; what came before or after it, a post-release too, is another program."""
     match = _VERSION.fullmatch(version)
     if match is None or match["rest"]:
         return False
@@ -136,7 +136,7 @@ def _numbers(release: str) -> list[int]:
 
 
 def _is_checked(version: str, checked: str) -> bool:
-    """Whether a version is the one checked, to as many places as that one states. Candidates and
+    """Tell whether a version is the one checked, to as many places as that one states. Candidates and
     development versions before a release are not that release."""
     match = _VERSION.fullmatch(version)
     assert match is not None, "parse_consumer has checked it"
@@ -187,9 +187,9 @@ def _vllm_refuses(runtime: str, block: Mapping[str, Any]) -> bool:
 
 
 def _transformers_reads(block: Mapping[str, Any]) -> bool:
-    """Whether transformers loads what quantization steps write. It does not support modelopt, sglang's
-    linear_fp8_config, experts in GPTQ's packing, and experts of compressed-tensors with zero points,
-    group indices, global scales or exponents."""
+    """Tell whether transformers loads what quantization steps write. It does not support modelopt,
+    sglang's linear_fp8_config, experts in GPTQ's packing, and experts of compressed-tensors with zero
+    points, group indices, global scales or exponents."""
     method = str(block.get("quant_method"))
     if method != "compressed-tensors":
         return method not in ("modelopt", "gptq")
@@ -205,7 +205,8 @@ def _transformers_reads(block: Mapping[str, Any]) -> bool:
 
 
 def _weights_of(block: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], bool]]:
-    """What compressed-tensors' groups state about weights, and whether activations are quantized too."""
+    """Statements of compressed-tensors' groups about weights, and whether activations are quantized
+    too."""
     groups = block.get("config_groups")
     found = groups.values() if isinstance(groups, Mapping) else ()
     each = [

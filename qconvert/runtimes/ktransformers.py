@@ -1,4 +1,4 @@
-"""How KTransformers is started on what qconvert makes, and what it reads without conversion.
+"""Start of KTransformers on what qconvert makes, and what it reads without conversion.
 
 Options: kvcache-ai's sglang-kt. Stock sglang up to 0.5.23 has the same options but cannot run a current
 kt-kernel: it passes `num_gpu_experts` where the kernel expects `gpu_experts_mask` (a TypeError;

@@ -69,8 +69,8 @@ class Misread:
 
 
 def misread(runtime: str, config: Config, tensors: Tensors) -> Misread:
-    """What the class that a config names is known to misread of these tensors, of the first fact that
-    there is; an empty answer where none is known."""
+    """Tensors that the class that a config names is known to misread of these tensors, of the first fact
+    that there is; an empty answer where none is known."""
     name = architecture_of(config)
     for fact in _FACTS.get(runtime, ()):
         found = fact(name, config, tensors)
@@ -149,7 +149,8 @@ def _rows_of(moved: Collection[str]) -> Callable[[str, Config, Tensors], Misread
 
 
 def _right(leaf: str, type: TensorType, heads: int, size: int, moved: Collection[str]) -> bool:
-    """Whether rows of a tensor are as those of its matrix are moved, within heads of `size` rows."""
+    """Tell whether rows of a tensor are as those of its matrix are moved, within heads of `size`
+    rows."""
     rows = type.shape[0]
     if leaf in _GPTQ or not heads or not size:
         return leaf not in _GPTQ

@@ -67,7 +67,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Answer:
-    """What all ranks of a server say together. `ignored` are tensors that no rank reads though one
+    """Answer of all ranks of a server together. `ignored` are tensors that no rank reads though one
     looked for their parameter, and `of_cache` the scales of a KV cache among all that none reads: it is
     served with a scale of 1 then; `unread`, all of those; `nbytes` is what the fullest rank holds;
     `mended_by` is an option with which the folder loads whole, where it does not without; `cure` is
@@ -126,8 +126,8 @@ def asked(
     every: bool = True,
     alone: bool = False,
 ) -> Answer | NotKnown:
-    """Whether a runtime loads a folder, which holds one pipeline stage alone where `stage` is given, or
-    a draft without its model (`alone`)."""
+    """Tell whether a runtime loads a folder, which holds one pipeline stage alone where `stage` is
+    given, or a draft without its model (`alone`)."""
     if (unknown := version_not_known(consumer)) is not None:
         return unknown
     name = consumer.name
@@ -315,7 +315,7 @@ class Loading:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it loads the folder at any size."""
+        """Tell whether it loads the folder at any size."""
         return "loads" if self.sizes else "does not load" if self.failed else "not known"
 
     @property
@@ -328,7 +328,7 @@ class Loading:
         )
 
     def at(self, tp: int) -> Verdict:
-        """Whether it does at one."""
+        """Tell whether it does at one."""
         if any(tp in held for held in self.sizes.values()):
             return "loads"
         by_form = bool(self.failed) and not self.asked
@@ -354,10 +354,10 @@ class Loading:
 def loads(
     config: Mapping[str, Any], tensors: Mapping[str, TensorType], facts: Mapping[str, Any]
 ) -> dict[str, Loading]:
-    """Whether each runtime loads a folder, by the runtime's name. `facts` are its manifest's: the order
-    of fused rows, which pipeline stage it is, and the form of its experts. Where no simulator knows the
-    class, a form that no class of the runtime reads is said not to load. Nothing for folders of experts
-    for CPUs or for kernels, which no server loads by themselves."""
+    """Tell whether each runtime loads a folder, by the runtime's name. `facts` are its manifest's: the
+    order of fused rows, which pipeline stage it is, and the form of its experts. Where no simulator
+    knows the class, a form that no class of the runtime reads is said not to load. Nothing for folders
+    of experts for CPUs or for kernels, which no server loads by themselves."""
     if facts.get("amx") is not None or facts.get("trtllm_gen") is not None:
         return {}
     groups, stage = facts.get("gdn_groups"), facts.get("stage")
@@ -433,7 +433,7 @@ def _loading(
     *,
     alone: bool,
 ) -> Loading:
-    """What one runtime says."""
+    """Answer of one runtime."""
     number, partition = stage or (None, None)
     whole: dict[str, dict[int, int]] = {}
     failed = draft = unknown = cache = ""

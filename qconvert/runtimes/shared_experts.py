@@ -55,7 +55,7 @@ def architecture_of(config: Config) -> str:
 
 
 def fuses(architecture: str, config: Config, block: Config | None) -> bool:
-    """Whether sglang's class fuses the shared experts of a model with this config and quantization
+    """Tell whether sglang's class fuses the shared experts of a model with this config and quantization
     block."""
     text = spelled(text_config(config))
     if architecture == _DEEPSEEK:
@@ -94,7 +94,7 @@ def _vetoes(block: Config | None) -> bool:
 
 
 def _packs_linears(block: Config | None) -> bool:
-    """Whether the class of all linears is 4-bit integers (`is_wint4afp8_or_wint4a16_config`)."""
+    """Tell whether the class of all linears is 4-bit integers (`is_wint4afp8_or_wint4a16_config`)."""
     for targets, group in _groups(block):
         weights = group.get("weights")
         if "Linear" in targets and isinstance(weights, Mapping):
@@ -105,8 +105,8 @@ def _packs_linears(block: Config | None) -> bool:
 
 
 def kept_apart(architecture: str, config: Config, block: Config | None) -> bool:
-    """Whether a block stores shared experts of some layer in another form than its routed ones, for a
-    class that can fuse."""
+    """Tell whether a block stores shared experts of some layer in another form than its routed ones, for
+    a class that can fuse."""
     kind = _CLASSES.get(architecture)
     if kind is None or block is None:
         return False
@@ -121,8 +121,8 @@ def kept_apart(architecture: str, config: Config, block: Config | None) -> bool:
 
 
 def loses_shared(config: Config, block: Config | None) -> bool:
-    """Whether sglang, started without options, fuses shared experts that are stored in another form than
-    the routed ones: it would not read them, or fail."""
+    """Tell whether sglang, started without options, fuses shared experts that are stored in another form
+    than the routed ones: it would not read them, or fail."""
     architecture = architecture_of(config)
     return fuses(architecture, config, block) and kept_apart(architecture, config, block)
 
@@ -133,13 +133,14 @@ def would_fuse(config: Config, block: Config | None) -> bool:
 
 
 def needs_plain_linears(config: Config) -> bool:
-    """Whether the class fails with packed shared experts that it does not fuse: GLM's looks at the dtype
-    of a `weight`, which packed linears have not (`models/glm4_moe.py`, `Glm4MoeSparseMoeBlock`)."""
+    """Tell whether the class fails with packed shared experts that it does not fuse: GLM's looks at the
+    dtype of a `weight`, which packed linears have not (`models/glm4_moe.py`,
+    `Glm4MoeSparseMoeBlock`)."""
     return architecture_of(config) == _GLM
 
 
 def _form(block: Config, module: str, *, routed: bool) -> str:
-    """How a block stores a module, comparable with another's; "" for unquantized."""
+    """Form in which a block stores a module, comparable with another's; "" for unquantized."""
     method = block.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_form(block, module, routed=routed)

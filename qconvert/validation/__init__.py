@@ -1,1 +1,1 @@
-"""How validators are run, and what they report."""
+"""The run of validators, and their reports."""

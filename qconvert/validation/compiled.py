@@ -1,4 +1,4 @@
-"""Whether validators compute in compiled loops of their own (qconvert/validators/loops).
+"""Choice of compiled loops for validators of their own (qconvert/validators/loops).
 
 numpy's form is the definition: a loop gives the same bits and the same answers, or declines what is out
 of the ordinary (NaN, infinities), which numpy's form then answers; all that is wrong is found there.
@@ -21,13 +21,13 @@ _ENOUGH_BYTES = 384 << 20
 
 
 def worth(nbytes: int, workers: int) -> bool:
-    """Whether workers that compute with this many bytes should use loops. Raises RunError as `wanted`
-    does."""
+    """Tell whether workers that compute with this many bytes should use loops. Raises RunError as
+    `wanted` does."""
     return wanted(nbytes // workers, _ENOUGH_BYTES)
 
 
 def done(name: str, *args: Any) -> bool:
-    """Whether the loop of this name made its results; else they are undefined, and numpy's form is to
-    make them."""
+    """Tell whether the loop of this name made its results; else they are undefined, and numpy's form is
+    to make them."""
     found = LOOPS.in_use()
     return found is not None and bool(getattr(found, name)(*args))

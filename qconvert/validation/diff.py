@@ -52,7 +52,7 @@ def compare(a: Checkpoint, b: Checkpoint, *, data: bool = True) -> list[Differen
 def _difference(
     a: Checkpoint, b: Checkpoint, name: str, readers: tuple[Reader, Reader], *, data: bool
 ) -> tuple[str, str] | None:
-    """How a tensor differs: the kind, and a detail."""
+    """Difference of a tensor: the kind, and a detail."""
     if name not in b:
         return "only-a", str(a[name].type)
     if name not in a:

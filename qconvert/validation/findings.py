@@ -1,4 +1,4 @@
-"""What validators report: findings, measures, things only read, tables; and for a plan, its verdict."""
+"""Reports of validators: findings, measures, things only read, tables; and for a plan, its verdict."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """How far one matrix is from the source's, as the consumer computes with each.
+    """Distance of one matrix from the source's, as the consumer computes with each.
 
     `tensor` is its name in the folder; `role` what it is in the model (`gate_proj`, `q_proj`, ...),
     with the layer and expert it stands in (None: in none); `format` how the folder stores it
@@ -74,7 +74,7 @@ class OnlyRead:
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """What a validator proved, if that depends on the folder or the machine: it replaces the
+    """A proof of a validator, if that depends on the folder or the machine: it replaces the
     validator's own phrase."""
 
     text: str
@@ -82,7 +82,7 @@ class Proved:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """What a validator that ran could not check, and why."""
+    """Something that a validator that ran could not check, and why."""
 
     text: str
 

@@ -244,7 +244,7 @@ def _modelopt_of(plan: Plan) -> Mapping[str, Any] | None:
 
 
 def _are_a_pair(here: Prepared | Staged, other: Prepared | Staged) -> bool:
-    """Whether `other` is the GPU side of the CPU folder `here`."""
+    """Tell whether `other` is the GPU side of the CPU folder `here`."""
     facts, others = (
         (one if isinstance(one, Prepared) else one.ready).plan.facts for one in (here, other)
     )
@@ -270,8 +270,8 @@ def _key(finding: Finding, where: str) -> _Key:
 
 
 def _is_carried(finding: Finding, plan: Plan, known: frozenset[_Key]) -> bool:
-    """Whether the source has the same finding, for the same tensor or file or for one that this one is
-    made of."""
+    """Tell whether the source has the same finding, for the same tensor or file or for one that this one
+    is made of."""
     if _key(finding, finding.where) in known:
         return True
     if finding.rule == "QC037" and finding.where in _put_back(plan):
@@ -302,8 +302,8 @@ def _origins(output: Output) -> Iterator[str]:
 
 
 def _is_made_for(name: str, plan: Plan) -> bool:
-    """Whether a tensor is what a command made the folder for: the draft that it took out of a model, or
-    put into one."""
+    """Tell whether a tensor is what a command made the folder for: the draft that it took out of a
+    model, or put into one."""
     drafts = {"extract_draft", "graft_draft"} & {entry.name for entry in plan.log}
     return bool(drafts) and plan.family.is_mtp(name, plan.role_index.dims)
 

@@ -108,7 +108,7 @@ class NotChecked(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to check. `level` headers reads no tensor data, sample a part of each kind, full all.
+    """Request for a validation. `level` headers reads no tensor data, sample a part of each kind, full all.
     `layers` are those that the kernels are run on (None: a few).
     `jobs` worker processes, None for as many as the machine has cores and the work needs; `memory`
     bytes they may use together. `serving`: the runtime that is to load the folder."""
@@ -411,7 +411,7 @@ def _gather(call: Callable[[], Iterator[Yield]], run: Ran, report: Report) -> No
 
 
 def _gathered(folder: Folder, have: set[Need], report: Report) -> list[Ran]:
-    """What all validators find in headers, and their tasks."""
+    """Findings of all validators in headers, and their tasks."""
     ran: list[Ran] = []
     for validator in validators():
         missing = sorted(validator.needs - have)

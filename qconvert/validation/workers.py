@@ -60,7 +60,7 @@ class Reads(Protocol):
 
 
 class Look(Protocol):
-    """What a Watch has seen so far."""
+    """Progress that a Watch has seen so far."""
 
     def take(self, at: int, data: memoryview) -> None:
         """The next bytes, from byte `at` of the tensor on; valid until the call ends, not to be
@@ -308,8 +308,8 @@ def grouped(tasks: Sequence[Numbered]) -> list[tuple[Numbered, ...]]:
 
 
 def _matrix(task: AnyTask) -> str:
-    """What a task's weights, scales and shapes are part of; shards for NUMA nodes count as one
-    matrix."""
+    """The matrix that a task's weights, scales and shapes are part of; shards for NUMA nodes count as
+    one matrix."""
     name = task.grouped_with or task.where if isinstance(task, Watch) else task.where
     return split_parameter(name)[0].partition(".numa.")[0]
 
@@ -323,7 +323,7 @@ def _place(name: str) -> tuple[int, str]:
 def _workers(
     groups: Sequence[Sequence[Numbered]], total: int, jobs: int | None, memory: int | None
 ) -> int:
-    """How many processes. `memory` is for all of them, this one and what it holds included."""
+    """Number of processes. `memory` is for all of them, this one and what it holds included."""
     work, where = max((_scratch(group), group[0][1].where) for group in groups)
     count = jobs or max(1, min(len(os.sched_getaffinity(0)), total // _WORTH_A_WORKER))
     if memory is None:
@@ -339,7 +339,7 @@ def _workers(
 
 
 def _loops_fit(groups: Sequence[Sequence[Numbered]], workers: int, memory: int | None) -> bool:
-    """Whether compiled loops fit into the memory granted, in each process that works."""
+    """Tell whether compiled loops fit into the memory granted, in each process that works."""
     if memory is None:
         return True
     each = max(map(_scratch, groups)) + LOOP_BYTES
@@ -393,7 +393,7 @@ def _finished(
 def _do(
     batch: _Batch, folders: Folders, stop: c_byte | None = None
 ) -> Iterator[tuple[int, Result]]:
-    """What a batch's tasks find, as far as they are done before `stop` is set."""
+    """Results of a batch's tasks, as far as they are done before `stop` is set."""
     for group in batch.groups:
         if stop is not None and stop.value:
             return

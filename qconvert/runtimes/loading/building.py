@@ -1,4 +1,4 @@
-"""What a class builds on one rank: its parameters by the runtime's names, in order, and the scheme of
+"""Product of a class on one rank: its parameters by the runtime's names, in order, and the scheme of
 each module."""
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def block_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def is_group(group: Mapping[str, Any]) -> bool:
-    """Whether the values that are read have the types that they must have."""
+    """Tell whether the values that are read have the types that they must have."""
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping | None):
         return False

@@ -69,7 +69,8 @@ class Simulated:
 
     @property
     def whole(self) -> bool:
-        """Whether it loads, and right: every parameter that counts is written, and as it was stored."""
+        """Tell whether it loads, and right: every parameter that counts is written, and as it was
+        stored."""
         return self.refused is None and not (self.missing or self.misread or self.empty)
 
 
@@ -88,7 +89,7 @@ class Tensors(dict[str, TensorType]):
 
     @cached_property
     def experts(self) -> list[_Place]:
-        """Where each belongs."""
+        """Destination of each."""
         alike: dict[tuple[str, str], tuple[str, str]] = {}
         found = map(_expert_of, self)
         return [(number, alike.setdefault(around, around)) for number, around in found]

@@ -26,7 +26,7 @@ _RANKS = {**dict.fromkeys(_FLOAT8, 0), "F16": 1, "BF16": 1, "F32": 2, "F64": 3}
 
 
 class Slot(Protocol):
-    """How a tensor is put into a parameter. Returns the part that it fills and the number of its
+    """Way of a tensor into a parameter. Returns the part that it fills and the number of its
     elements; raises LoadRefused."""
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled: ...
@@ -74,7 +74,8 @@ class Parameter:
 
 
 def _other_kind(stored: str, held: str) -> str | None:
-    """Whether a copy turns codes into numbers or numbers into codes, which torch does without a word."""
+    """Tell whether a copy turns codes into numbers or numbers into codes, which torch does without a
+    word."""
     if _kind(stored) == _kind(held):
         return None
     return f"{stored} is copied into a parameter of {held}, as numbers"
@@ -388,7 +389,7 @@ class Linear:
         return Filled({number: prod(place)}, silent)
 
     def _place(self, number: int) -> tuple[int, int]:
-        """Where a part lies in the rank's parameter: first row and rows."""
+        """Place of a part in the rank's parameter: first row and rows."""
         parts, outputs, tp = self.layout.parts, self.layout.outputs, self.layout.tp
         if self.role == "block" and self.layout.kind == "merged":
             offset = -(-sum(outputs[:number]) // self.block) // tp
@@ -482,7 +483,7 @@ class Experts:
         return Filled({key: size}, silent)
 
     def part(self, into: Shape, slot: int, which: str) -> tuple[object, int]:
-        """What a matrix of an expert fills, and its elements: gate and up a half each."""
+        """Part that a matrix of an expert fills, and its elements: gate and up a half each."""
         whole = prod(into[1:])
         if self.role == "single" or which == "w2":
             return slot, whole

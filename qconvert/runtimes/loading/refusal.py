@@ -1,4 +1,4 @@
-"""What ends a load: an error of the runtime, foreseen."""
+"""The end of a load: an error of the runtime, foreseen."""
 
 from __future__ import annotations
 

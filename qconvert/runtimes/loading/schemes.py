@@ -73,7 +73,7 @@ Named = Iterator[tuple[str, Parameter]]
 
 
 class Scheme(Protocol):
-    """How the weights of a module are stored; `linear_name` and `experts_name` are the runtime's own
+    """Stored form of a module's weights; `linear_name` and `experts_name` are the runtime's own
     names of what loads them."""
 
     @property

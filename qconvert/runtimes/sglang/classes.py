@@ -400,7 +400,7 @@ def _last_head(build: Build, config: Config) -> None:
 
 
 def _without_weight(build: Build, module: str, kind: str, says: str, why: str) -> None:
-    """What the class reads of a projection before loading, and a packed one has not."""
+    """Parts that the class reads of a projection before loading, and a packed one has not."""
     if f"{module}.weight" not in build.parameters:
         raise LoadRefused(kind, says, module, why)
 
@@ -512,7 +512,7 @@ def _deepseek_names(build: Build, config: Config, fused: int) -> Finder:
 
 
 def after_load(build: Build, tensors: Mapping[str, TensorType]) -> None:
-    """What DeepSeek's class does once all is read: it takes kv_b_proj's `weight` apart. Raises
+    """Last step of DeepSeek's class, once all is read: it takes kv_b_proj's `weight` apart. Raises
     LoadRefused where that projection is packed."""
     layers = {name.split(".")[2] for name in tensors if "kv_b_proj" in name and name.count(".") > 2}
     for layer in sorted(layers):

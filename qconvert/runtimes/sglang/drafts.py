@@ -36,7 +36,7 @@ _HEAD = "model.shared_head.head"
 
 
 def layer_of(architecture: str, config: Config) -> str:
-    """How names of the draft's tensors begin, for the class of the model."""
+    """Beginnings of names of the draft's tensors, for the class of the model."""
     if architecture.startswith("Qwen"):
         return "mtp."
     return f"{_next_layer(config)}."

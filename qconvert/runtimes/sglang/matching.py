@@ -1,4 +1,5 @@
-"""How sglang decides whether a module is quantized, by its name: three dialects, three ways to match.
+"""Rules by which sglang decides whether a module is quantized, by its name: three dialects, three ways
+to match.
 
 Read in sglang 0.5.23: `layers/quantization/compressed_tensors/utils.py` (should_ignore_layer,
 find_matched_target), `layers/quantization/utils.py` (is_layer_skipped) and
@@ -44,7 +45,7 @@ class Compressed:
         self._fused = fused
 
     def ignored(self, name: str) -> bool:
-        """Whether a module is left unquantized. Raises LoadRefused where parts of one differ."""
+        """Tell whether a module is left unquantized. Raises LoadRefused where parts of one differ."""
         last = name.rsplit(".", 1)[-1]
         if last not in self._fused or name in self._plain:
             return self._in_ignore(name)
@@ -126,8 +127,8 @@ def _runs(name: str) -> Iterator[str]:
 
 
 def is_layer_skipped(name: str, ignored: SkipList, fused: Fused) -> bool:
-    """Whether the list leaves a module unquantized. Raises LoadRefused where parts of a fused module
-    differ."""
+    """Tell whether the list leaves a module unquantized. Raises LoadRefused where parts of a fused
+    module differ."""
     last = name.rsplit(".", 1)[-1]
     known = fused if last in fused else _ALWAYS_FUSED
     if last in known:

@@ -1,5 +1,5 @@
-"""How the classes of sglang find the parameter of a tensor: names are rewritten and looked up, and a
-name that leads nowhere is skipped, warned about, or ends the load.
+"""Ways in which the classes of sglang find the parameter of a tensor: names are rewritten and looked up,
+and a name that leads nowhere is skipped, warned about, or ends the load.
 
 Read in sglang 0.5.23, `load_weights` of `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`,
 `qwen3_moe.py`, `qwen3_vl_moe.py`, `glm4_moe.py`, `qwen3_5_mtp.py` and
@@ -48,7 +48,7 @@ Stacked = tuple[tuple[str, str, Shard], ...]
 
 @dataclass
 class Names:
-    """What every class shares: a rank's parameters and layers."""
+    """Parts that every class shares: a rank's parameters and layers."""
 
     parameters: Container[str]
     experts: int  # routed ones
@@ -78,7 +78,7 @@ class Names:
         return name.replace(match[0], which), (int(match[1]), _PARTS[match[2]])
 
     def elsewhere(self, name: str) -> bool:
-        """Whether a tensor is of a layer of another stage."""
+        """Tell whether a tensor is of a layer of another stage."""
         match = _LAYER.search(name)
         return match is not None and int(match[1]) not in self.layers
 

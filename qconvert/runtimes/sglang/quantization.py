@@ -387,7 +387,7 @@ class Mixed:
         self.cache = isinstance(scheme, Mapping) or bool(block.get("kv_cache_quant_algo"))
 
     def names(self, prefix: str) -> bool:
-        """Whether an entry's name begins so."""
+        """Tell whether an entry's name begins so."""
         return any(key.startswith(prefix) for key in self._layers)
 
     def linear(self, module: str, kind: str) -> Scheme:
@@ -473,7 +473,7 @@ _LISTS = ("ignore", "modules_to_not_convert", "exclude_modules")
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """What a class replaces in the names that its quantization config lists: the first of `parts` that
+    """Replacement by a class in the names that its quantization config lists: the first of `parts` that
     is in one, then the first of `starts` that it begins with (models/utils.py, WeightsMapper)."""
 
     parts: tuple[tuple[str, str], ...] = ()
@@ -520,7 +520,8 @@ def quantization_of(
     dtype: str,
     renames: Renames | None = None,
 ) -> Quantization:
-    """What a config states, for a class that maps fused names as in `fused`. Raises NotSimulated."""
+    """Quantization that a config states, for a class that maps fused names as in `fused`. Raises
+    NotSimulated."""
     plain = Unquantized(dtype)
     block = root_block(config)
     if block is None:

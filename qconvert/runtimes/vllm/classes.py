@@ -104,7 +104,7 @@ def head(
 
 
 def _spare(rank: Rank, module: str, *, used: bool) -> None:
-    """What a class builds in every stage and computes with in some."""
+    """Mark a module that a class builds in every stage as needed where it computes with it."""
     for name, parameter in rank.parameters.items():
         if name.startswith(f"{module}."):
             parameter.needed = parameter.needed and used

@@ -159,7 +159,7 @@ class _Layers(DeepSeek):
         return DeepSeek.find(self, name, stored)
 
     def _plain_one(self, name: str) -> bool:
-        """Whether a name is not of experts nor of a fused module, and of no parameter."""
+        """Tell whether a name is not of experts nor of a fused module, and of no parameter."""
         whole = any(part in name for part, _, _ in self.parts)
         return not whole and ".experts." not in name and name not in self.parameters
 

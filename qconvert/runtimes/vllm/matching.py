@@ -1,4 +1,4 @@
-"""How vLLM decides whether a module is quantized, by its name.
+"""Rules by which vLLM decides whether a module is quantized, by its name.
 
 Read in vLLM 0.33.0: `layers/quantization/utils/config_utils.py` (find_matching_patterns),
 `compressed_tensors/utils.py` (should_ignore_layer, find_matched_target), `utils/quant_utils.py`
@@ -116,7 +116,7 @@ def overridden(name: str, dynamic: Mapping[str, Any]) -> Mapping[str, Any] | Non
 
 
 def holds_codes(name: str, quantized: Sequence[str], fused: Fused) -> bool:
-    """Whether GPTQ's loader finds a module among those whose tensors are not floats."""
+    """Tell whether GPTQ's loader finds a module among those whose tensors are not floats."""
     if not quantized:
         return True
     parts = parts_of(name, fused) or [name]

@@ -1,5 +1,6 @@
-"""How the classes of vLLM find the parameter of a tensor. Most hand their tensors to one loader that
-walks along the modules and ends the load where a name leads nowhere; DeepSeek's looks names up itself.
+"""Ways in which the classes of vLLM find the parameter of a tensor. Most hand their tensors to one
+loader that walks along the modules and ends the load where a name leads nowhere; DeepSeek's looks names
+up itself.
 
 Read in vLLM 0.33.0: `models/utils.py` (WeightsMapper, AutoWeightsLoader), `layers/linear.py`
 (load_weights), `layers/fused_moe/routed_experts.py` (load_weights), `models/deepseek_v2.py`.
@@ -139,7 +140,7 @@ class Walk:
         return match is not None and int(match[1]) in self.drafts
 
     def _elsewhere(self, name: str) -> bool:
-        """Whether a tensor is of a module of another stage."""
+        """Tell whether a tensor is of a module of another stage."""
         if any(name.startswith(f"{module}.") for module in self.absent):
             return True
         match = _LAYER.search(name)

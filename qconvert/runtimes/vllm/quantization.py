@@ -46,8 +46,8 @@ Renames = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Stated:
-    """What a class gives its quantization: names that it fuses and prefixes that it rewrites, the plain
-    scheme, and the folder's tensors (GPTQ reads which modules have codes)."""
+    """Facts that a class gives its quantization: names that it fuses and prefixes that it rewrites, the
+    plain scheme, and the folder's tensors (GPTQ reads which modules have codes)."""
 
     fused: Fused
     renames: Renames
@@ -328,7 +328,7 @@ class GptqCodes(_Base):
         return self._stated.plain if excluded else self._scheme
 
     def excludes(self, word: str) -> bool:
-        """Whether a rule that leaves modules as they are has a word in it."""
+        """Tell whether a rule that leaves modules as they are has a word in it."""
         return any(rule.startswith("-:") and word in rule for rule in self._dynamic)
 
 
@@ -409,8 +409,8 @@ def _governed(
 
 
 def has_scheme(group: Group) -> bool:
-    """Whether `_get_scheme_from_parts` has a case for a linear's group, on a GPU of capability 9.0; INT4
-    beside FP8 activations has one there alone. Where a default decides, as if it had."""
+    """Tell whether `_get_scheme_from_parts` has a case for a linear's group, on a GPU of capability 9.0;
+    INT4 beside FP8 activations has one there alone. Where a default decides, as if it had."""
     stated = group.inputs
     if stated is None:
         inputs, by, dynamic = None, "", False
@@ -491,8 +491,8 @@ def _refuse_gptq(block: Mapping[str, Any], tensors: Mapping[str, TensorType]) ->
 
 
 def quantization_of(config: Mapping[str, Any], stated: Stated) -> Quantization:
-    """What a config states, for a class that maps names as stated. Raises NotSimulated, and LoadRefused
-    for what the runtime refuses to read."""
+    """Quantization that a config states, for a class that maps names as stated. Raises NotSimulated, and
+    LoadRefused for what the runtime refuses to read."""
     block = block_of(config)
     if block is None:
         return NoQuantization(stated.plain)

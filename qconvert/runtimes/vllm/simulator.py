@@ -1,4 +1,4 @@
-"""What vLLM would do with a folder: `simulate` builds the rank's parameters from the config, offers
+"""Simulator of vLLM's loader: `simulate` builds the rank's parameters from the config, offers
 every tensor of the headers to them, and says what is written, read, refused or misread."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Where in a repository a finding points: weights are not text, so their findings point to the file
-that lists them."""
+"""Places in a repository to which findings point: weights are not text, so their findings point to the
+file that lists them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Place:
 
 
 def places(report: Report) -> Callable[[str], Place]:
-    """Where each finding's `where` is. Tensors point to the index, or to the config of a folder that
+    """Place of each finding's `where`. Tensors point to the index, or to the config of a folder that
     has no index; so does a `where` that is not a file of the folder."""
     folder = Path(report.about.get("folder", "."))
     try:

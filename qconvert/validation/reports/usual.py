@@ -1,4 +1,4 @@
-"""What a format usually loses, in words beside a role's SQNR.
+"""Usual losses of formats, in words beside a role's SQNR.
 
 Figures: normally distributed weights of 1,024 columns (for scales a row 7,168, too), rounded to nearest
 by qconvert's passes and measured as `validate` does (tests/test_usual.py does it again). Trained weights
@@ -32,8 +32,8 @@ _APART = 6.0  # dB: twice the error
 
 
 def compared(group: Group) -> str:
-    """How a role's median, and its worst matrix, compare with what the format usually loses; "" for what
-    is exact, unknown or of a format without a usual loss."""
+    """Compare a role's median, and its worst matrix, with what the format usually loses; "" for what is
+    exact, unknown or of a format without a usual loss."""
     usual = USUAL.get(group.format)
     if usual is None or isnan(group.median) or group.worst == inf:
         return ""

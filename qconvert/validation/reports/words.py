@@ -24,7 +24,7 @@ def totals(report: Report) -> str:
 
 
 def claims(report: Report) -> Iterator[tuple[str, Sequence[str]]]:
-    """What was proved, only read and not checked, each with its label."""
+    """Texts of what was proved, only read and not checked, each with its label."""
     yield "proved", report.proved
     yield "only read", report.read
     yield "not checked", report.not_checked
@@ -55,5 +55,6 @@ def split_reason(text: str) -> tuple[str, str]:
 
 
 def is_figure(cell: str) -> bool:
-    """Whether a table's cell is a figure, with or without a unit: its column is then right-aligned."""
+    """Tell whether a table's cell is a figure, with or without a unit: its column is then
+    right-aligned."""
     return cell.lstrip("+-<>~")[:1].isdigit() or cell in ("", "exact", "unknown", "nan", "inf")

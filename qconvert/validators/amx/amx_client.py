@@ -104,7 +104,7 @@ class AmxClient:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """How far the client's result is from the references, norm of the difference over norm; and how
+    """Distance of the client's result from the references, norm of the difference over norm; and how
     far rounding to the folder's steps moves a result on average."""
 
     ours: float
@@ -239,7 +239,7 @@ def _inputs(block: Block, layer: int) -> _Inputs:
 
 
 def _client(folder: Folder, block: Block, layer: int, inputs: _Inputs) -> Floats:
-    """What kt-kernel computes. Raises ClientError or NotChecked."""
+    """The product that kt-kernel computes. Raises ClientError or NotChecked."""
     import numpy as np
 
     if any(shard.remote is not None for shard in folder.checkpoint.shards):

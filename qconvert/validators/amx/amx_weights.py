@@ -203,7 +203,7 @@ def _if_near(block: Block, expected: Floats, found: Floats, step: Floats) -> Flo
 
 
 def _allowed(block: Block, step: Floats) -> Floats:
-    """How far a weight may be off under each step."""
+    """Bound of a weight's error under each step."""
     bound = _BOUND.get((block.method, block.rounding), 0.5)
     allowed: Floats = (bound + _SLACK) * step + _FLUSHED
     return allowed

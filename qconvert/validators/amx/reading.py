@@ -143,8 +143,8 @@ def faults(block: Block, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 def _all_of_type(checkpoint: Checkpoint, names: Sequence[str], kind: TensorType) -> bool:
-    """Whether all of these tensors are there, and of this type. Their types are one object or few, so
-    that few are compared: 0.16 s instead of 0.26 for Kimi-K2's 276,480 tiles."""
+    """Tell whether all of these tensors are there, and of this type. Their types are one object or few,
+    so that few are compared: 0.16 s instead of 0.26 for Kimi-K2's 276,480 tiles."""
     found = list(map(checkpoint.sources.get, names))
     types = {id(one.type): one.type for one in found if one is not None}
     return all(found) and all(one == kind for one in types.values())
@@ -164,7 +164,7 @@ def sound_block(checkpoint: Checkpoint) -> Block:
 def mismatches(
     block: Block, folder: Folder, own: frozenset[int], drafts: frozenset[int]
 ) -> list[str]:
-    """Where manifest and source differ. Draft layers are either all present or all
+    """Differences of manifest and source. Draft layers are either all present or all
     absent."""
     assert folder.source is not None
     dims = folder.source.role_index.dims

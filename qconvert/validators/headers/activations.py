@@ -75,7 +75,8 @@ class Activations:
 
 
 def _static(checkpoint: Checkpoint, config: QuantConfig) -> Callable[[str], bool | None] | None:
-    """Whether a module's activations have a stored scale, by the block; None where it does not say."""
+    """Tell whether a module's activations have a stored scale, by the block; None where it does not
+    say."""
     if config.method in ("fp8", "fbgemm_fp8"):
         scheme = config.block.get("activation_scheme")
         said = None if scheme is None else scheme == "static"

@@ -237,7 +237,7 @@ def _tied(here: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
 
 
 def _states_tied(checkpoint: Checkpoint) -> bool:
-    """Whether any block states it: loaders do not agree on which one applies."""
+    """Tell whether any block states it: loaders do not agree on which one applies."""
     blocks = [checkpoint.config, checkpoint.config.get("text_config")]
     return any(isinstance(block, Mapping) and block.get(_TIED) is True for block in blocks)
 

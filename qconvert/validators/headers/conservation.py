@@ -108,7 +108,7 @@ def _used(folder: Folder) -> dict[str, list[tuple[int, int]]]:
 
 
 def _has_all_read(folder: Folder) -> bool:
-    """Whether the source has every tensor that was read, of the same size."""
+    """Tell whether the source has every tensor that was read, of the same size."""
     assert folder.source is not None
     used = _used(folder)
     return bool(used) and all(

@@ -1,4 +1,4 @@
-"""What qconvert.json states about the quantization of weights, checked against tensors and config.
+"""Statements of qconvert.json about the quantization of weights, checked against tensors and config.
 
 QC092 it states a tensor-parallel size at which no rank gets whole groups.
 QC093 weights were calibrated on synthetic tokens.
@@ -80,7 +80,7 @@ def _calibration(manifest: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _fault(found: Any) -> str:
-    """What is invalid about it."""
+    """Its fault."""
     if not isinstance(found, dict):
         return f"expected an object, found {found!r}"
     data = found.get("data")

@@ -163,7 +163,7 @@ def _drafts(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _needed(role: Role, role_index: RoleIndex) -> bool:
-    """Whether draft layers without this role are incomplete. Parts they share with the model's own
+    """Tell whether draft layers without this role are incomplete. Parts they share with the model's own
     layers must be the same in both; QC018 checks the form of experts."""
     member = member_of(role.module)
     if role.name in _SHARED or (member is not None and member.forms is EXPERTS):

@@ -1,4 +1,4 @@
-"""What was left out against the rule that left it out: a rule's text says what it is about.
+"""Tensors that were left out against the rule that left them out: a rule's text says what it is about.
 
 QC099 a tensor was dropped by a rule that is not about it, or by one that no pass of the folder has.
 
@@ -93,7 +93,7 @@ class DropRules:
 
 
 def _takes(rule: str, manifest: Mapping[str, Any], source: Checkpoint | None) -> Takes | None:
-    """Whether a rule may take a name; None where that cannot be told."""
+    """Tell whether a rule may take a name; None where that cannot be told."""
     passes = [step for step in manifest["passes"] if isinstance(step, Mapping)]
     begins = rule.partition(":")[0]
     of_passes = {str(step.get("name")) for step in passes}
@@ -127,7 +127,7 @@ def _is_part(rule: str, source: Checkpoint, name: str) -> bool:
 
 
 def _by_pattern(rule: str, passes: list[Mapping[str, Any]]) -> Takes | None:
-    """What the patterns of a recipe's drops match that gave this reason."""
+    """Names that the patterns of a recipe's drops match that gave this reason."""
     patterns = []
     for number, step in enumerate(passes):
         if step.get("name") != "drop":

@@ -161,7 +161,7 @@ def _unknown(config: QuantConfig) -> str:
 
 
 def _is_code(checkpoint: Checkpoint, name: str, source: Source) -> bool:
-    """Whether a tensor holds the codes of a weight, by its name and type. Models have parameters
+    """Tell whether a tensor holds the codes of a weight, by its name and type. Models have parameters
     that end in `_blocks`: floats are codes, of a wrong type, only beside scales."""
     last, dtype = name.rpartition(".")[2], source.type.dtype
     if is_scale(name) and dtype not in ("I32", "I8"):
@@ -207,7 +207,7 @@ def _stored(checkpoint: Checkpoint, name: str, source: Source) -> str | None:
 
 
 def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: str) -> str | None:
-    """What the block states for a module instead of how it is stored; None if nothing else."""
+    """The form that the block states for a module instead of how it is stored; None if nothing else."""
     module = name.rpartition(".")[0] if "." in name else name
     method, block = config.method, config.block
     if method == "gptq" or method == "awq":
@@ -240,8 +240,9 @@ def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: s
 
 
 def _experts_beside(checkpoint: Checkpoint, config: QuantConfig, name: str) -> Kinds | None:
-    """What `moe_quant_algo` states for routed experts beside FP8 layers; None where it states nothing.
-    sglang 0.5.23 (`HybridFp8NvFp4Config`): a draft's experts are as the block says without it."""
+    """The form that `moe_quant_algo` states for routed experts beside FP8 layers; None where it states
+    nothing. sglang 0.5.23 (`HybridFp8NvFp4Config`): a draft's experts are as the block says without
+    it."""
     algorithm, index = config.block.get("moe_quant_algo"), checkpoint.role_index
     if algorithm is None or ".experts." not in name or index.family.is_mtp(name, index.dims):
         return None
@@ -285,7 +286,7 @@ def _of_algorithm(algorithm: object) -> Kinds | None:
 
 
 def _by_numbers(weights: Mapping[str, Any]) -> Kinds:
-    """What a group's type and bits are stored as; nothing for those that are not read here."""
+    """Types that a group's type and bits are stored as; nothing for those that are not read here."""
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     if kind == "float" and bits == 8:
         return frozenset({"FP8"})

@@ -66,7 +66,7 @@ class FilesKept:
 
 
 def is_loaded(file: str) -> bool:
-    """Whether runtimes read a file to make token ids, images or layers."""
+    """Tell whether runtimes read a file to make token ids, images or layers."""
     name = file.rpartition("/")[2]
     return name.startswith(_STARTS) or name.endswith(_ENDS)
 
@@ -86,7 +86,7 @@ def _missing(here: Checkpoint, source: Checkpoint, gone: list[str]) -> Iterator[
 
 
 def _difference(here: Checkpoint, source: Checkpoint, name: str) -> str:
-    """How two files differ, "" if they are equal."""
+    """Difference of two files, "" if they are equal."""
     try:
         same = _same_bytes(here, source, name) or (
             name.endswith(".json") and _same_json(here, source, name)
@@ -107,7 +107,7 @@ def _same_bytes(here: Checkpoint, source: Checkpoint, name: str) -> bool:
 
 
 def _same_json(here: Checkpoint, source: Checkpoint, name: str) -> bool:
-    """Whether both have the same content. Broken JSON is compared as bytes."""
+    """Tell whether both have the same content. Broken JSON is compared as bytes."""
     ours, theirs = (of.read(name, _MOST_JSON) or b"" for of in (here, source))
     try:
         return bool(parse_json(ours, name) == parse_json(theirs, name))

@@ -1,4 +1,5 @@
-"""What the runtime that `--for` names would do with the folder, by the simulator of its loader."""
+"""Answer of the runtime that `--for` names: what it would do with the folder, by the simulator of its
+loader."""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ def ask(
 
 
 def findings(answer: Answer) -> Iterator[Finding]:
-    """What is wrong with a load; warnings where an option of the runtime mends it."""
+    """Findings about a load; warnings where an option of the runtime mends it."""
     severity: Severity = "warning" if answer.mended_by else "error"
     cure = f"; with {answer.mended_by} it loads whole" if answer.mended_by else ""
     cure = f"; {answer.cure}" if answer.cure else cure

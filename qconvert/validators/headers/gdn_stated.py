@@ -1,4 +1,4 @@
-"""What a folder states about the order of its fused linear attention, if nothing proves it: headers
+"""Statements of a folder about the order of its fused linear attention, if nothing proves it: headers
 cannot, because every order has the same shape."""
 
 from __future__ import annotations

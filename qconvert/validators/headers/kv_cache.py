@@ -111,7 +111,7 @@ def _is_static(config: QuantConfig) -> bool:
 
 
 def _place_of(module: str) -> str:
-    """What is before a module's layer, and the layer: runtimes hang scales at attention, at what is in
+    """Name before a module's layer, and the layer: runtimes hang scales at attention, at what is in
     it, or at its projections."""
     before, layers, rest = module.partition(".layers.")
     return f"{before}{layers}{rest.partition('.')[0]}"

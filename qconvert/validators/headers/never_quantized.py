@@ -102,7 +102,7 @@ def _kind(checkpoint: Checkpoint, name: str, module: str, holders: frozenset[str
 
 
 def _named(module: str, holders: frozenset[str]) -> Kind:
-    """What a module's name says, UNKNOWN if it says nothing. Its last component counts, without
+    """The kind that a module's name says, UNKNOWN if it says nothing. Its last component counts, without
     numbers."""
     parts = [p for p in parse(module).template.split(".") if not p.startswith("{")]
     last = parts[-1] if parts else ""
@@ -133,7 +133,7 @@ def _holders_of_experts(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def _said(checkpoint: Checkpoint, module: str) -> bool:
-    """Whether the config states that this head is quantized."""
+    """Tell whether the config states that this head is quantized."""
     for config in checkpoint.quantization_configs:
         if config.block.get("lm_head") is True:
             return True

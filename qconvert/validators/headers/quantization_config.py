@@ -159,7 +159,7 @@ class QuantizationConfig:
 
 
 def nested_alone(config: Mapping[str, Any]) -> str | None:
-    """Where the only quantization block stands, if that is in text_config, and no class takes it from
+    """Place of the only quantization block, if that is in text_config, and no class takes it from
     there to the root."""
     text = config.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, Mapping) else None

@@ -201,7 +201,7 @@ def _times(one: int, other: int) -> int:
 
 
 def _gates(text: Config, family: str) -> int:
-    """How many rows of q_proj there are per query row: with an output gate, two."""
+    """Rows of q_proj per query row: with an output gate, two."""
     if family not in ("qwen3_5", "qwen3_next"):
         return 1
     # transformers 5.17 has the gate whatever the flag says, other runtimes follow the flag.

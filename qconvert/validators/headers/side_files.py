@@ -220,8 +220,8 @@ def _first(file: str, message: str, severity: Severity = "error") -> Finding:
 
 
 def _is_mistral(checkpoint: Checkpoint) -> bool:
-    """Whether the folder holds Mistral's own form of the model too, as Mistral publishes it: with its
-    config, and quantized if this one is."""
+    """Tell whether the folder holds Mistral's own form of the model too, as Mistral publishes it: with
+    its config, and quantized if this one is."""
     text = checkpoint.read(_PARAMS, _MOST_README) if _PARAMS in checkpoint.side_files else None
     if text is None or checkpoint.manifest is not None:
         return False

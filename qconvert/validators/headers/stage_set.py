@@ -93,7 +93,7 @@ def _where(finding: Finding, parent: Path, name: str) -> str:
 
 
 def _claims(names: Sequence[str], texts: Sequence[Sequence[str]]) -> Iterator[str]:
-    """What holds for all stages once, and what holds for some with their names."""
+    """Findings that hold for all stages once, and those of some with their names."""
     known = Counter(text for each in texts for text in dict.fromkeys(each))
     for text, number in known.items():
         if number == len(names):

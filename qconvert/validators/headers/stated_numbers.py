@@ -83,7 +83,7 @@ def missing_numbers(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def wrong_numbers(checkpoint: Checkpoint) -> list[Number]:
-    """What config.json states otherwise than the tensors have it, or leaves out."""
+    """Numbers that config.json states otherwise than the tensors have it, or leaves out."""
     found: list[Number] = []
     for config in checkpoint.quantization_configs:
         if config.where == HF_QUANT_CONFIG or not config.where.startswith("config.json: "):
@@ -473,8 +473,8 @@ def _modelopt(
 
 
 def _drafts(checkpoint: Checkpoint) -> Iterator[Number]:
-    """How many draft (MTP) layers are counted, against those that are there: behind the model's last
-    layer, or below names of their own."""
+    """Number of draft (MTP) layers that are counted, against those that are there: behind the model's
+    last layer, or below names of their own."""
     manifest = checkpoint.manifest or {}
     if "stage" in manifest or "amx" in manifest or checkpoint.role_index.family.name == "generic":
         return

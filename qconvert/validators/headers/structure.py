@@ -163,7 +163,7 @@ class Structure:
 
 
 def _proved(checkpoint: Checkpoint) -> Iterator[Proved | Skipped]:
-    """What was shown of a model whose family or quantization is unknown."""
+    """Proofs about a model whose family or quantization is unknown."""
     unread, unknown = unread_quantization(checkpoint), checkpoint.family.name == "generic"
     if not unread and checkpoint.family.layers_counted:
         yield Proved(
@@ -258,7 +258,7 @@ def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _strategy_fault(
     weight: TensorType, scale: TensorType, strategy: str | None, block: tuple[int, int] | None
 ) -> str | None:
-    """What is wrong with scales that are stated to be of tensors, channels, blocks or groups."""
+    """Fault of scales that are stated to be of tensors, channels, blocks or groups."""
     if len(weight.shape) != 2:
         return None
     rows, columns = weight.shape
@@ -335,7 +335,7 @@ def _first_quantized(checkpoint: Checkpoint) -> str | None:
 
 
 def _is_of_codes(sources: Mapping[str, Source], name: str) -> bool:
-    """Whether a tensor with such a name is of codes, or a scale beside some."""
+    """Tell whether a tensor with such a name is of codes, or a scale beside some."""
     return any(coded(sources, one) for one in (name, *weights_of(name)))
 
 
@@ -371,7 +371,7 @@ def _modules(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def _is_otherwise_there(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether a name belongs to a format that other layers have: some releases leave some layers
+    """Tell whether a name belongs to a format that other layers have: some releases leave some layers
     unquantized, so theirs have no scales."""
     if any(weight in checkpoint for weight in weight_candidates(name)):
         return True

@@ -54,7 +54,7 @@ class Case:
 
     @property
     def share(self) -> float:
-        """How much of its bound a case takes; of bitwise ones, the difference."""
+        """Share of its bound that a case takes; of bitwise ones, the difference."""
         if isnan(self.difference):
             return inf
         return self.difference / self.bound if self.bound else self.difference
@@ -83,7 +83,7 @@ def device() -> str:
 
 
 def place(device: str) -> str:
-    """What a report calls a device: the GPU's name, or the interpreter."""
+    """Name of a device in a report: the GPU's name, or the interpreter."""
     if device == "cpu":
         return INTERPRETER
     import torch
@@ -92,7 +92,7 @@ def place(device: str) -> str:
 
 
 def bitwise(name: str, found: Tensor, expected: Tensor) -> Case:
-    """How many elements of two tensors of one shape and dtype have different bits, nan if they are of
+    """Number of elements of two tensors of one shape and dtype with different bits, nan if they are of
     another kind. For floats, any NaN equals any: its bits are the processor's own."""
     import torch
 
@@ -121,7 +121,7 @@ def chosen(names: Iterable[str], layers: tuple[int, ...] | None) -> list[str]:
 
 
 def head(rows: int, columns: int, step: int, device: str) -> int:
-    """How many rows of a matrix to check: all on a GPU; in the interpreter, which takes a second for
+    """Number of rows of a matrix to check: all on a GPU; in the interpreter, which takes a second for
     about four million elements, the first whole steps."""
     return rows if device == "cuda" else min(rows, max(1, _AT_MOST // (step * columns)) * step)
 
@@ -141,7 +141,7 @@ def said(
     real: Iterable[tuple[str, Case]],
     note: str,
 ) -> Iterator[Said]:
-    """What a validator reports of its cases: a finding for each that does not fit, and a table with the
+    """Report of a validator's cases: a finding for each that does not fit, and a table with the
     worst of the random ones and all of real tensors, by name."""
     where = place(device)
     tried = list(random)
@@ -175,7 +175,7 @@ def _complaint(case: Case, where: str) -> str:
 
 
 def _interprets() -> bool:
-    """Whether the Triton that this process has imported interprets: its own functions say so."""
+    """Tell whether the Triton that this process has imported interprets: its own functions say so."""
     import triton.language as tl
 
     return type(tl.sigmoid).__name__ == "InterpretedFunction"

@@ -67,7 +67,7 @@ class Fp8Dequant:
 
 
 def _matrices(folder: Folder) -> tuple[list[_Matrix], str]:
-    """What to check, or why there is nothing."""
+    """Cases to check, or the reason why there is none."""
     source, made = folder.source, folder.checkpoint
     if source is None:
         return [], "no tensor of the folder was checked: give --against SRC"

@@ -1,4 +1,4 @@
-"""Whether all weights are as near to the source's as their format allows: what the rules of
+"""Checks that all weights are as near to the source's as their format allows: what the rules of
 validators/weights and validators/amx ask, in one pass. A loop that says no has looked at enough to know
 that numpy's form is to say where and why; so has one that met a NaN."""
 
@@ -92,8 +92,9 @@ def int_fits(
 
 @inner
 def _fp4_near(expected: Any, found: Any, step: Any, slack: float) -> bool:
-    """Whether all of a row, with a step for each, is near, without a quotient: that of two float32 is 2,
-    4 or 6.5, or so far from it that a product of float64 shows it. What is beyond is not near here."""
+    """Tell whether all of a row, with a step for each, is near, without a quotient: that of two float32
+    is 2, 4 or 6.5, or so far from it that a product of float64 shows it. What is beyond is not near
+    here."""
     fits = True
     for column in range(expected.size):
         size, own = np.float64(abs(expected[column])), np.float64(step[column])

@@ -1,4 +1,4 @@
-"""What stored numbers mean, as float32, from the formats' definitions: no code is shared with the
+"""Values of stored numbers, as float32, from the formats' definitions: no code is shared with the
 code that makes outputs.
 
 FP8 is OCP 8-bit Floating Point (E4M3: bias 7, 0x7F NaN; E5M2: bias 15, infinity 0x7C), E8M0 is OCP MX
@@ -151,7 +151,7 @@ def bf16_bits(values: Floats) -> Words:
 
 
 def is_rounded(values: Floats, stored: Bytes) -> bool:
-    """Whether bf16 numbers, as bytes, are these float32 [n] rounded to nearest, ties to even; NaN
+    """Tell whether bf16 numbers, as bytes, are these float32 [n] rounded to nearest, ties to even; NaN
     if those are. Faster than rounding: the bits of a float32 order its size, so the nearest bf16
     is within 0x8000 of it, and of two at exactly that distance it is the even one."""
     import numpy as np
@@ -172,7 +172,7 @@ def is_rounded(values: Floats, stored: Bytes) -> bool:
 
 
 def equal_bytes(mine: Bytes, yours: Bytes) -> bool:
-    """Whether bytes are equal; eight at a time if possible."""
+    """Tell whether bytes are equal; eight at a time if possible."""
     import numpy as np
 
     if mine.size % 8 or yours.size != mine.size:

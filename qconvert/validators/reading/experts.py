@@ -128,7 +128,7 @@ def _routed(checkpoint: Checkpoint, candidates: Iterable[Matrix]) -> Iterator[_F
 
 
 def _is_beside(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor is a scale of activations, or the shape of packed weights."""
+    """Tell whether a tensor is a scale of activations, or the shape of packed weights."""
     return name.endswith(".weight_shape") or is_of_activations(checkpoint, name)
 
 

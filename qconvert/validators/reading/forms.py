@@ -1,4 +1,4 @@
-"""How a checkpoint stores each of its matrices: in which numbers, with which scales.
+"""The stored form of each matrix of a checkpoint: in which numbers, with which scales.
 
 Read from the config and from shapes, for any quantization config a runtime takes, without sharing code
 with the passes' reader. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
@@ -117,7 +117,7 @@ class Unread(Exception):
 
 @dataclass(frozen=True)
 class Forms:
-    """What a checkpoint's config states about its quantized weights, applied to its tensors."""
+    """Statements of a checkpoint's config about its quantized weights, applied to its tensors."""
 
     checkpoint: Checkpoint
 
@@ -133,7 +133,7 @@ class Forms:
 
     @cached_property
     def _groups(self) -> list[Mapping[str, Any]]:
-        """What compressed-tensors' groups state about weights."""
+        """Statements of compressed-tensors' groups about weights."""
         found = []
         for block in self._blocks:
             groups = block.get("config_groups")
@@ -161,7 +161,7 @@ class Forms:
         return awq_ints(self.checkpoint.quantization_configs)
 
     def u8_exponents(self, weight: str) -> bool:
-        """Whether a weight's U8 scales are exponents."""
+        """Tell whether a weight's U8 scales are exponents."""
         stated = any(block.get("scale_fmt") == "ue8m0" for block in self._blocks)
         return stated or exponents_of(self.checkpoint, split_parameter(weight)[0])
 

@@ -157,7 +157,7 @@ def segment_rows(dims: Dims) -> dict[str, int]:
 
 
 def segment_runs(sizes: Sequence[int], groups: int) -> list[Runs]:
-    """Where each segment's rows are in a tensor that holds, group by group, every segment's share."""
+    """Rows of each segment in a tensor that holds, group by group, every segment's share."""
     share = sum(sizes) // groups
     begins = [sum(sizes[:i]) // groups for i in range(len(sizes))]
     if groups == 1:
@@ -222,7 +222,7 @@ def _of_stack(checkpoint: Checkpoint, forms: Forms, name: str, place: Place) -> 
 
 
 def _is_stack(checkpoint: Checkpoint, name: str, parameter: str) -> bool:
-    """Whether a tensor holds the matrices of all experts, in numbers or in gpt-oss's MXFP4."""
+    """Tell whether a tensor holds the matrices of all experts, in numbers or in gpt-oss's MXFP4."""
     shape, experts = checkpoint[name].type.shape, checkpoint.role_index.dims.num_experts
     dimensions = {"": 3, "weight": 3, "weight_blocks": 4}.get(parameter)
     return len(shape) == dimensions and shape[0] == experts
@@ -242,8 +242,8 @@ def _of_unread_stack(
 
 
 def _is_turned(checkpoint: Checkpoint) -> bool:
-    """Whether stacks hold columns before rows. Families that publish it so are also saved the other way
-    round, and only shapes tell, of a square matrix only those of the other stack."""
+    """Tell whether stacks hold columns before rows. Families that publish it so are also saved the other
+    way round, and only shapes tell, of a square matrix only those of the other stack."""
     if not checkpoint.family.stacked_transposed:
         return False
     hidden = checkpoint.role_index.dims.hidden_size

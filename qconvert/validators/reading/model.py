@@ -51,7 +51,7 @@ def readable_quantization(checkpoint: Checkpoint) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What the manifest's `stage` says: the stage's number, how many layers each stage has, and the
+    """The manifest's `stage`: the stage's number, how many layers each stage has, and the
     runtime variables it names."""
 
     number: int
@@ -110,7 +110,7 @@ def _spell(partition: tuple[int, ...]) -> str:
 
 
 def holds(stage: Stage | None, layer: int | None, *, draft: bool) -> bool:
-    """Whether a folder must hold a layer's tensors: a stage its own, the last one draft layers."""
+    """Tell whether a folder must hold a layer's tensors: a stage its own, the last one draft layers."""
     if stage is None:
         return True
     return stage.last if draft else layer is None or layer in stage.layers
@@ -127,8 +127,8 @@ _OUTER = ("embed_tokens", "norm", "lm_head")
 
 @lru_cache(maxsize=8)
 def draft_alone(checkpoint: Checkpoint) -> bool:
-    """Whether a folder holds a draft without the model that it drafts for: by its class or config, or
-    because it has modules of a draft, and neither embeddings nor final norm nor head of a model."""
+    """Tell whether a folder holds a draft without the model that it drafts for: by its class or config,
+    or because it has modules of a draft, and neither embeddings nor final norm nor head of a model."""
     config, role_index = checkpoint.config, checkpoint.role_index
     classes = config.get("architectures")
     if any(map(_DRAFT_CLASS.search, map(str, classes if isinstance(classes, list) else ()))):
@@ -141,7 +141,8 @@ def draft_alone(checkpoint: Checkpoint) -> bool:
 
 
 def is_of_draft(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether nothing but a draft layer of the family has a module of this name, in whatever layer."""
+    """Tell whether nothing but a draft layer of the family has a module of this name, in whatever
+    layer."""
     roles = checkpoint.family.candidates(name)[0]
     return bool(roles) and all(role.name.startswith("mtp.") for role in roles)
 
@@ -239,7 +240,7 @@ class Present:
 
 
 class Member(NamedTuple):
-    """What a module's name template says: of which forms, on which side it is a member."""
+    """The meaning of a module's name template: of which forms, on which side it is a member."""
 
     forms: TwoForms
     stack: str

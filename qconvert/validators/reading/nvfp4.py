@@ -161,7 +161,7 @@ def fault(parts: Parts) -> tuple[str, str] | None:
 
 
 def is_part(tensors: Mapping[str, Source], name: str) -> bool:
-    """Whether a tensor is the input scale of an NVFP4 matrix."""
+    """Tell whether a tensor is the input scale of an NVFP4 matrix."""
     if not name.endswith(_INPUTS):
         return False
     module, _, parameter = name.rpartition(".")
@@ -186,7 +186,7 @@ class Stated:
 
 
 def stated(config: QuantConfig) -> Stated | None:
-    """What a block states about NVFP4, None if it states nothing or several things (sglang 0.5.23
+    """Statements of a block about NVFP4, None if it states nothing or several things (sglang 0.5.23
     `layers/quantization/modelopt_quant.py`; compressed-tensors 0.19 `quant_scheme.py`)."""
     if config.method == "compressed-tensors":
         inputs = set(_group_inputs(config.block.get("config_groups")))
@@ -202,7 +202,7 @@ def stated(config: QuantConfig) -> Stated | None:
 
 
 def speaks_of_nvfp4(config: QuantConfig) -> bool:
-    """Whether a block states anything about NVFP4, even contradictions."""
+    """Tell whether a block states anything about NVFP4, even contradictions."""
     return stated(config) is not None or any(
         True for _ in _group_inputs(config.block.get("config_groups"))
     )
@@ -260,8 +260,8 @@ def _steps(
 def _near(
     expected: Floats, found: Floats, factor: Floats, *bounds: float
 ) -> tuple[Bools | None, Floats]:
-    """Whether a compiled loop found all weights within bounds (None: it declined, or some are not), and
-    the largest of each block."""
+    """Tell whether a compiled loop found all weights within bounds (None: it declined, or some are not),
+    and the largest of each block."""
     import numpy as np
 
     largest = np.empty(factor.shape, np.float32)

@@ -67,7 +67,7 @@ def weights_of(name: str) -> tuple[str, ...]:
 
 
 def coded(tensors: Mapping[str, Source], name: str) -> bool:
-    """Whether a tensor is there and no float."""
+    """Tell whether a tensor is there and no float."""
     found = tensors.get(name)
     return found is not None and found.type.dtype not in FLOATS
 
@@ -107,7 +107,7 @@ def lost(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def is_of_activations(tensors: Mapping[str, Source], name: str) -> bool:
-    """Whether a tensor belongs to the quantized activations of a weight that is stored in codes."""
+    """Tell whether a tensor belongs to the quantized activations of a weight that is stored in codes."""
     if not name.endswith(_ACTIVATIONS):
         return False
     end = next(end for end in _ACTIVATIONS if name.endswith(end))
@@ -118,7 +118,7 @@ def is_of_activations(tensors: Mapping[str, Source], name: str) -> bool:
 
 
 def of_cache(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a `k_scale` or `v_scale` is that of a KV cache: one number, or anything in a quantized
-    folder; a vector elsewhere is a gain of the model's own."""
+    """Tell whether a `k_scale` or `v_scale` is that of a KV cache: one number, or anything in a
+    quantized folder; a vector elsewhere is a gain of the model's own."""
     numbers = checkpoint[name].type.numel
     return numbers == 1 or bool(checkpoint.quantization_configs)

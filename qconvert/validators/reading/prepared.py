@@ -44,7 +44,7 @@ def marker(checkpoint: Checkpoint) -> QuantConfig | None:
 
 
 def metadata_layout(checkpoint: Checkpoint) -> Any:
-    """What the shards' metadata states about the layout: None if nothing, "" if it cannot be read."""
+    """The layout that the shards' metadata states: None if nothing, "" if it cannot be read."""
     text = checkpoint.metadata.get(FACT)
     if text is None:
         return None

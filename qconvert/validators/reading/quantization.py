@@ -1,5 +1,5 @@
-"""What a folder's quantization blocks state, as runtimes read them: formats, block and group sizes, and
-which modules they leave out. It judges nothing; broken blocks state nothing.
+"""Statements of a folder's quantization blocks, as runtimes read them: formats, block and group sizes,
+and which modules they leave out. It judges nothing; broken blocks state nothing.
 
 Read in sglang 0.5.23 (`layers/quantization/`: fp8 takes `ignored_layers` or else
 `modules_to_not_convert`, by dotted segments), vLLM 0.33 and compressed-tensors 0.19 (`re:` patterns,
@@ -76,7 +76,7 @@ def fp8_blocks(configs: Iterable[QuantConfig]) -> dict[tuple[int, int], str]:
 
 
 def states_mxfp4(configs: Iterable[QuantConfig]) -> bool:
-    """Whether 4-bit floats in groups of 32 are stated (compressed-tensors 0.19,
+    """Tell whether 4-bit floats in groups of 32 are stated (compressed-tensors 0.19,
     `mxfp4-pack-quantized`)."""
     kinds = (
         (g.get("type"), g.get("num_bits"), g.get("group_size"))
@@ -91,13 +91,13 @@ def _is_mxfp8(g: Mapping[str, Any]) -> bool:
 
 
 def states_mxfp8(configs: Iterable[QuantConfig]) -> bool:
-    """Whether 8-bit floats in groups of columns are stated, whose U8 scales are exponents
+    """Tell whether 8-bit floats in groups of columns are stated, whose U8 scales are exponents
     (compressed-tensors 0.19, `mxfp8-quantized`)."""
     return any(_is_mxfp8(g) for config in configs for g in weight_groups(config))
 
 
 def states_ue8m0(configs: Iterable[QuantConfig]) -> bool:
-    """Whether U8 scales are said to be exponents."""
+    """Tell whether U8 scales are said to be exponents."""
     for config in configs:
         linear = config.block.get("linear_fp8_config")
         inner = linear.get("scale_fmt") if isinstance(linear, Mapping) else None
@@ -146,12 +146,12 @@ class Listed:
         return self._patterns[1]
 
     def pattern_names(self, module: str) -> bool:
-        """Whether a pattern matches."""
+        """Tell whether a pattern matches."""
         pattern = self._patterns[0]
         return pattern is not None and pattern.match(module) is not None
 
     def literal(self, module: str) -> bool:
-        """Whether an entry that is not a pattern matches: the name itself, or (except for
+        """Tell whether an entry that is not a pattern matches: the name itself, or (except for
         compressed-tensors) a run of its dotted segments."""
         if module in self._plain:
             return True
@@ -192,7 +192,8 @@ def packed_ints(checkpoint: Checkpoint, module: str) -> Ints | None:
 
 
 def _by_row(g: Mapping[str, Any]) -> bool:
-    """Whether a group states a scale a row: compressed-tensors 0.19 infers that from a size of -1."""
+    """Tell whether a group states a scale a row: compressed-tensors 0.19 infers that from a size of
+    -1."""
     strategy = g.get("strategy")
     return strategy == "channel" or (strategy is None and g.get("group_size") == -1)
 
@@ -211,7 +212,7 @@ def _ints(g: Mapping[str, Any]) -> Ints | None:
 def _stated_for(
     checkpoint: Checkpoint, module: str, read: Callable[[Mapping[str, Any]], T | None]
 ) -> T | None:
-    """What `read` makes of the group that covers a module; if none does, of all groups, if they
+    """Result of `read` for the group that covers a module; if none does, of all groups, if they
     agree. Blocks that cannot be read state nothing."""
     own: set[T] = set()
     every: set[T] = set()
@@ -238,7 +239,7 @@ class Block:
     stated: tuple[Mapping[str, Any], ...]
 
     def of(self, module: str) -> Mapping[str, Any] | None:
-        """What is stated about one module's weight: None for one that the block leaves out, or does not
+        """The statement about one module's weight: None for one that the block leaves out, or does not
         name."""
         return None if self.left.names(module) else self.targets.find(module)
 
@@ -260,7 +261,7 @@ def _block(config: QuantConfig) -> Block:
 
 
 def scheme_of(checkpoint: Checkpoint, module: str) -> Mapping[str, Any] | None:
-    """How a module's weight is stored by the first block that covers it, whatever its method, in the
+    """Stored form of a module's weight by the first block that covers it, whatever its method, in the
     words of compressed-tensors; None if none does."""
     return next(
         (one for block in _blocks(checkpoint) if (one := block.of(module)) is not None), None
@@ -316,8 +317,8 @@ def _first_fp8_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
 
 
 def fp8_strategy_of(checkpoint: Checkpoint, module: str) -> str | None:
-    """Whether a scale for a `tensor`, a `channel`, a `block` or a `group` of columns is stated for a
-    module's FP8 weight; None where none is."""
+    """Tell whether a scale for a `tensor`, a `channel`, a `block` or a `group` of columns is stated for
+    a module's FP8 weight; None where none is."""
     return _stated_for(checkpoint, module, _float_strategy)
 
 
@@ -331,7 +332,7 @@ def _is_fp8(g: Mapping[str, Any]) -> bool:
 
 
 def exponents_of(checkpoint: Checkpoint, module: str) -> bool:
-    """Whether the U8 scales of a module's FP8 weight are exponents."""
+    """Tell whether the U8 scales of a module's FP8 weight are exponents."""
     own = scheme_of(checkpoint, module)
     mx = _any_mxfp8(checkpoint) if own is None else _is_mxfp8(own)
     return mx or states_ue8m0(checkpoint.quantization_configs)
@@ -351,7 +352,7 @@ def float_block(g: Mapping[str, Any]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class PackedInts:
-    """How packed integers are stored, by a config: `bits` 4 or 8, a scale for each `group` columns
+    """Form of packed integers, by a config: `bits` 4 or 8, a scale for each `group` columns
     (None: for a row), zero points unless `symmetric`; `ordered`: the group of each column is stored too
     (g_idx)."""
 
@@ -362,7 +363,7 @@ class PackedInts:
 
 
 def ints_of(checkpoint: Checkpoint, module: str) -> PackedInts | None:
-    """What compressed-tensors blocks (0.19) state about a packed module, as `packed_ints`."""
+    """Statements of compressed-tensors blocks (0.19) about a packed module, as `packed_ints`."""
     return _stated_for(checkpoint, module, _packed)
 
 
@@ -386,8 +387,8 @@ def gptq_block(configs: Iterable[QuantConfig]) -> QuantConfig | None:
 def gptq_ints(
     configs: Iterable[QuantConfig], module: str | None = None
 ) -> tuple[PackedInts, int] | None:
-    """What a block of GPTQ's own form states (AutoGPTQ 0.7, GPTQModel), for all modules or for one, and
-    its version: 1 stores zero points minus one. None if there is none, or an invalid one."""
+    """Statements of a block of GPTQ's own form (AutoGPTQ 0.7, GPTQModel), for all modules or for one,
+    and its version: 1 stores zero points minus one. None if there is none, or an invalid one."""
     config = gptq_block(configs)
     if config is None:
         return None
@@ -405,8 +406,8 @@ def taken_block(configs: Sequence[QuantConfig]) -> QuantConfig | None:
 
 
 def awq_ints(configs: Iterable[QuantConfig]) -> PackedInts | None:
-    """What a block of AutoAWQ's own form states (0.2, version gemm); None if there is none, or one that
-    is not read here."""
+    """Statements of a block of AutoAWQ's own form (0.2, version gemm); None if there is none, or one
+    that is not read here."""
     config = next((one for one in configs if one.method == "awq"), None)
     if config is None:
         return None
@@ -422,7 +423,7 @@ def awq_ints(configs: Iterable[QuantConfig]) -> PackedInts | None:
 
 
 def scheme(config: QuantConfig) -> tuple[Any, ...]:
-    """What a block says of the format, comparable with another's."""
+    """The format by a block, comparable with another's."""
     block = config.block
     if config.method == "compressed-tensors":
         keys = ("type", "num_bits", "strategy", "group_size", "block_structure")

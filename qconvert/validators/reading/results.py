@@ -38,7 +38,7 @@ def bf16_results(scales: Floats, dtype: str) -> Halves:
 
 
 def is_worth(matrix: Matrix) -> bool:
-    """Whether a matrix is FP8 with scales that each stand for many weights."""
+    """Tell whether a matrix is FP8 with scales that each stand for many weights."""
     grid = matrix.form.grid
     if matrix.format != "fp8" or grid is None:
         return False
@@ -65,7 +65,7 @@ class Results:
         self._first, self._last, self._table = 0, 0, np.empty(0, np.uint16)
 
     def same(self, stored: Bytes, start: int, stop: int) -> bool:
-        """Whether bytes of bf16 equal rows [start, stop). A NaN with other bits is not equal."""
+        """Tell whether bytes of bf16 equal rows [start, stop). A NaN with other bits is not equal."""
         columns = self._matrix.form.columns
         codes = row_bytes(self._reader, self._matrix, start, stop).reshape(-1, columns)
         lines = stored.reshape(-1, 2 * columns)

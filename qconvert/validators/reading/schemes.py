@@ -1,4 +1,4 @@
-"""What quantization blocks state about weights, whatever their method, in the words of one of them:
+"""Statements of quantization blocks about weights, whatever their method, in the words of one of them:
 compressed-tensors 0.19 (`quantization/quant_args.py`: type, num_bits, strategy, group_size,
 block_structure, symmetric, actorder). `quantization.scheme_of` answers with it for a module.
 
@@ -109,7 +109,7 @@ def _algorithm(entry: Mapping[str, Any]) -> Weights:
 
 
 def gptq_weights(block: Mapping[str, Any]) -> Weights:
-    """What a block of GPTQ's own form, or a rule of its `dynamic` over it, states."""
+    """Statements of a block of GPTQ's own form, or of a rule of its `dynamic` over it."""
     size = block.get("group_size")
     return {
         "type": "int",
@@ -165,9 +165,9 @@ def _gptq(block: Mapping[str, Any]) -> Iterator[tuple[list[str], Weights]]:
 
 @dataclass(frozen=True)
 class Targets:
-    """What a block's targets state, by module: `named` ones; `patterns` in the order in which they are
-    asked; `every` linear layer that neither names. With `below`, a name holds for all modules below it
-    too."""
+    """Statements of a block's targets, by module: `named` ones; `patterns` in the order in which they
+    are asked; `every` linear layer that neither names. With `below`, a name holds for all modules below
+    it too."""
 
     named: Mapping[str, Weights]
     patterns: tuple[tuple[re.Pattern[str], Weights], ...]

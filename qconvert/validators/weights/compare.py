@@ -76,7 +76,7 @@ class Compare:
 
     @property
     def computes(self) -> bool:
-        """Whether it computes with numbers, in loops where there are some."""
+        """Tell whether it computes with numbers, in loops where there are some."""
         return self.mine.format != RAW and not self._is_exact
 
     def run(self, folders: Folders) -> Iterator[Finding | Measure]:
@@ -110,13 +110,13 @@ class Compare:
             yield Finding("QC060", "error", self.mine.tensor, message)
 
     def _begin(self, folders: Folders) -> Kept:
-        """What is known of calibrated codes, from no tile yet."""
+        """State of what is known of calibrated codes, from no tile yet."""
         return Kept(searched=self.how == "solved")
 
     @property
     def _from_codes(self) -> bool:
-        """Whether the source's weights are codes times scales, which its consumer rounds to bf16; those
-        that were written as fp16 or fp32 are no bf16 on their way."""
+        """Tell whether the source's weights are codes times scales, which its consumer rounds to bf16;
+        those that were written as fp16 or fp32 are no bf16 on their way."""
         if self.mine.format in ("fp16", "fp32"):
             return False
         coded = self.yours.format in ("fp8", *FP4) or self.yours.form.codes is not None
@@ -160,7 +160,7 @@ class Compare:
         return zero
 
     def _same_bytes(self, folders: Folders, mine: Bytes, start: int, stop: int) -> bool:
-        """Whether codes and scales are equal, so that nothing has to be decoded."""
+        """Tell whether codes and scales are equal, so that nothing has to be decoded."""
         import numpy as np
 
         if self.mine.form.weight.type.dtype != self.yours.form.weight.type.dtype:
@@ -184,14 +184,14 @@ class Compare:
 
     @property
     def _other_dialect(self) -> bool:
-        """Whether both are NVFP4, and one multiplies by a global scale that the other divides by: the
-        same codes and block scales, and products that are rounded otherwise in float32."""
+        """Tell whether both are NVFP4, and one multiplies by a global scale that the other divides by:
+        the same codes and block scales, and products that are rounded otherwise in float32."""
         grids = self.mine.form.grid, self.yours.form.grid
         both = [grid.global_scale for grid in grids if grid is not None and grid.global_scale]
         return len(both) == 2 and both[0].divisor != both[1].divisor
 
     def _same_codes(self, folders: Folders, start: int, stop: int) -> bool:
-        """Whether equal words mean the same, scales apart."""
+        """Tell whether equal words mean the same, scales apart."""
         import numpy as np
 
         mine, yours = self.mine.form.codes, self.yours.form.codes
@@ -219,7 +219,7 @@ class Compare:
     def _misfit(
         self, folders: Folders, tile: tuple[int, int], expected: Floats, found: Floats, kept: Kept
     ) -> str:
-        """What is wrong with some rows."""
+        """Finding about some rows."""
         grid = self.mine.form.grid
         if self.how == "nearest" and grid is not None and grid.global_scale is not None:
             factor = scales(folders.output, self.mine, *tile)
@@ -284,7 +284,7 @@ class Compare:
         return None if fits.all() else fits
 
     def _kind(self) -> str:
-        """How close it must be."""
+        """Bound of its distance."""
         if self.how == "equal":
             return ""
         what = {

@@ -126,7 +126,7 @@ def said(checkpoint: Checkpoint, *, fused: bool) -> tuple[int | None, str]:
 def _rounded_anew(
     checkpoint: Checkpoint, stored: tuple[Matrix, ...], parts: tuple[Matrix, ...]
 ) -> bool:
-    """Whether no row can be found again: these were rounded to codes from the source's numbers."""
+    """Tell whether no row can be found again: these were rounded to codes from the source's numbers."""
     steps = {step.get("name") for step in (checkpoint.manifest or {}).get("passes", [])}
     coded = {m.format for m in stored if m.format == "fp8" or m.form.codes is not None}
     others = {matrix.format for matrix in parts}
@@ -162,7 +162,7 @@ def _parts(
 def _task(
     checkpoint: Checkpoint, modules: dict[str, str], segments: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[Matrix, ...], tuple[int, ...], int, int, str] | None:
-    """What `Order` needs of the folder, None if the layer is in another stage, or incomplete.
+    """Facts that `Order` needs of the folder, None if the layer is in another stage, or incomplete.
     Raises Unread, naming the tensor, if its rows cannot be read."""
     fused, *split = _MODULES[segments]
     if fused in modules:

@@ -58,7 +58,7 @@ _BATCH = 256
 
 
 def is_such_a_scale(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor is a scale of activations or of the KV cache."""
+    """Tell whether a tensor is a scale of activations or of the KV cache."""
     if name.endswith(KV_SCALES):
         return of_cache(checkpoint, name)
     return name.endswith(_INPUTS) and is_of_activations(checkpoint, name)
@@ -66,8 +66,8 @@ def is_such_a_scale(checkpoint: Checkpoint, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a scale must be: a `number`, or that of another tensor, its reciprocal if `inverted`; `by`
-    says who states it."""
+    """The value that a scale must have: a `number`, or that of another tensor, its reciprocal if
+    `inverted`; `by` says who states it."""
 
     by: str
     number: float = 0.0
@@ -170,7 +170,8 @@ def _maxima(stated: object) -> dict[tuple[int, bool], tuple[float, ...]]:
 def _recorded(
     checkpoint: Checkpoint, name: str, maxima: Mapping[tuple[int, bool], Sequence[float]]
 ) -> float | None:
-    """What follows from the recorded input of an expert, in the form that its weight is stored in."""
+    """Claims that follow from the recorded input of an expert, in the form that its weight is stored
+    in."""
     module, _, end = name.rpartition(".")
     weight = next(
         (w for p in ("weight", "weight_packed") if (w := f"{module}.{p}") in checkpoint), None

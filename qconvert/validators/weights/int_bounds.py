@@ -1,5 +1,5 @@
-"""How far packed integers may be from the source's weights: if they are rounded to nearest, and if
-calibration found them. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
+"""Bounds of the distance of packed integers from the source's weights: if they are rounded to nearest,
+and if calibration found them. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 
 Rounding is compressed-tensors' (0.19, `calculate_qparams` and `_quantize`): scale = amax / half the
 range, or (max - min) / the range with 0 in it, rounded to the scale's dtype, a scale of 0 replaced by
@@ -68,7 +68,7 @@ class Tile:
 
 
 def code_range(form: Form) -> tuple[int, bool, str]:
-    """How many steps there are between the first code and the last, whether zero is in the middle, and
+    """Number of steps between the first code and the last, whether zero is in the middle, and
     the dtype of the scales."""
     assert form.codes is not None
     assert form.grid is not None
@@ -77,7 +77,7 @@ def code_range(form: Form) -> tuple[int, bool, str]:
 
 
 def _bounds(form: Form) -> tuple[float, float, float]:
-    """How far rounding to nearest may take a weight: steps, an absolute part, and a part of its size."""
+    """Bound of an error by rounding to nearest: steps, an absolute part, and a part of its size."""
     steps, symmetric, dtype = code_range(form)
     half, part = 0.5, 0.0
     if symmetric and steps == 15:
@@ -128,7 +128,7 @@ def nearest_fits(tile: Tile) -> Bools:
 
 
 def coarse(tile: Tile, first: int, span: Floats | None = None) -> str:
-    """What is wrong with a group's step: weights within half a step prove little if the step is larger
+    """Fault of a group's step: weights within half a step prove little if the step is larger
     than the group's weights need. `first` is the tile's first row; `span` the groups' ranges, where they
     are known."""
     import numpy as np
@@ -195,7 +195,7 @@ _GROUP_LENGTH, _SAME_DIRECTION, _OTHER_DIRECTION = 1.8, 0.6, 0.3
 
 
 class Kept:
-    """How much of the source's weights calibrated codes keep, one tile after another. Scales must be
+    """Share of the source's weights that calibrated codes keep, one tile after another. Scales must be
     exactly those of the source's groups, or, where they were `searched` for, of a size that fits them;
     columns that are 0 in all rows of a tile had no input in the calibration, and are not judged."""
 
@@ -206,7 +206,7 @@ class Kept:
         self._count = 0
 
     def add(self, tile: Tile, first: int) -> str:
-        """What is wrong with a tile's scales or rows, "" if nothing. `first` is its first row."""
+        """Fault of a tile's scales or rows, "" if nothing. `first` is its first row."""
         wrong = _far_scale(tile, first) if self._searched else _other_scale(tile, first)
         if wrong:
             return wrong
@@ -224,7 +224,7 @@ class Kept:
         self._count = groups
 
     def end(self) -> str:
-        """What is wrong with a group of columns, over all rows seen."""
+        """Fault of a group of columns, over all rows seen."""
         import numpy as np
 
         if self._sums is None:

@@ -36,7 +36,7 @@ _LEAST_E4M3 = 2.0**-9
 
 
 def is_searched(manifest: Mapping[str, Any], step: str) -> bool:
-    """Whether a pass of the folder's conversion says that it searched for scales."""
+    """Tell whether a pass of the folder's conversion says that it searched for scales."""
     return any(
         found.get("name") == step and found["options"].get("scales") == "search"
         for found in manifest.get("passes", ())

@@ -1,5 +1,5 @@
-"""Whether a matrix's scales may be below 0. Not a validator itself: it has no `VALIDATOR`, so discovery
-skips it.
+"""Rule for matrices whose scales may be below 0. Not a validator itself: it has no `VALIDATOR`, so
+discovery skips it.
 
 Codes of symmetric INT4 are -8 to 7, and a scale below 0 turns that range around. AutoRound 0.15
 (`data_type/int.py`) writes such scales, llama.cpp's Q4_0 has them, and runtimes only multiply by them; a

@@ -63,7 +63,7 @@ class CompareSolvedNvfp4(Compare):
 
 
 class KeptNvfp4(Kept):
-    """How much of the source's weights calibrated codes keep, one tile after another; steps are block
+    """Share of the source's weights that calibrated codes keep, one tile after another; steps are block
     scales times the global one, which is `unit`."""
 
     def __init__(self, unit: float) -> None:
@@ -130,7 +130,7 @@ class KeptNvfp4(Kept):
         )
 
     def end(self) -> str:
-        """What is wrong over all rows seen."""
+        """Fault over all rows seen."""
         if 2 * self._off > self._judged:
             return (
                 f"expected blocks about as long as the source's, found {self._off} of {self._judged} "

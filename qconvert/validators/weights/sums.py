@@ -37,7 +37,7 @@ class Sums:
             self._add(expected, found)
 
     def added(self, expected: Floats, found: Floats) -> bool:
-        """Whether a compiled loop has added two parts; it declines what is not finite."""
+        """Tell whether a compiled loop has added two parts; it declines what is not finite."""
         import numpy as np
 
         if LOOPS.in_use() is None:

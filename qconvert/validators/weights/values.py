@@ -206,7 +206,7 @@ class _Numbers:
 
 
 def _allows_infinity(checkpoint: Checkpoint) -> bool:
-    """Whether the folder was made by a dequant that writes what bf16 cannot hold as infinite."""
+    """Tell whether the folder was made by a dequant that writes what bf16 cannot hold as infinite."""
     steps = (checkpoint.manifest or {}).get("passes", ())
     return any(step["options"].get("allow_overflow") for step in steps)
 
@@ -218,12 +218,12 @@ def _largest(data: Bytes, width: int, mask: int) -> int:
 
 
 def _differs(data: Bytes, blank: int) -> bool:
-    """Whether any byte differs."""
+    """Tell whether any byte differs."""
     return bool((data[:_GLANCE] != blank).any() or (data[_GLANCE:] != blank).any())
 
 
 def _stretches(size: int) -> tuple[tuple[int, int], ...] | None:
-    """What to check of a tensor of that many bytes at level sample; None: all of it."""
+    """Ranges to check of a tensor of that many bytes at level sample; None: all of it."""
     count = -(-size // _STRETCH)
     if count <= _STRETCHES:
         return None
@@ -314,7 +314,7 @@ class _Scales:
         return divmod(at, grid.columns)
 
     def _has_codes(self, folders: Folders, at: int) -> bool:
-        """Whether a scale's block holds any code but zero."""
+        """Tell whether a scale's block holds any code but zero."""
         import numpy as np
 
         matrix, (high, wide) = self._task.matrix, self._task.grid.block

@@ -141,7 +141,7 @@ def _calibrated(tasks: Sequence[Compare]) -> Iterator[Proved | Skipped]:
 
 
 def _is_text_alone(folder: Folder) -> bool:
-    """Whether the folder's class is that of the source's text model, whose roles may be called
+    """Tell whether the folder's class is that of the source's text model, whose roles may be called
     otherwise."""
     assert folder.source is not None
     kind, theirs = (c.config.get("model_type") for c in (folder.checkpoint, folder.source))
@@ -230,7 +230,7 @@ def _kind_of(folder: Folder, mine: Matrix, how: How) -> type[Compare]:
 
 
 def _is_searched(folder: Folder, mine: Matrix, how: How) -> bool:
-    """Whether the scales of a matrix that was rounded were searched for. What is rounded beside
+    """Tell whether the scales of a matrix that was rounded were searched for. What is rounded beside
     calibrated matrices, draft layers, is not: the search that a pass states there is the solver's."""
     step = "nvfp4" if mine.format == NVFP4 else "w4a16" if mine.form.codes is not None else ""
     manifest = folder.checkpoint.manifest or {}
@@ -268,14 +268,15 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
 
 
 def _of_draft(folder: Folder, mine: Matrix) -> bool:
-    """Whether a matrix is a draft layer's, which is rounded beside calibrated ones."""
+    """Tell whether a matrix is a draft layer's, which is rounded beside calibrated ones."""
     checkpoint = folder.checkpoint
     return checkpoint.family.is_mtp(mine.tensor, checkpoint.role_index.dims)
 
 
 def _has_own_scales(manifest: Mapping[str, Any], *, symmetric: bool) -> bool:
-    """Whether a calibration searched for scales, or fitted them to its codes, which asymmetric schemes
-    leave as they are; or solved against other weights than the source's, whose scales these are."""
+    """Tell whether a calibration searched for scales, or fitted them to its codes, which asymmetric
+    schemes leave as they are; or solved against other weights than the source's, whose scales these
+    are."""
     said = manifest.get(CALIBRATION)
     if not isinstance(said, dict):
         return False
