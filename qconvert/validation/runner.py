@@ -108,10 +108,10 @@ class NotChecked(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request for a validation. `level` headers reads no tensor data, sample a part of each kind, full all.
-    `layers` are those that the kernels are run on (None: a few).
-    `jobs` worker processes, None for as many as the machine has cores and the work needs; `memory`
-    bytes they may use together. `serving`: the runtime that is to load the folder."""
+    """Request for a validation. `level` headers reads no tensor data, sample a part of each kind, full
+    all. `layers` are those that the kernels are run on (None: a few). `jobs` worker processes, None for
+    as many as the machine has cores and the work needs; `memory` bytes they may use together. `serving`:
+    the runtime that is to load the folder."""
 
     level: Level = "headers"
     layers: tuple[int, ...] | None = None
