@@ -9,6 +9,7 @@ sections while it does its other work, and costs nothing more:
                   code of torch made the source or the result, of names, types and shapes alone: `~`.
     api.txt       the names of qconvert.api with their signatures and fields
     commands.txt  options and arguments of each command, and what it says and returns without them
+    findings.txt  what validation says of each broken repo of the corpus
 
 `python tests/golden.py` writes all of it anew (5 minutes); `python tests/golden.py api.txt` one file.
 """
@@ -37,6 +38,7 @@ _MADE_BY = {
     ),
     "api.txt": ("test_api.py", "signatures"),
     "commands.txt": ("test_cli.py", "snapshot"),
+    "findings.txt": ("test_corpus.py", "finds_its_broken"),
 }
 
 

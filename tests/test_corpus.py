@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ import broken_contents
 import broken_headers
 import broken_ints
 import broken_nvfp4
+import golden
 import pytest
 from broken_repos import CORPUS, SOUND, Bench, Broken
 from sampled import sampled
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import CheckpointError
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import (
     _KINDS,
     Folder,
@@ -90,8 +94,21 @@ def _otherwise(entry: Broken, bench: Bench) -> list[str]:
         wrong.append(f"expected the severity {entry.severity}, found {gravest}")
     if not all(finding.where and finding.message for finding in report.findings):
         wrong.append("a finding without a place or a message")
+    golden.same("findings.txt", f"{entry.rule} {entry.name}", _said(report.findings, bench))
     _foreign(repo.folder)
     return wrong
+
+
+def _said(findings: Iterable[Finding], bench: Bench) -> list[str]:
+    """Of several messages that differ in numbers and names of projections alone, the first."""
+    said: dict[str, list[str]] = {}
+    for found in findings:
+        text = golden.shown(found.message, bench.scratch, bench.shared)
+        line = (
+            f"{found.rule} {found.severity} {found.where}: {re.sub('[0-9a-f]{32}', 'HASH', text)}"
+        )
+        said.setdefault(re.sub(r"\d+|\w+_proj", "N", f"{found.rule} {text}"), []).append(line)
+    return [f"{some[0]}{f' ({len(some)} times)' if some[1:] else ''}" for some in said.values()]
 
 
 # Validators of every kind of folder, contrib's too, as far as headers tell.
@@ -132,3 +149,4 @@ def test_every_rule_has_a_broken_repo() -> None:
 def test_names_are_said_once() -> None:
     names = [(entry.rule, entry.name) for entry in CORPUS]
     assert len(names) == len(set(names)) >= 110
+    assert set(golden.sections("findings.txt")) == {" ".join(name) for name in names}
