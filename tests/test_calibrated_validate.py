@@ -60,8 +60,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     options = ("--gptq", "--data", data, "--samples", str(COUNT), "--length", str(LENGTH))
     given = {
         "": ("--solver", "llmcompressor"),
-        BEST: ("--solver", "best", "--propagated-error", "ignore"),
-        CORRECTED: ("--solver", "best", "--propagated-error", "correct"),
+        BEST: ("--solver", "best", "--set", "propagated_error=ignore"),
+        CORRECTED: ("--solver", "best", "--set", "propagated_error=correct"),
     }
     for before, solver in given.items():
         for name, (command, *more) in WAYS.items():
@@ -113,7 +113,7 @@ def of_amax(
     folder = tmp_path_factory.mktemp("amax")
     data = made["model"].parent / "tokens.safetensors"
     options = ("--gptq", "--data", data, "--samples", str(COUNT), "--length", str(LENGTH),
-               "--scales", "amax", "--refit", "0")  # fmt: skip
+               "--scales", "amax", "--set", "refit=0")  # fmt: skip
     found = {"model": made["model"]}
     for error in ("correct", "ignore"):
         for name in ("packed", "amx"):

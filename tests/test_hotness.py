@@ -258,7 +258,7 @@ def test_a_calibration_keeps_what_it_saw(tmp_path: Path) -> None:
     """The sample has 4 layers of 4 experts, of which 2 take each token; its draft layer is not run."""
     write_sample(tmp_path / "source")
     flags = [
-        "--gptq", "--synthetic", "--group-size", "64", "--length", "32", "--min-tokens", "1",
+        "--gptq", "--synthetic", "--group-size", "64", "--length", "32", "--set", "min_tokens=1",
         "--device", "cpu", "--jobs", "1", "--save-stats", str(tmp_path / "stats"),
     ]  # fmt: skip
     ran = run_cli("w4a16", tmp_path / "source", tmp_path / "out", *flags, "--samples", "2")

@@ -256,7 +256,7 @@ def test_about_half_of_a_folders_scales_are_below_0(form: str, tmp_path: Path) -
     found = floats(scale) if form == "W4" else scale
     assert 0.3 < np.mean(found < 0) < 0.7
     done = run_cli(
-        "w4a16", source, tmp_path / "plain", "--rtn", "--scales", "search", "--signs", "positive",
+        "w4a16", source, tmp_path / "plain", "--rtn", "--scales", "search", "--set", "signs=positive",
         *FORMS[form], "--jobs", "1",
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -278,7 +278,7 @@ def test_a_scale_of_the_other_sign_is_found(tmp_path: Path) -> None:
 
 def test_a_scale_below_0_that_no_conversion_speaks_of_is_found(tmp_path: Path) -> None:
     """The same weights: codes and a scale of the other sign."""
-    source, out = converted(ordinary(), tmp_path, "--signs", "positive")
+    source, out = converted(ordinary(), tmp_path, "--set", "signs=positive")
     scale = lines(out, f"{UP}.weight_scale").view("<u2")
     words = lines(out, f"{UP}.weight_packed").view("<i4")
     fields = int_forms.unpacked(words[5:6, :16], 4, 128)

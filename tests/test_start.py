@@ -5,15 +5,18 @@ from __future__ import annotations
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import click
 import pytest
 import yaml
+from checkpoints import run_cli
 
 import qconvert.cli
 from qconvert import api
+from qconvert.cli.command import MOST
 from qconvert.cli.commands import Commands
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.cli.main import cli
@@ -123,3 +126,32 @@ def test_words_are_written_as_yaml_writes_them(front: dict[str, object]) -> None
 def test_what_is_no_word_is_left_to_yaml(value: object) -> None:
     assert plain_yaml({"key": value}) is None
     assert plain_yaml({"key": ["word", value]}) is None
+
+
+def test_help_is_one_screen_and_help_all_is_all() -> None:
+    for words, command in _leaves(cli):
+        options = [one for one in command.params if isinstance(one, click.Option)]
+        short, every = (run_cli(*words, flag).out for flag in ("--help", "--help-all"))
+        shown = [one for one in options if f"  {one.opts[0]}" in short]
+        assert len(shown) <= MOST, words
+        if len(shown) < len(options):
+            assert f"{len(options) - len(shown)} rarer options: --help-all" in short
+            assert all(
+                f"  {one.opts[0]}" in every or f", {one.opts[0]}" in every for one in options
+            )
+
+
+def test_help_texts_begin_with_a_sentence() -> None:
+    """--help shows it alone; a point within it would cut it."""
+    for _, command in _leaves(cli):
+        for one in command.params:
+            if isinstance(one, click.Option):
+                assert "e.g." not in str(one.help), one.opts
+
+
+def _leaves(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from _leaves(command, *path, name)
+        else:
+            yield (*path, name), command

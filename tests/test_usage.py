@@ -13,6 +13,7 @@ import pytest
 from checkpoints import bf16_moe, run_cli
 
 from qconvert.checkpoint.hub_cache import parse_repo
+from qconvert.cli.calibration import SETTINGS
 from qconvert.cli.main import cli
 from qconvert.core.errors import QConvertError, RecipeError, UsageError
 from qconvert.core.sizes import parse_size
@@ -58,9 +59,10 @@ _BAD: dict[str, list[str]] = {
     "group_size": _CHOICES, "packing": _CHOICES, "actorder": _CHOICES, "what": _CHOICES,
     "dialect": _CHOICES, "targets_of_two": _CHOICES, "block": _COUNTS, "level": _CHOICES,
     "form": _CHOICES,
-    "experts": _CHOICES, "undersampled": _CHOICES, "shared_experts": _CHOICES,
+    "shared_experts": _CHOICES,
     "targets": ["", "re:", "re:(", "re:["], "ignore": ["", "re:", "re:*"],
     "data": ["", "chats", "chats.csv", "hf-dataset:", "hf-dataset:a:b:c:d"],
+    "settings": ["", "refit", "refit=", "refit=x", "refit=-1", "order=x", "nope=1"],
     "devices": ["", "gpu", "cuda:x", "cuda:-1", "mps"],
     "first_layers": _COUNTS, "model": _SOURCES,
     "save_stats": _FOLDERS, "stats": _FOLDERS, "cpu_out": _FOLDERS, "gpu_out": _FOLDERS,
@@ -88,9 +90,8 @@ _REST: dict[tuple[str, ...], tuple[str, ...]] = {
     ("fuse",): ("--for", "sglang"), ("advise",): ("--for", "sglang"),
 }  # fmt: skip
 # The options of --gptq say nothing without it, which is another refusal.
-_OF_GPTQ = {"data", "samples", "length", "seed", "dampening_frac", "experts", "min_tokens",
-            "undersampled", "save_stats", "devices", "actorder", "solver", "signs", "order", "refit",
-            "descent", "propagated_error"}  # fmt: skip
+_OF_GPTQ = {"data", "samples", "length", "seed", "column", "settings", "save_stats", "devices",
+            "actorder", "solver"}  # fmt: skip
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -160,35 +161,35 @@ def test_a_bad_value_is_a_usage_error(
         "w4a16 s o",
         "w4a16 s o --rtn --gptq --synthetic",
         "w4a16 s o --rtn --actorder group",
-        "w4a16 s o --rtn --order stored",
-        "w4a16 s o --rtn --refit 0",
-        "w4a16 s o --rtn --descent 0",
+        "w4a16 s o --rtn --set order=stored",
+        "w4a16 s o --rtn --set refit=0",
+        "w4a16 s o --rtn --set descent=0",
         "w4a16 s o --gptq --synthetic --solver llmcompressor --scales search",
         "w4a16 s o --gptq --synthetic --solver llmcompressor --scales amax",
-        "w4a16 s o --gptq --synthetic --solver llmcompressor --signs both",
-        "w4a16 s o --gptq --synthetic --solver llmcompressor --order importance",
-        "w4a16 s o --gptq --synthetic --solver llmcompressor --refit 0",
-        "w4a16 s o --gptq --synthetic --solver llmcompressor --descent 2",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --set signs=both",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --set order=importance",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --set refit=0",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --set descent=2",
         "w4a16 s o --gptq --synthetic --asymmetric --scales search",
-        "w4a16 s o --gptq --synthetic --asymmetric --signs both",
-        "w4a16 s o --gptq --synthetic --asymmetric --refit 0",
-        "w4a16 s o --gptq --synthetic --actorder static --order stored",
-        "w4a16 s o --rtn --signs both",
+        "w4a16 s o --gptq --synthetic --asymmetric --set signs=both",
+        "w4a16 s o --gptq --synthetic --asymmetric --set refit=0",
+        "w4a16 s o --gptq --synthetic --actorder static --set order=stored",
+        "w4a16 s o --rtn --set signs=both",
         "w4a16 s o --gptq",
-        "w4a16 s o --rtn --propagated-error correct",
-        "w4a16 s o --gptq --synthetic --solver llmcompressor --propagated-error correct",
+        "w4a16 s o --rtn --set propagated_error=correct",
+        "w4a16 s o --gptq --synthetic --solver llmcompressor --set propagated_error=correct",
         "w4a16 s o --gptq --synthetic --data x.txt",
         "w4a16 s o --gptq --synthetic --column text",
         "nvfp4 s o --dialect modelopt --gptq",
         "nvfp4 s o --dialect modelopt --samples 3",
-        "nvfp4 s o --dialect modelopt --refit 0",
-        "nvfp4 s o --dialect modelopt --order stored",
-        "nvfp4 s o --dialect modelopt --gptq --synthetic --signs positive",
+        "nvfp4 s o --dialect modelopt --set refit=0",
+        "nvfp4 s o --dialect modelopt --set order=stored",
+        "nvfp4 s o --dialect modelopt --gptq --synthetic --set signs=positive",
         "amx s o --method int4 --numa 1 --scales search",
-        "amx s o --method int4 --numa 1 --descent 0",
-        "amx s o --method int4 --numa 1 --gptq --synthetic --signs positive",
-        "amx s o --method int4 --numa 1 --gptq --synthetic --solver llmcompressor --refit 1",
-        "kt s --cpu-out c --cpu int4 --numa 1 --order stored",
+        "amx s o --method int4 --numa 1 --set descent=0",
+        "amx s o --method int4 --numa 1 --gptq --synthetic --set signs=positive",
+        "amx s o --method int4 --numa 1 --gptq --synthetic --solver llmcompressor --set refit=1",
+        "kt s --cpu-out c --cpu int4 --numa 1 --set order=stored",
         "nvfp4 s o --dialect modelopt --gptq --synthetic --solver llmcompressor",
         "nvfp4 s o --dialect modelopt --gptq --synthetic --targets Linear",
         "nvfp4 s o --dialect modelopt --gptq --synthetic --shared-experts quantize",
@@ -314,22 +315,28 @@ def _step(line: str, *more: str) -> Any:
     return step
 
 
+def _set(name: str, value: str) -> tuple[str, str]:
+    return ("--set", f"{name}={value}") if name in SETTINGS else (f"--{name}", value)
+
+
 @pytest.mark.parametrize("command", [
     "w4a16 s o", "amx s o --method int4 --numa 1", "nvfp4 s o --dialect modelopt",
 ])  # fmt: skip
 @pytest.mark.parametrize(
     ("option", "value", "default"),
     [("scales", "amax", "search"), ("order", "stored", "importance"), ("refit", "0", "2"),
-     ("descent", "0", "2"), ("propagated_error", "ignore", "correct")],
+     ("descent", "0", "2"), ("propagated_error", "ignore", "correct"),
+     ("experts", "all", "routed"), ("min_tokens", "7", "128"), ("undersampled", "rtn", "all"),
+     ("dampening_frac", "0.5", "0.01")],
 )  # fmt: skip
 def test_a_step_of_the_solver_is_an_option(
     command: str, option: str, value: str, default: str
 ) -> None:
     """What is given goes into the recipe's `calibrate`, 0 too; the default is what is there without."""
-    flag = f"--{option.replace('_', '-')}"
     plain = _step(f"{command} --gptq --synthetic")
-    given = _step(f"{command} --gptq --synthetic", flag, value)
-    same = _step(f"{command} --gptq --synthetic", flag, default)
+    given, same = (
+        _step(f"{command} --gptq --synthetic", *_set(option, text)) for text in (value, default)
+    )
     assert same == plain
     words = {f.name: getattr(given.calibrate, f.name) for f in fields(given.calibrate)}
     before = {f.name: getattr(plain.calibrate, f.name) for f in fields(plain.calibrate)}

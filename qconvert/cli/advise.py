@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
+from qconvert.cli.command import Command
 from qconvert.cli.consumer import made_for
-from qconvert.cli.options import FINDINGS, JSON, MOST, NOT_KNOWN, OPENING, SOURCE, Size
+from qconvert.cli.options import FINDINGS, JSON, NOT_KNOWN, OPENING, SOURCE, Count, Size
 from qconvert.core.say import say, say_all, say_json
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @made_for(
     "sglang or vllm, whose loaders are simulated, or ktransformers",
@@ -17,7 +18,7 @@ from qconvert.core.say import say, say_all, say_json
     "vllm",
     "ktransformers",
 )
-@click.option("--gpus", type=click.IntRange(1, MOST), default=8, show_default=True, help="GPUs.")
+@click.option("--gpus", type=Count(), default=8, show_default=True, help="GPUs.")
 @click.option(
     "--gpu-memory", type=Size(), default="141GB", show_default=True, help="Memory of each GPU."
 )
@@ -31,7 +32,7 @@ from qconvert.core.say import say, say_all, say_json
 @click.option("--cpu-memory", type=Size(), help="Main memory. KTransformers keeps experts in it.")
 @click.option(
     "--numa",
-    type=click.IntRange(1, 64),
+    type=Count(most=64),
     default=2,
     show_default=True,
     help="NUMA nodes of the serving machine; the runtime must be started with the same count.",

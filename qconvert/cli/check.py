@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from qconvert.cli import completion
+from qconvert.cli.command import Command
 from qconvert.cli.consumer import made_for
 from qconvert.cli.loudness import LOUDNESS
 from qconvert.cli.options import (
@@ -19,9 +20,9 @@ from qconvert.cli.options import (
     DRAFT,
     FINDINGS,
     JSON,
-    MOST,
     OPENING,
     SOURCE,
+    Count,
     Partition,
     SourceName,
     jobs,
@@ -45,9 +46,11 @@ _MOST_LAYERS = 65_536
 _NUMBER = re.compile(r"[0-9]{1,6}")
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
-@click.option("--tensors", metavar="PATTERN", help="List tensors whose names match, e.g. '*.61.*'.")
+@click.option(
+    "--tensors", metavar="PATTERN", help="List tensors whose names match, such as '*.61.*'."
+)
 @OPENING
 @JSON
 def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool) -> None:
@@ -99,7 +102,7 @@ def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None
     say_all(f"{name}  {checkpoint[name].type}  {files[name]}" for name in names)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("a", type=SourceName())
 @click.argument("b", type=SourceName())
 @click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
@@ -189,7 +192,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
         return tuple(sorted(numbers))
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("out", type=SourceName(), required=False)
 @AGAINST
 @DRAFT
@@ -215,7 +218,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 @made_for("sglang, whose loader is simulated: an H200 without other options", "sglang", "vllm")
 @click.option(
     "--tp",
-    type=click.IntRange(1, MOST),
+    type=Count(),
     metavar="N",
     help="Refuse a result that would not load on N tensor-parallel ranks. [with --for; default: 1]",
 )
@@ -227,7 +230,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 )
 @click.option(
     "--ep",
-    type=click.IntRange(1, MOST),
+    type=Count(),
     metavar="N",
     help="Groups of experts among the tensor-parallel ranks. [with --for; default: 1]",
 )

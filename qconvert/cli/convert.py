@@ -16,6 +16,7 @@ import click
 from qconvert.cli import completion
 from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import Started, carry_out
+from qconvert.cli.command import Command
 from qconvert.cli.loudness import LOUDNESS, columns, is_quiet, is_verbose, without_loudness
 from qconvert.cli.options import (
     DISK_BUDGET,
@@ -118,7 +119,7 @@ RUNNING: Callable[[F], F] = stacked(
     click.option(
         "--validate",
         type=click.Choice(["headers", "sample", "full"]),
-        help="Then check OUT against SRC, as `qconvert validate` does, and print what was lost by role; "
+        help="Then check OUT against SRC, as `qconvert validate` does. What was lost is shown by role; "
         "exit code 3 on an error.",
     ),
     SHARD,
@@ -156,7 +157,7 @@ CONVERSION: Callable[[F], F] = stacked(
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("recipe", shell_complete=completion.recipes_or_files)
 @SOURCE
 @click.argument("out", required=False, type=OutName())
@@ -188,7 +189,7 @@ def plan(
     convert(load_recipe(recipe, data), source, out, options)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("recipe", shell_complete=completion.recipes_or_files)
 @SOURCE
 @OUT
@@ -213,7 +214,7 @@ def run(recipe: str, source: str, out: Path | str, **given: Any) -> None:
     convert(load_recipe(recipe, data), source, out, options)
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @click.option("--drop-mtp", is_flag=True, help="Drop the MTP (draft) layers.")

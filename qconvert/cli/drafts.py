@@ -8,6 +8,7 @@ from typing import Unpack
 import click
 
 from qconvert.cli.carry_out import carry_out
+from qconvert.cli.command import Command
 from qconvert.cli.convert import CONVERSION, RUNNING, RunOptions, convert, plan_options, show_plan
 from qconvert.cli.options import OUT, SOURCE, SourceName
 
@@ -24,7 +25,7 @@ def mtp() -> None:
     """
 
 
-@mtp.command()
+@mtp.command(cls=Command)
 @SOURCE
 @OUT
 @CONVERSION
@@ -46,7 +47,7 @@ def extract(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None
     convert(recipe, source, out, options)
 
 
-@mtp.command()
+@mtp.command(cls=Command)
 @SOURCE
 @OUT
 @CONVERSION
@@ -65,7 +66,7 @@ def drop(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     )
 
 
-@mtp.command()
+@mtp.command(cls=Command)
 @SOURCE
 @click.argument("draft", metavar="DRAFT", type=SourceName())
 @OUT
@@ -94,7 +95,7 @@ def graft(source: str, draft: str, out: Path | str, **given: Unpack[RunOptions])
         carry_out(planned, options, source, draft)
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @CONVERSION

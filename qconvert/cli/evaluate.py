@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from qconvert.cli.command import Command
 from qconvert.cli.loudness import LOUDNESS
 from qconvert.cli.options import (
     DATA_HELP,
     DEVICE,
     JSON,
-    MOST,
     OPENING,
+    Count,
     DataName,
     SourceName,
     from_options,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _FORMS = (".html", ".json", ".txt")
 
 
-@click.command(name="eval")
+@click.command(name="eval", cls=Command)
 @click.argument("model", metavar="REPO", type=SourceName())
 @click.option(
     "--against",
@@ -46,8 +47,8 @@ _FORMS = (".html", ".json", ".txt")
 @click.option(
     "--synthetic", is_flag=True, help="Random tokens instead of data. [with --first-layers]"
 )
-@click.option("--samples", type=click.IntRange(1, MOST), help="Number of samples. [default: 64]")
-@click.option("--length", type=click.IntRange(2, MOST), help="Tokens per sample. [default: 2048]")
+@click.option("--samples", type=Count(), help="Number of samples. [default: 64]")
+@click.option("--length", type=Count(2), help="Tokens per sample. [default: 2048]")
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed for the choice of samples. [default: 0]"
 )
@@ -56,7 +57,7 @@ _FORMS = (".html", ".json", ".txt")
 @click.option(
     "--first-layers",
     "first_layers",
-    type=click.IntRange(1, MOST),
+    type=Count(),
     metavar="N",
     help="Run the first N layers alone: errors of hidden states, and no perplexity.",
 )

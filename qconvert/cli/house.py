@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from qconvert.cli import completion
+from qconvert.cli.command import Command
 from qconvert.cli.options import DRY_RUN, WORK_FOLDER, Folder, FolderOrRepo
 from qconvert.core.say import say
 
@@ -59,7 +60,7 @@ def show_recipe(name: str) -> None:
     say(*found[name].splitlines())
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("out", type=FolderOrRepo())
 @WORK_FOLDER
 @DRY_RUN
@@ -84,7 +85,7 @@ def clean(out: Path | str, work_dir: Path | None, dry_run: bool) -> None:
         say("nothing to clean")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("folder", required=False, type=Folder())
 def demo(folder: Path | None) -> None:
     """Make a small block-FP8 Qwen3.5-MoE checkpoint, fuse it for sglang, dequantize it, validate.

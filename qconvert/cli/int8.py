@@ -7,6 +7,7 @@ from typing import Literal, Unpack
 
 import click
 
+from qconvert.cli.command import Command
 from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
 from qconvert.cli.options import (
     KV_SCALE,
@@ -19,7 +20,7 @@ from qconvert.cli.options import (
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @LINEAR_TARGETS

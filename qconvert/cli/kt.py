@@ -10,6 +10,7 @@ import click
 
 from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
 from qconvert.cli.carry_out import carry_out
+from qconvert.cli.command import Command
 from qconvert.cli.convert import (
     CONVERSION,
     RUNNING,
@@ -19,7 +20,7 @@ from qconvert.cli.convert import (
     show_plan,
     workers_ahead,
 )
-from qconvert.cli.options import MOST, OUT, SOURCE, TP, FolderOrRepo
+from qconvert.cli.options import OUT, SOURCE, TP, Count, FolderOrRepo
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _METHOD = click.Choice(["int4", "int8"])
 _NUMA = click.option(
-    "--numa", required=True, type=click.IntRange(1, MOST),
+    "--numa", required=True, type=Count(),
     help="NUMA nodes of the serving machine; the runtime must be started with the same count.",
 )  # fmt: skip
 _ROUNDING = click.option(
@@ -45,7 +46,7 @@ _MTP = click.option(
 )  # fmt: skip
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @click.option("--method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
@@ -81,12 +82,14 @@ def amx(
 
     asked, options = split_options(given)
     if asked["signs"] is not None:
-        raise click.UsageError("--signs is of INT4 for GPUs: AMX has scales above 0, so omit it")
+        raise click.UsageError(
+            "--set signs is of INT4 for GPUs: AMX has scales above 0, so omit it"
+        )
     steps = (ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked)),)
     convert(Recipe("amx", steps, options["max_shard_size"]), source, out, options)
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @click.option(
     "--cpu-out",

@@ -7,18 +7,19 @@ from typing import Unpack
 
 import click
 
+from qconvert.cli.command import Command
 from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import CONVERSION, RunOptions, convert
-from qconvert.cli.options import MOST, OUT, SOURCE, SOURCE_GROUPS
+from qconvert.cli.options import OUT, SOURCE, SOURCE_GROUPS, Count
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @made_for("sglang, vllm, transformers; qwen3-next: a model class")
 @click.option(
     "--groups",
-    type=click.IntRange(1, MOST),
+    type=Count(),
     metavar="N",
     help="Number of groups in which rows are ordered, for your own loader.",
 )
@@ -65,7 +66,7 @@ def fuse(
     convert(Recipe("fuse", steps, options["max_shard_size"]), checkpoint, out, options)
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @made_for("sglang, vllm, transformers; qwen3.5: a model class")
@@ -110,7 +111,7 @@ def experts() -> None:
     """
 
 
-@experts.command()
+@experts.command(cls=Command)
 @SOURCE
 @OUT
 @CONVERSION
@@ -127,7 +128,7 @@ def stack(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     convert(Recipe("stack", (Stack(),), options["max_shard_size"]), source, out, options)
 
 
-@experts.command()
+@experts.command(cls=Command)
 @SOURCE
 @OUT
 @CONVERSION

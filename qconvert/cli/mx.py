@@ -7,11 +7,12 @@ from typing import Literal, Unpack
 
 import click
 
+from qconvert.cli.command import Command
 from qconvert.cli.convert import CONVERSION, RunOptions, convert
 from qconvert.cli.options import OUT, SHARED_EXPERTS, SOURCE, TARGETS, TP, from_options
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @click.option(

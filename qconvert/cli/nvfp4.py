@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
+from qconvert.cli.command import Command
 from qconvert.cli.convert import CONVERSION, convert, with_kv_scale
 from qconvert.cli.options import (
     DIALECT_HELP,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from qconvert.core.encodings import Dialect
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @click.option(
@@ -86,7 +87,9 @@ def nvfp4(
     if not asked["gptq"]:
         scales, asked["scales"] = asked["scales"], None
     elif asked["signs"] is not None:
-        raise click.UsageError("--signs is of INT4: block scales of NVFP4 are above 0, so omit it")
+        raise click.UsageError(
+            "--set signs is of INT4: block scales of NVFP4 are above 0, so omit it"
+        )
     if stats is not None and weight_only:
         raise click.UsageError("--weight-only stores no input scales: omit --stats")
     if input_scale is not None and (stats is not None or weight_only):

@@ -300,21 +300,6 @@ class File(Folder):
         return completion.paths(incomplete)
 
 
-class Share(click.FloatRange):
-    """A number between 0 and 1, both excluded, and not NaN, which comparisons let through."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1, min_open=True, max_open=True)
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number = float(super().convert(value, param, ctx))
-        if number != number:
-            self.fail(f"{value!r} is not a number", param, ctx)
-        return number
-
-
 class Positive(click.FloatRange):
     """A number above 0 that a float32 holds, and not NaN, which comparisons let through."""
 
@@ -356,6 +341,18 @@ def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
 MOST = (
     2**31 - 1
 )  # the largest count that an option takes; the product of two is still a sensible number
+
+
+class Count(click.IntRange):
+    """A whole number up to MOST, which help does not show."""
+
+    def __init__(self, least: int = 1, most: int = MOST) -> None:
+        super().__init__(least, most)
+
+    def _describe_range(self) -> str:
+        return f"x>={self.min}" if self.min != 1 else ""
+
+
 # Options of several commands: one meaning, so one text. What differs is their default.
 FOLLOW_LINKS = click.option(
     "--follow-links", is_flag=True, help="Follow links that lead out of the folder, which are refused "
@@ -380,7 +377,7 @@ OPENING: Callable[[F], F] = stacked(
     click.option(
         "--architecture", metavar="CLASS", expose_value=False, callback=_read_as,
         help="Read SRC as a class of transformers with the same layout, by its name or model_type, "
-        "e.g. Qwen3MoeForCausalLM: for models whose own class is remote code.",
+        "such as Qwen3MoeForCausalLM: for models whose own class is remote code.",
     ),
     click.option(
         "--family", type=File(), metavar="FILE", expose_value=False, callback=_read_as,
@@ -397,13 +394,13 @@ DRY_RUN = click.option(
 def memory(default: str) -> Callable[[F], F]:
     return click.option(
         "--memory", type=Size(), metavar="SIZE",
-        help=f"Memory of all processes together, e.g. 512MiB. [default: {default}]",
+        help=f"Memory of all processes together, such as 512MiB. [default: {default}]",
     )  # fmt: skip
 
 
 def jobs(default: str) -> Callable[[F], F]:
     return click.option(
-        "--jobs", type=click.IntRange(1, MOST), metavar="N",
+        "--jobs", type=Count(), metavar="N",
         help=f"Worker processes. [default: {default}]",
     )  # fmt: skip
 
@@ -416,9 +413,9 @@ SHARD = click.option(
 )  # fmt: skip
 UNTIL = click.option(
     "--until", type=Time(), metavar="TIME",
-    help="Stop after 3h50m, 90m, 3:50:00: a calibration at the end of a layer, where another as long as "
-    "the longest so far would not fit, all else at a unit; one is always done. Exit code 4: the same "
-    "command goes on, to the same bytes.",
+    help="Stop after 3h50m, 90m, 3:50:00. A calibration does at the end of a layer, where another as "
+    "long as the longest so far would not fit, all else at a unit; one is always done. Exit code 4: the "
+    "same command goes on, to the same bytes.",
 )  # fmt: skip
 
 
@@ -431,7 +428,7 @@ LOG_JSON = click.option(
 
 DISK_BUDGET = click.option(
     "--disk-budget", type=Size(), metavar="SIZE",
-    help="Most disk that the run may take, e.g. 60GiB: one that is too small is refused while "
+    help="Most disk that the run may take, such as 60GiB. One that is too small is refused while "
     "planning, with the smallest that works. [default: no limit; for an OUT on the Hub, some shards]",
 )  # fmt: skip
 
@@ -481,7 +478,7 @@ DATA_HELP = (
 )
 DEVICE = click.option(
     "--device", "devices", multiple=True, metavar="NAME", type=Device(),
-    help="Device to compute on: cpu, cuda:0, ... Repeatable. [default: all GPUs, else the CPU]",
+    help="Device to compute on, cpu or cuda:N. Repeatable. [default: all GPUs, else the CPU]",
 )  # fmt: skip
 
 
@@ -498,7 +495,7 @@ DRAFT = click.option(
     help="The folder of the draft that was grafted to SRC. [with --against]",
 )  # fmt: skip
 SOURCE_GROUPS = click.option(
-    "--source-groups", type=click.IntRange(1, MOST), metavar="N",
+    "--source-groups", type=Count(), metavar="N",
     help="Groups in which the rows of the source's fused projections are ordered.",
 )  # fmt: skip
 # What a quantization takes: the same words and patterns for each format.
@@ -547,7 +544,7 @@ SHARED_EXPERTS = click.option(
     "rounded ones quantize where sglang fuses both, so that it loads the result without options]",
 )  # fmt: skip
 TP = click.option(
-    "--tp", type=click.IntRange(1, MOST), metavar="N",
+    "--tp", type=Count(), metavar="N",
     help="Refuse a result that would not load on N tensor-parallel ranks.",
 )  # fmt: skip
 SOURCE = click.argument("source", metavar="SRC", type=SourceName())

@@ -7,6 +7,7 @@ from typing import Unpack
 
 import click
 
+from qconvert.cli.command import Command
 from qconvert.cli.convert import CONVERSION, RunOptions, convert
 from qconvert.cli.options import OUT, SOURCE
 
@@ -21,7 +22,7 @@ def prepare() -> None:
     """
 
 
-@prepare.command("trtllm-gen")
+@prepare.command("trtllm-gen", cls=Command)
 @SOURCE
 @OUT
 @CONVERSION
@@ -44,7 +45,7 @@ def trtllm_gen(source: str, out: Path | str, **options: Unpack[RunOptions]) -> N
     convert(recipe, source, out, options)
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @CONVERSION

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 import click
 
+from qconvert.cli.command import Command
 from qconvert.cli.convert import CONVERSION, RunOptions, convert
 from qconvert.cli.options import DIALECT_HELP, INPUT_SCALE, OUT, SOURCE, from_options
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from qconvert.core.encodings import Dialect
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @click.option(

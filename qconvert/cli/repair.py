@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.command import Command
 from qconvert.cli.consumer import made_for
 from qconvert.cli.options import DRY_RUN, FINDINGS, JSON, OPENING, TP, Folder, SourceName
 from qconvert.core.say import say, say_json
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _MOST_LINES = 40  # of a diff: an ignore list may have a line a layer
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("source", metavar="REPO", type=SourceName())
 @click.option(
     "--out",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert import __version__
+from qconvert.cli.command import Command
 from qconvert.cli.options import FINDINGS, JSON, OPENING, SourceName
 from qconvert.core.extras import EXTRAS
 from qconvert.core.say import say, say_json
@@ -31,7 +32,7 @@ _PACKAGES = (
 _PATH = re.compile(r"(?<![\w.])(?:[a-z][a-z0-9+.-]*://|~?/)[^\s'\",;:()]*[^\s'\",;:().]")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("source", metavar="[FOLDER]", type=SourceName(), required=False)
 @click.option(
     "--paths",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.command import Command
 from qconvert.cli.loudness import LOUDNESS, is_quiet
 from qconvert.cli.options import JSON, OUT_FOLDER
 from qconvert.cli.profile import PROFILE
@@ -26,7 +27,7 @@ REFUSED = (
 )  # fmt: skip
 
 
-@click.command()
+@click.command(cls=Command)
 @OUT_FOLDER
 @PROFILE
 @JSON
@@ -106,7 +107,7 @@ def _is_conversion(group: click.Group, words: Sequence[str]) -> bool:
     return "shard" in names
 
 
-@click.command()
+@click.command(cls=Command)
 @OUT_FOLDER
 @JSON
 def status(out: Path, as_json: bool) -> None:

@@ -11,6 +11,7 @@ import click
 from qconvert.cli import completion
 from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import carry_out, checked, end_with
+from qconvert.cli.command import Command
 from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import RUNNING, RunOptions, convert, dump_after, plan_options, share_line
 from qconvert.cli.loudness import is_quiet, is_verbose
@@ -106,7 +107,7 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
     return lines
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @click.argument("out", type=FolderOrRepo())
 @click.option(
@@ -193,7 +194,7 @@ def split(
         tell_next([str(out)], source, None, validated=False)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("stages", type=SourceName())
 @OUT
 @RUNNING

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from qconvert.cli.command import Command
 from qconvert.cli.loudness import LOUDNESS
 from qconvert.cli.options import (
     AGAINST,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _MOST_LISTED = 12
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("folder", metavar="DIR", type=Folder())
 @click.argument("repo", metavar="ORG/NAME")
 @PRIVATE

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import click
 
-from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
+from qconvert.cli.calibration import CALIBRATION, calibration_from, flag, split_options
+from qconvert.cli.command import Command
 from qconvert.cli.convert import CONVERSION, convert, with_kv_scale
 from qconvert.cli.options import (
     IGNORE,
@@ -26,7 +27,7 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
     return None if text == "channel" else int(text)
 
 
-@click.command()
+@click.command(cls=Command)
 @SOURCE
 @OUT
 @click.option(
@@ -109,12 +110,12 @@ def w4a16(
         scales, asked["scales"] = asked["scales"], None
         signs, asked["signs"] = asked["signs"], None
         if signs is not None and scales != "search":
-            raise click.UsageError("--signs needs --gptq, or --rtn with --scales search")
+            raise click.UsageError("--set signs needs --gptq, or --rtn with --scales search")
     if asymmetric and asked["gptq"]:
         for name in ("scales", "signs", "refit"):
             if asked[name] is not None:
                 raise click.UsageError(
-                    f"--{name} is of symmetric codes: --gptq keeps an observer's scales and zero "
+                    f"{flag(name)} is of symmetric codes: --gptq keeps an observer's scales and zero "
                     "points of asymmetric ones, so omit one of the two"
                 )
     with from_options():
