@@ -1,10 +1,11 @@
-"""What planning takes: CPU seconds and peak memory of `--dry-run`, on one core.
+"""What planning, `advise` and `validate` take by headers: CPU seconds and peak memory, on one core.
 
     python benchmarks/planning.py [--runs 3] [--against CHECKOUT] [--only kimi] [--folder DIR]
 
-Sources are headers of full size over holes (tests/headers, tests/families/published). Each command is a
-process of its own, with `--jobs 1`; --against runs the same commands with the code of another checkout,
-in turn with those of this one. Medians of CPU seconds (user and system), most of the peaks (VmHWM).
+Sources are headers of full size over holes (tests/headers, tests/families/published). Each command is
+a process of its own, compiled before, and a plan has `--dry-run --jobs 1`; --against runs the same
+commands with the code of another checkout, in turn with those of this one. Medians of CPU seconds (user
+and system), most of the peaks (VmHWM).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _COMMANDS = {
     "deepseek-v3 amx": ("deepseek-v3", "amx", *_AMX),
     "deepseek-v3 dequant": ("deepseek-v3", "dequant"),
     "deepseek-v3 w4a16 --rtn": ("deepseek-v3", "w4a16", "--rtn"),
+    "deepseek-v3 advise": ("deepseek-v3", "advise", "--for", "sglang"),
+    "deepseek-v3 validate": ("deepseek-v3", "validate", "--level", "headers"),
     "qwen3-235b w4a16 --rtn": ("qwen3-235b", "w4a16", "--rtn"),
     "qwen3-235b nvfp4": ("qwen3-235b", "nvfp4", "--dialect", "modelopt"),
 }
@@ -69,8 +72,10 @@ def main() -> None:
             if not label.startswith(asked.only):
                 continue
             source, tensors = _source(model, room)
-            out = ["--cpu-out", room / "out"] if command == "kt" else [room / "out"]
-            words = [command, source, *out, *options, "--dry-run", "--jobs", "1"]
+            words = [command, source, *options]
+            if command not in ("advise", "validate"):
+                out = ["--cpu-out", room / "out"] if command == "kt" else [room / "out"]
+                words = [command, source, *out, *options, "--dry-run", "--jobs", "1"]
             taken = [[_taken(tree, words, room) for tree in trees] for _ in range(asked.runs)]
             line = f"{label:<26}{tensors:>9,}"
             for each in zip(*taken, strict=True):
@@ -110,6 +115,7 @@ def _taken(tree: Path, words: list[str | Path], room: Path) -> tuple[float, int]
     """CPU seconds, and the peak in KiB."""
     took = room / "took"
     env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    env |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(room / "bytecode")}
     done = subprocess.run(
         [sys.executable, "-c", _RUN, took, *map(str, words)],
         cwd=tree, env=env, capture_output=True, text=True, check=False,

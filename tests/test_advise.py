@@ -61,6 +61,9 @@ def test_what_does_not_fit_is_converted(models: Path) -> None:
     assert isinstance(first, Choice)
     assert first.candidate.command == ""
     assert first.fits_at(small) == ()
+    # What fits in groups of 32 is not considered in larger ones.
+    everyone = [one.candidate.command for one in (best, *found.others) if isinstance(one, Choice)]
+    assert len([command for command in everyone if command.startswith("w4a16")]) == 1
     assert found.lines == (
         "python -m sglang.launch_server --model-path OUT --tp-size 1"
         + (f" {best.answers[1].mended_by}" if best.answers[1].mended_by else ""),

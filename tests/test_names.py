@@ -9,11 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from qconvert.checkpoint.family import Dims, Family
 from qconvert.core.names import (
     _WEIGHT_OF_SCALE,
     Parsed,
     in_model_order,
     is_scale,
+    layer_in,
     natural_key,
     parse,
     scale_candidates,
@@ -44,6 +46,23 @@ from qconvert.core.names import (
 )
 def test_parse(name: str, parsed: Parsed) -> None:
     assert parse(name) == parsed
+
+
+_PARTS = st.sampled_from(
+    ("model", "layers", "experts", "mtp", "up_proj", "weight", "0", "07", "61")
+)
+
+
+@given(st.lists(_PARTS, min_size=1, max_size=8).map(".".join))
+@example("model.layers.61.mlp.experts.7.up_proj.weight")
+@example("model.experts.3.layers.61.experts.7.weight")
+def test_layers_are_found_alike(name: str) -> None:
+    """The quick ways, and the definition."""
+    assert layer_in(name) == parse(name).layer
+    dims = Dims(7, 61, 8, 1, {})
+    found = parse(name)
+    wanted = ".layers.{L}." in f".{found.template}" and found.layer == 61
+    assert Family("x", (), lambda config: dims, ()).is_mtp(name, dims) == wanted
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from simulated_folders import (
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.consumers import parse_consumer
+from qconvert.runtimes.loading import offering
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
 from qconvert.runtimes.serving import NO_FUSION, loads, served
@@ -562,3 +563,22 @@ def test_a_runtime_that_is_not_simulated_is_said(tmp_path: Path) -> None:
     done = run_cli("validate", where, "--for", "transformers")
     assert done.code == 2
     assert "'transformers' is not one of sglang, vllm" in done.err
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2)])
+def test_experts_are_offered_together_as_they_are_one_by_one(
+    tp: int, ep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one lacks a tensor, one has another type, and one is not counted by the config."""
+    config, tensors = folder("deepseek_v3", fp8=True)
+    of_experts = [name for name in tensors if ".experts.3." in name and name.endswith("weight")]
+    gone, other, *_ = of_experts
+    del tensors[gone]
+    tensors[other] = TensorType("F32", tensors[other].shape)
+    tensors[other.replace(".experts.3.", ".experts.999.")] = tensors[other]
+    setting = Setting(tp=tp, ep=ep, rank=tp - 1)
+    together = simulate(config, tensors, setting)
+    monkeypatch.setattr(offering, "_others", lambda *given: None)
+    assert simulate(config, tensors, setting) == together
+    assert together.refused is None
+    assert together.unwritten

@@ -78,6 +78,10 @@ def advise(
     others: list[Choice] = []
     best: Choice | None = None
     for number, candidate in enumerate(candidates(checkpoint, machine, consumer.name)):
+        # What fits in small groups needs no larger ones, which lose more.
+        fitting = [one for one in (best, *others) if one is not None and one.fits_at(machine)]
+        if any(candidate.is_coarser(one.candidate) for one in fitting):
+            continue
         # Once something fits, others are asked at its size alone: a load of a large model takes seconds.
         sizes = machine.sizes if best is None else (max(best.fits_at(machine)),)
         choice = considered(checkpoint, candidate, sizes, machine, consumer)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from qconvert.advise.machine import Machine
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.dtypes import TypesOf
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import QConvertError
 from qconvert.ops.fp8 import WEIGHT_DTYPES
@@ -19,6 +20,7 @@ from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.run.prepare import Options, disk_bytes, prepare
 from qconvert.runtimes.consumers import Consumer
+from qconvert.runtimes.loading.offering import Tensors
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
 from qconvert.runtimes.serving import Answer, NotKnown, asked
 from qconvert.validation import judgement
@@ -34,6 +36,12 @@ class Candidate:
 
     command: str
     passes: tuple[Pass, ...] = ()
+
+    def is_coarser(self, other: Candidate) -> bool:
+        """Whether it is another's conversion in larger groups."""
+        mine, theirs = self.passes, other.passes
+        pairs = zip(mine, theirs, strict=False)
+        return bool(mine) and len(mine) == len(theirs) and all(type(a) is type(b) for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -102,13 +110,13 @@ def considered(
     asked). Nothing but headers is read."""
     try:
         plan = run_passes(Plan.identity(checkpoint), candidate.passes)
-        ready = prepare(plan, Options())
-        if candidate.passes:
+        ready = prepare(plan, Options()) if candidate.passes else None
+        if ready is not None:
             judgement.judged([ready], checkpoint, serving=False)
     except QConvertError as error:
         return Choice(candidate, refused=str(error))
-    folder = judgement.planned_checkpoint(ready) if candidate.passes else checkpoint
-    tensors = {name: source.type for name, source in folder.items()}
+    folder = checkpoint if ready is None else judgement.planned_checkpoint(ready)
+    tensors = Tensors.of(TypesOf(folder.sources))
     answers: dict[int, Answer] = {}
     unknown = ""
     for tp in sizes:
@@ -120,7 +128,7 @@ def considered(
         answers[tp] = answer
         if answer.cure:
             break  # whatever the size
-    written = disk_bytes(ready) if candidate.passes else 0
+    written = 0 if ready is None else disk_bytes(ready)
     return Choice(
         candidate, "", answers, unknown, plan.bytes_out, checkpoint.nbytes if written else 0, written,
         plan.losses(),

@@ -8,6 +8,7 @@ matched" from a silent accident into an error.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -257,6 +258,10 @@ class Family:
             return True
         if not dims.mtp_layers:
             return False
+        # Most names are told by their first layer's number: 0.3 us instead of 1.3.
+        number = _LAYER.search(name)
+        if number is None or not 0 <= int(number[1]) - dims.num_layers < dims.mtp_layers:
+            return False
         found = parse(name)
         return (
             found.layer is not None
@@ -269,6 +274,9 @@ class Family:
         if not self.mtp and not dims.mtp_layers:
             return False
         return any(self.is_mtp(name, dims) for name in names)
+
+
+_LAYER = re.compile(r"(?<![^.])layers\.([0-9]{1,9})\.")
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ def advise(
     from qconvert import api
     from qconvert.advise.advice import as_json as told
     from qconvert.advise.advice import lines_of
+    from qconvert.cli.convert import uncollected
     from qconvert.hub.headers import place_of
 
     if consumer is None:
@@ -94,10 +95,11 @@ def advise(
     with place_of(source) as place:
         if place.fetched:
             say(place.summary, err=True)
-        found = api.advise(
-            Path(place.folder), consumer, machine, disaggregated=disaggregated, numa=numa,
-            hotness=hotness, follow_links=follow_links,
-        )  # fmt: skip
+        with uncollected():
+            found = api.advise(
+                Path(place.folder), consumer, machine, disaggregated=disaggregated, numa=numa,
+                hotness=hotness, follow_links=follow_links,
+            )  # fmt: skip
         if as_json:
             say_json(told(found))
         else:

@@ -104,6 +104,18 @@ def parse(name: str) -> Parsed:
     return _parse(name)
 
 
+def layer_in(name: str) -> int | None:
+    """The layer that `parse` finds. Names of a layer's experts are parsed up to there once."""
+    before, found, _ = name.partition(".experts.")
+    layer = _layer_before(before) if found else None
+    return parse(name).layer if layer is None else layer
+
+
+@lru_cache(maxsize=4096)
+def _layer_before(before: str) -> int | None:
+    return _parse(before).layer
+
+
 @lru_cache(maxsize=4096)
 def around_expert(before: str, after: str) -> tuple[str, int | None]:
     """Template and layer of a name with `.experts.`, an expert's number and `after` behind `before`; ""
@@ -212,11 +224,14 @@ def scales_alone(names: Collection[str]) -> list[str]:
 def activations_of(name: str) -> tuple[str, str] | None:
     """The module, or stack of experts, whose activations a tensor describes by its name, and how that
     ends; None for any other name. Models have parameters of such names too."""
-    last = name.rpartition(".")[2]
-    for end in _BY_LENGTH:
-        if last == end or last.endswith(f"_{end}"):
-            return name[: -len(end) - 1], end
-    return None
+    end = _end_of_activations(name.rpartition(".")[2])
+    return None if end is None else (name[: -len(end) - 1], end)
+
+
+@lru_cache(maxsize=4096)
+def _end_of_activations(last: str) -> str | None:
+    """How a last component ends that describes activations."""
+    return next((end for end in _BY_LENGTH if last == end or last.endswith(f"_{end}")), None)
 
 
 def is_ambiguous(scale: str) -> bool:

@@ -200,18 +200,19 @@ def served(
     `draft`: as the draft model that the folder holds. Raises NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
-    known = misread(runtime, config, tensors)
+    named = Tensors.of(tensors)
+    known = named.once(f"misread {runtime}", config, partial(misread, runtime))
     if known:
         ranks = (Simulated(setting, None, misread=known.wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
     simulate = partial(_SIMULATE[runtime], groups=groups, draft=draft)
-    answer = _served(simulate, config, tensors, setting, stage, every=every)
+    answer = _served(simulate, config, named, setting, stage, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
     if not any(rank.shared_fused for rank in answer.ranks):
         return answer
     split = replace(setting, disable_shared_experts_fusion=True)
-    apart = _served(simulate, config, tensors, split, stage, every=every)
+    apart = _served(simulate, config, named, split, stage, every=every)
     return replace(answer, mended_by=NO_FUSION) if apart.whole else answer
 
 
@@ -229,7 +230,8 @@ def drafted(
     stages."""
     setting = model.setting
     answered = bool(model.cure) or model.refused is not None
-    own = {} if answered else _OF_DRAFT[runtime](config, tensors)
+    named = Tensors.of(tensors)
+    own = {} if answered else named.once(f"draft {runtime}", config, partial(_draft, runtime))
     if not own:
         return None
     if setting.pp > 1:
@@ -237,6 +239,10 @@ def drafted(
     if model.mended_by == NO_FUSION:
         setting = replace(setting, disable_shared_experts_fusion=True)
     return served(config, own, setting, groups=groups, every=every, draft=True, runtime=runtime)
+
+
+def _draft(runtime: str, config: Mapping[str, Any], tensors: Tensors) -> Tensors:
+    return Tensors.of(_OF_DRAFT[runtime](config, tensors))
 
 
 def draft_alone(

@@ -3,10 +3,11 @@ or misread of a folder, for any runtime."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.loading.building import Build
@@ -14,6 +15,9 @@ from qconvert.runtimes.loading.parameters import Experts, Parameter, Shard
 from qconvert.runtimes.loading.refusal import LoadRefused
 from qconvert.runtimes.loading.setting import Setting
 
+T = TypeVar("T")
+Config = Mapping[str, Any]
+_LEFT, _WRITTEN = 1, 2
 _MOST_DIGITS = 6  # of an expert's number
 
 
@@ -33,6 +37,14 @@ Found = Iterable[Target]
 PASSED: Found = ()
 # The number of an expert, -1 for none, and what stands around it in a name.
 _Place = tuple[int, tuple[str, str]]
+
+
+class _Group(NamedTuple):
+    """Tensors alike: their numbers in the order of all, their experts and types."""
+
+    at: tuple[int, ...]
+    experts: tuple[int, ...]
+    stored: tuple[TensorType, ...]
 
 
 class Finder(Protocol):
@@ -94,6 +106,28 @@ class Tensors(dict[str, TensorType]):
         found = map(_expert_of, self)
         return [(number, alike.setdefault(around, around)) for number, around in found]
 
+    @cached_property
+    def _said(self) -> dict[str, tuple[Config, Any]]:
+        return {}
+
+    def once(self, what: str, config: Config, make: Callable[[Config, Tensors], T]) -> T:
+        """What `make` says of these tensors under a config, asked at each size."""
+        known = self._said.get(what)
+        if known is None or known[0] is not config:
+            known = self._said[what] = config, make(config, self)
+        said: T = known[1]
+        return said
+
+    @cached_property
+    def alike(self) -> Mapping[tuple[str, str], _Group]:
+        """Tensors of experts whose names are alike but for the number, in order."""
+        found: dict[tuple[str, str], list[tuple[int, int, TensorType]]] = {}
+        pairs = zip(self.values(), self.experts, strict=True)
+        for at, (stored, (expert, key)) in enumerate(pairs):
+            if expert >= 0:
+                found.setdefault(key, []).append((at, expert, stored))
+        return {key: _Group(*zip(*members, strict=True)) for key, members in found.items()}
+
 
 def offered(
     build: Build,
@@ -110,11 +144,11 @@ def offered(
     ignored: list[str] = []
     misread: dict[str, str] = {}
     refused = None
-    alike = _Alike(finder.experts)
     whole = Tensors.of(tensors)
+    done = bytearray(len(whole))  # those written like another, and those left to another rank
     try:
-        for (name, stored), place in zip(whole.items(), whole.experts, strict=True):
-            if not finder.stacked and alike.takes(name, place, stored, read):
+        for at, (name, stored) in enumerate(whole.items()):
+            if done[at]:
                 continue
             before = len(finder.missing)
             targets = list(finder.find(name, stored))
@@ -124,9 +158,17 @@ def offered(
                 said = _write(build, target, name, stored, read)
                 if said:
                     misread[name] = said
-            if len(targets) == 1 and name in read and name not in misread:
+            expert, key = whole.experts[at]
+            if (
+                0 <= expert < finder.experts
+                and not finder.stacked
+                and len(targets) == 1
+                and name in read
+                and name not in misread
+            ):
                 under = build.aliases.get(targets[0].name, targets[0].name)
-                alike.learn(place, stored, build.parameters[under], targets[0].shard)
+                group, into = whole.alike[key], build.parameters[under]
+                _others(group, at, expert, into, targets[0].shard, finder.experts, done)
         if after is not None:
             after(build, tensors)
     except LoadRefused as error:
@@ -147,7 +189,10 @@ def offered(
             for name in unwritten
             if held[name].needed and name not in build.aliases and name not in build.borrowed
         ),
-        tuple(name for name in tensors if name not in read), tuple(ignored), misread,
+        tuple(
+            name for name, how in zip(whole, done, strict=True) if how != _WRITTEN and name not in read
+        ),
+        tuple(ignored), misread,
         tuple(name for name, parameter in held.items() if 0 in parameter.shape), build.schemes,
         {name: TensorType(made.dtype, made.shape) for name, made in held.items()},
         sum(made.nbytes for name, made in build.parameters.items() if name not in build.borrowed),
@@ -164,53 +209,40 @@ def _expert_of(name: str) -> _Place:
     return -1, ("", "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A tensor that was written and read right: where to, and how many elements. `which` of an expert's
-    matrices, where a parameter holds several."""
-
-    stored: TensorType
-    parameter: Parameter
-    slot: Experts
-    which: str | None
-    size: int
-
-
-class _Alike:
-    """Experts of a layer, which are loaded alike: what one did is done for the others without finding
-    names and comparing shapes again. A model has tens of thousands of such tensors."""
-
-    def __init__(self, experts: int) -> None:
-        self._experts = experts
-        self._known: dict[tuple[str, str], _Known] = {}
-
-    def learn(self, place: _Place, stored: TensorType, parameter: Parameter, shard: Shard) -> None:
-        """Remember a tensor that was written to a parameter and read right."""
-        (expert, key), slot = place, parameter.slot
-        if not isinstance(slot, Experts) or not isinstance(shard, tuple):
-            return
-        if shard[0] == expert < self._experts:
-            part, size = slot.part(parameter.shape, 0, str(shard[1]))
-            which = str(shard[1]) if isinstance(part, tuple) else None
-            self._known[key] = _Known(stored, parameter, slot, which, size)
-
-    def takes(self, name: str, place: _Place, stored: TensorType, read: set[str]) -> bool:
-        """Write a tensor as one of another expert was written, if one was."""
-        expert, key = place
-        known = self._known.get(key)
-        if known is None or not 0 <= expert < self._experts:
-            return False
-        if not (known.stored is stored or known.stored == stored):
-            return False
-        here = known.slot.local(expert)
+def _others(
+    group: _Group,
+    at: int,
+    expert: int,
+    parameter: Parameter,
+    shard: Shard,
+    experts: int,
+    done: bytearray,
+) -> None:
+    """Write what other experts of a layer have like a tensor that was written and read right, without
+    finding names and comparing shapes again: a model has tens of thousands of such tensors."""
+    slot = parameter.slot
+    if not isinstance(slot, Experts) or not isinstance(shard, tuple) or shard[0] != expert:
+        return
+    part, size = slot.part(parameter.shape, 0, str(shard[1]))
+    which = str(shard[1]) if isinstance(part, tuple) else None
+    first = bisect_right(group.at, at)
+    stored, rows = group.stored[first - 1], parameter.shape[0]
+    places = _places(slot, experts)
+    for other, one, same in zip(*(each[first:] for each in group), strict=True):
+        if one >= experts or not (same is stored or same == stored):
+            continue
+        here = places[one]
         if here is None:
-            return True
-        if here >= known.parameter.shape[0]:
-            return False
-        part = here if known.which is None else (here, known.which)
-        known.parameter.parts[part] = known.size
-        read.add(name)
-        return True
+            done[other] = _LEFT
+        elif here < rows:
+            parameter.parts[here if which is None else (here, which)] = size
+            done[other] = _WRITTEN
+
+
+@lru_cache(maxsize=8)
+def _places(slot: Experts, experts: int) -> list[int | None]:
+    """The slot of each expert on the rank."""
+    return [slot.local(expert) for expert in range(experts)]
 
 
 def _write(

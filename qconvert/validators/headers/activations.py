@@ -48,13 +48,14 @@ class Activations:
         lacking: list[str] = []
         given: list[str] = []
         coded = 0
+        ends = [end for end in _NAMES if any(e.endswith(end) for e in checkpoint.ends)]
         for name, source in checkpoint.items():
             is_coded = source.type.dtype in (*FP8, "I8") and not is_scale(name)
             if not is_coded or f"{name.removesuffix('.weight')}.weight_scale_2" in checkpoint:
                 continue
             coded += 1
             module = name.removesuffix(".weight")
-            scale = next((s for end in _NAMES if (s := f"{module}{end}") in checkpoint), None)
+            scale = next((s for end in ends if (s := f"{module}{end}") in checkpoint), None)
             stated = static(module)
             if stated and scale is None:
                 lacking.append(name)

@@ -255,14 +255,14 @@ def _other_fp8(checkpoint: Checkpoint, config: QuantConfig, name: str) -> str | 
     stated = {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2"}.get(fmt, source.type.dtype)
     if stated != source.type.dtype:
         return f"{source.type.dtype}, {config.where} states fmt {fmt}"
-    blocks = fp8_blocks([config])
     scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
-    if not blocks or scale is None or config.method != "fp8" or len(source.type.shape) != 2:
+    if scale is None or config.method != "fp8" or len(source.type.shape) != 2:
+        return None
+    rows, columns = source.type.shape
+    if checkpoint[scale].type.shape != (rows, 1) or not (blocks := fp8_blocks([config])):
         return None
     high, wide = next(iter(blocks))
-    rows, columns = source.type.shape
-    by_row = checkpoint[scale].type.shape == (rows, 1)
-    if by_row and (high > 1 or columns > wide) and rows > 1:
+    if (high > 1 or columns > wide) and rows > 1:
         return f"with a scale a row, {config.where} states blocks of {high}x{wide}"
     return None
 

@@ -304,10 +304,10 @@ def _fp8(checkpoint: Checkpoint) -> Iterator[Finding]:
         scale = next((s for s in scale_candidates(name) if s in checkpoint), None)
         if scale is None:
             continue
-        module = split_parameter(name)[0]
+        module, found = split_parameter(name)[0], checkpoint[scale].type
         fault = _scale_fault(
-            checkpoint[scale].type,
-            exponents=exponents_of(checkpoint, module),
+            found,
+            exponents=found.dtype != "U8" or exponents_of(checkpoint, module),
             only=fp8_strategy_of(checkpoint, module) == "group",
         )
         if fault is not None:

@@ -20,7 +20,7 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.checkpoint.family import MTP_COUNTS, first_int, text_config
 from qconvert.core.dtypes import TensorType, ceil_div
-from qconvert.core.names import is_scale, parse, split_parameter
+from qconvert.core.names import is_scale, layer_in, split_parameter
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validators.headers.shapes import expected_shapes
@@ -488,7 +488,7 @@ def _drafts(checkpoint: Checkpoint) -> Iterator[Number]:
     own = family.mtp
     layers: set[int] = set()
     for name in checkpoint:
-        layer = parse(name).layer
+        layer = layer_in(name)
         if own and name.startswith(own):
             layers.add(0 if layer is None else layer)
         elif not own and layer is not None and ".layers." in name and layer >= dims.num_layers:

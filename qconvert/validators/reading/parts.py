@@ -82,9 +82,12 @@ def lost(checkpoint: Checkpoint) -> frozenset[str]:
     sources = checkpoint.sources
     alone = []
     for name in sources:
-        weights = weights_of(name)
-        if weights and not any(weight in sources for weight in weights):
-            alone.append(name)
+        stem, dot, last = name.rpartition(".")
+        for weight in (ends := _weights(last)):
+            if f"{stem}{dot}{weight}" in sources:
+                break
+        else:
+            alone += [name] if ends else []
     if not alone:
         return frozenset()
     paired = {
@@ -92,13 +95,13 @@ def lost(checkpoint: Checkpoint) -> frozenset[str]:
         for name in sources
         if any(coded(sources, weight) for weight in weights_of(name))
     }
-    ends = {_STACK.sub("", template.rpartition(".")[2]) for template in paired}
+    usual = {_STACK.sub("", template.rpartition(".")[2]) for template in paired}
     quantized = bool(paired or checkpoint.quantization_configs)
     found = set()
     for name in alone:
         module, _, last = name.rpartition(".")
         kind = checkpoint.role_index.kind(name)
-        unlike = bool(ends) and _STACK.sub("", last) not in ends
+        unlike = bool(usual) and _STACK.sub("", last) not in usual
         own = unlike or kind.never_quantized or _OWN_TOO.fullmatch(last) is not None
         plain = last == "weight_shape" and f"{module}.weight" in sources
         if plain or parse(name).template in paired or (quantized and (kind.linear or not own)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -214,10 +214,12 @@ def _stated_for(
 ) -> T | None:
     """Result of `read` for the group that covers a module; if none does, of all groups, if they
     agree. Blocks that cannot be read state nothing."""
+    by_block = _all_stated(checkpoint, read)
+    if len(alike := set().union(*by_block)) < 2:
+        return next(iter(alike), None)  # whatever the module
     own: set[T] = set()
     every: set[T] = set()
-    for block in _blocks(checkpoint):
-        stated = {one for g in block.stated if (one := read(g)) is not None}
+    for block, stated in zip(_blocks(checkpoint), by_block, strict=True):
         mine = block.of(module) if len(stated) > 1 else None
         one = None if mine is None else read(mine)
         if one is not None:
@@ -226,6 +228,17 @@ def _stated_for(
             every |= stated
     found = own or every
     return found.pop() if len(found) == 1 else None
+
+
+@lru_cache(maxsize=32)  # called for each matrix
+def _all_stated(
+    checkpoint: Checkpoint, read: Callable[[Mapping[str, Any]], T | None]
+) -> tuple[frozenset[T], ...]:
+    """What `read` makes of all that each block states."""
+    return tuple(
+        frozenset(one for g in block.stated if (one := read(g)) is not None)
+        for block in _blocks(checkpoint)
+    )
 
 
 @dataclass(frozen=True)
@@ -237,11 +250,18 @@ class Block:
     left: Listed
     targets: Targets
     stated: tuple[Mapping[str, Any], ...]
+    # Each module is asked for by several rules.
+    _known: dict[str, Mapping[str, Any] | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def of(self, module: str) -> Mapping[str, Any] | None:
         """The statement about one module's weight: None for one that the block leaves out, or does not
         name."""
-        return None if self.left.names(module) else self.targets.find(module)
+        if module not in self._known:
+            found = None if self.left.names(module) else self.targets.find(module)
+            self._known[module] = found
+        return self._known[module]
 
 
 @lru_cache(maxsize=8)  # called for each matrix
@@ -305,15 +325,18 @@ def group_of(checkpoint: Checkpoint, module: str) -> Mapping[str, Any] | None:
 def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
     """The block of a module's FP8 scales: what is stated for the module, where that is FP8, else the
     first that is stated at all; None if there is none."""
-    own = scheme_of(checkpoint, module)
-    if own is not None and _is_fp8(own):
-        return float_block(own)
-    return _first_fp8_block(checkpoint)
+    first, alike = _first_fp8_block(checkpoint)
+    own = None if alike else scheme_of(checkpoint, module)
+    return float_block(own) if own is not None and _is_fp8(own) else first
 
 
 @lru_cache(maxsize=8)
-def _first_fp8_block(checkpoint: Checkpoint) -> tuple[int, int] | None:
-    return next(iter(fp8_blocks(block.config for block in _blocks(checkpoint))), None)
+def _first_fp8_block(checkpoint: Checkpoint) -> tuple[tuple[int, int] | None, bool]:
+    """The first block that is stated, and whether it is that of all FP8 weights."""
+    blocks = _blocks(checkpoint)
+    first = next(iter(fp8_blocks(block.config for block in blocks)), None)
+    every = (g for block in blocks for g in block.stated if _is_fp8(g))
+    return first, all(float_block(g) == first for g in every)
 
 
 def fp8_strategy_of(checkpoint: Checkpoint, module: str) -> str | None:
