@@ -450,7 +450,8 @@ class Result:
     `nbytes` is the size of the weight files. `warnings` are from the plan, `remarks` from the run (such
     as NaN codes). `already_done`: the folder already held this result. `resumed_units` were finished by
     an earlier run. `repaired` maps files of a finished folder that were damaged to the damage; they have
-    been made again. `published` is false after a run of one shard: `nbytes` are those of its units.
+    been made again. `published` is false after a run of one shard: `nbytes` are those of its units, and
+    of a machine that only took part in a calibration none.
     `profile` is there if it was asked for. `url` is where in a store the result is; `folder`, where it
     was made, is gone then. Where time was over first (`until`), `left_units` are left to the same call,
     with `left_bytes` to write, and nothing is published.

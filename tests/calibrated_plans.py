@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +58,11 @@ class MadeUp:
     made: list[tuple[int, int | None, str]] = field(default_factory=list)
     checked: list[tuple[Path, ...]] = field(default_factory=list)
 
+    follows = False
+
+    def at_work(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def needs(self) -> Needs:
         return Needs(self.memory, disk=0)
 
@@ -65,9 +71,6 @@ class MadeUp:
 
     def unused(self) -> Sequence[str]:
         return ["nothing made"]
-
-    def undivided(self) -> str | None:
-        return "its codes are made up"
 
     def work(self, job: Job) -> tuple[Mapping[str, float], Mapping[str, float]]:
         return {"solve": float(len(job.units))}, {}

@@ -46,7 +46,7 @@ class States(Kept):
 
     def done(self, layer: int, stats: LayerStats) -> None:
         super().done(layer, stats)
-        for into, name in ((self.after, "rows"), (self.plain, "plain.rows")):
+        for into, name in ((self.after, "0.rows"), (self.plain, "plain.0.rows")):
             file = self.room / f"hidden.{layer + 1}.{name}"
             if file.exists():
                 data = bytearray(file.read_bytes())

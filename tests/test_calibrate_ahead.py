@@ -3,12 +3,14 @@ packed apart; and FP8 decoded as ops/fp8.py decodes it."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import types
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +23,10 @@ from qconvert.calibrate.ahead import Ahead
 from qconvert.calibrate.apart import apart
 from qconvert.calibrate.behind import Behind, Held
 from qconvert.calibrate.reading import Fetched, decode
+from qconvert.calibrate.rows import InFiles
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import RunError
 from qconvert.core.graph import Buffer
 from qconvert.ops.fp8 import DequantFp8
 from qconvert.run.files import Files
@@ -177,15 +181,15 @@ def test_states_are_kept_after_some_seconds_and_where_a_run_ends(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     behind = Behind()
 
-    def opened(shared: bool = False) -> CalibrationDir:
-        return CalibrationDir(tmp_path, "key", 3, 2, Files(), paired, "cpu", behind, shared)
+    def opened() -> CalibrationDir:
+        return CalibrationDir(tmp_path, "key", 3, 2, Files(), paired, "cpu", behind)
 
     def names() -> set[str]:
         return {path.name for path in tmp_path.iterdir()}
 
     def of(layer: int) -> set[str]:
-        plain = {f"hidden.{layer}.plain.rows"} if paired else set()
-        return {"state.json", f"hidden.{layer}.rows", *plain}
+        plain = {f"hidden.{layer}.plain.0.rows"} if paired else set()
+        return {"state.json", f"hidden.{layer}.0.rows", *plain}
 
     kept = opened()
     assert kept.layer() is None
@@ -215,6 +219,29 @@ def test_states_are_kept_after_some_seconds_and_where_a_run_ends(
         assert isinstance(one, _Remembered)
         assert one.rows.eq(4).all()
     assert again.due(), "nothing was kept by this run"
-    assert opened(shared=True).due()
     kept.let_go(states)
     behind.close()
+
+
+@pytest.mark.parametrize(
+    "cuts", [None, [], [[0, 2]], [[0, 4]], [[1, 3]], [[0, 2], [1, 3]], [[0, True], [1, 3]], [[0]]]
+)
+def test_ranges_that_are_not_of_all_tokens_are_refused(cuts: Any, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"key": "key", "layer": 1, "cuts": cuts}))
+    with pytest.raises(RunError, match="expected ranges of 3 tokens"):
+        CalibrationDir(tmp_path, "key", 3, 2, Files()).layer()
+
+
+def test_what_several_processes_wrote_is_read_by_another_number(tmp_path: Path) -> None:
+    rows = torch.arange(22, dtype=torch.bfloat16).view(11, 2)
+    cuts = [(0, 4), (4, 4), (4, 11)]
+    for own in cuts:
+        files = InFiles(tmp_path / "hidden", cuts, own, 2, torch.bfloat16, Files())
+        files.write(own[0], rows[slice(*own)])
+        files.sync()
+        files.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hidden.0.rows", "hidden.4.rows"]
+    again = InFiles(tmp_path / "hidden", cuts, None, 2, torch.bfloat16, Files())
+    for start, stop in ((0, 11), (0, 4), (2, 6), (4, 11), (5, 9)):
+        assert torch.equal(again.read(start, stop), rows[start:stop])
+    again.close()

@@ -162,9 +162,9 @@ def test_a_finished_run_does_nothing_again(
     made, folder = finished
     assert made.made
     assert not run(small, folder, **asked).made
-    states = ["hidden.2.plain.rows"] if asked["settings"].corrects else []
+    states = ["hidden.2.plain.0.rows"] if asked["settings"].corrects else []
     left = sorted(p.name for p in folder.iterdir())
-    assert left == [*states, "hidden.2.rows", "state.json"]
+    assert left == ["hidden.2.0.rows", *states, "state.json"]
 
 
 def test_nothing_runs_after_the_last_layer_wanted(
@@ -182,7 +182,7 @@ def test_another_key_is_refused(small: Path, tmp_path: Path) -> None:
         run(small, tmp_path / "work", schemes=[], key="other")
 
 
-@pytest.mark.parametrize("name", ["hidden.0.rows", "hidden.0.plain.rows"])
+@pytest.mark.parametrize("name", ["hidden.0.0.rows", "hidden.0.plain.0.rows"])
 def test_a_cut_state_file_is_refused(name: str, small: Path, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         run(small, tmp_path / "work", Stopping(0), settings=CORRECTED)
@@ -240,7 +240,7 @@ def test_states_in_files_change_no_code(
             super().put(matrix)
 
     assert_same(undisturbed, run(small, tmp_path / "two", Looking(), **asked))
-    kept = {f"{n}.rows" for n in ("inputs", "answers", "routes", "shares")}
+    kept = {f"{n}.0.rows" for n in ("inputs", "answers", "routes", "shares")}
     assert kept <= names
     assert ({f"plain.{name}" for name in kept} <= names) == asked["settings"].corrects
 

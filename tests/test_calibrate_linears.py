@@ -112,7 +112,7 @@ def test_what_goes_on_is_the_whole_model_with_those_codes(
     assert len(kept.linears) == {llama: 14, qwen3_moe: 8, qwen3_next: 1 + 4 + 6}[make]
     assert len(kept.made) == (0 if make is llama else 2 * EXPERTS * 3)
     requantized(folder, kept)
-    data = (tmp_path / "room" / "hidden.2.rows").read_bytes()
+    data = (tmp_path / "room" / "hidden.2.0.rows").read_bytes()
     ours = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(-1, HIDDEN)
     assert torch.equal(ours, whole(folder, TOKENS, "sdpa")[-1])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calibrate_models import EXPERTS, qwen3_moe, samples, saved
+from calibrate_models import qwen3_moe, samples, saved
 from safetensors.numpy import save_file
 
 from qconvert.calibrate.clock import Clock
@@ -22,11 +22,10 @@ from qconvert.calibrate.mates import Given, Mates, calibrate_given
 from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.settings import LayerDone, Matrix, Settings
 from qconvert.calibrate.work import Work
-from qconvert.checkpoint.checkpoint import WORK_DIR, Checkpoint
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import RunError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.formats.int_packed.packers import PackQuantized
-from qconvert.run.leases import journals_in
 
 TOKENS = samples(4, 30)
 TWO = ("cpu", "cpu")
@@ -181,47 +180,6 @@ def test_a_conversion_by_processes_writes_the_same_bytes(folder: Path, tmp_path:
         found.append({path.name: path.read_bytes() for path in out.glob("*.safetensors")})
     assert found[0]
     assert found[0] == found[1]
-
-
-@pytest.mark.rest
-def test_shards_of_two_processes_each_write_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    save_file({"input_ids": np.stack(TOKENS)}, tmp_path / "tokens.safetensors")
-    words = ("--gptq", "--data", str(tmp_path / "tokens.safetensors"), "--samples", "4",
-             "--length", "30", "--group-size", "32", "-q")  # fmt: skip
-    one = ("--device", "cpu")
-
-    def begun(out: str, *more: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "qconvert", "w4a16", str(folder), str(tmp_path / out), *words, *more],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def ended(process: subprocess.Popen[str]) -> None:
-        _, said = process.communicate()
-        assert process.returncode == 0, said[-2000:]
-
-    ended(begun("one", *one))
-    shards = [begun("shards", *one, *one, "--shard", f"{n}/2") for n in range(2)]
-    for process in shards:
-        ended(process)
-    # Each has noted what its processes have solved.
-    noted = [one.remembered.solved for one in journals_in(tmp_path / "shards" / WORK_DIR)]
-    assert len(noted) == 2
-    assert all(noted)
-    assert set.union(*map(set, noted)) == {
-        f"{layer}-{e}" for layer in (0, 1) for e in range(EXPERTS)
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "qconvert", "finish", str(tmp_path / "shards")],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    made = [
-        {path.name: path.read_bytes() for path in (tmp_path / out).glob("*.safetensors")}
-        for out in ("one", "shards")
-    ]
-    assert made[0]
-    assert made[0] == made[1]
 
 
 _CONVERTING = """

@@ -257,4 +257,4 @@ def test_statistics_alone_keep_one_stream(small: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     kept.take(calibrate(plan_of(small), TOKENS, [], CORRECT, work_dir=work, memory=None, key="k"))
     assert set(kept.stats) == {0, 1}
-    assert sorted(path.name for path in work.iterdir()) == ["hidden.2.rows", "state.json"]
+    assert sorted(path.name for path in work.iterdir()) == ["hidden.2.0.rows", "state.json"]

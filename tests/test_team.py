@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,19 +17,15 @@ from teams import run_team
 
 from qconvert.calibrate import engine, work_dir
 from qconvert.calibrate.engine import Event, calibrate
-from qconvert.calibrate.experts import Bench
 from qconvert.calibrate.model import Model
-from qconvert.calibrate.settings import LayerDone, Matrix, Settings, Shared
+from qconvert.calibrate.settings import LayerDone, Matrix, Settings
 from qconvert.calibrate.team import Team
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import RunError
 from qconvert.matrices.linears import quantizable
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Paused
-from qconvert.run.division import Shard
-from qconvert.run.exchange import Exchange, Peers
-from qconvert.run.files import Files
-from qconvert.run.leases import SOLVED
-from qconvert.run.until import Pace, Until
+from qconvert.run.until import Pace
 
 # Several CPUs are a team only in tests: its way through a layer, sample by sample, is tested alone.
 CPU = pytest.param("cpu", marks=pytest.mark.rest)
@@ -146,6 +141,18 @@ def test_a_paused_team_goes_on_in_another_number(
     assert_same(codes_of(found), whole)
 
 
+def test_a_folder_that_is_not_shared_is_refused(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_dir, "_LISTED_AFTER", 0.0)
+
+    def of(team: Team) -> Generator[Event]:
+        return events(plan, tmp_path / str(team.rank), "cpu:0")(team)
+
+    with pytest.raises(RunError, match=r"processes \[1\] of 2 do not see what the first one made"):
+        run_team(2, of)
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -193,108 +200,3 @@ def test_linears_are_solved_once_and_put_into_all_layers(
     )
     assert_same(codes_of(all_of(found)), codes_of(one))
     assert any(isinstance(e, Matrix) and e.expert is None for e in found[0])
-
-
-# --- shards that are teams ------------------------------------------------------------------------
-
-
-def sharing(folder: Path, shard: Shard | None, **more: Any) -> dict[str, Any]:
-    """Of `events`, for a process of a shard, or one that finishes what shards have begun."""
-    return {"exchange": Exchange(folder, "k", Files(), shard, kind="cpu", **more)}
-
-
-def put_in(found: list[list[Event]]) -> list[str]:
-    return [name for one in all_of(found) if isinstance(one, Shared) for name in one.names]
-
-
-ALL = {f"{layer}-{expert}" for layer in range(3) for expert in range(EXPERTS)}
-
-
-@pytest.mark.parametrize("device", ["cpu:0", CPU])
-def test_shards_of_two_processes_find_the_same_codes(
-    device: str, plan: Plan, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Peers, "lost", lambda _: set())
-    settings = replace(SETTINGS, min_tokens=30)
-    one = alone(device, settings)
-
-    def run(shard: Shard | None) -> list[list[Event]]:
-        folder = tmp_path / ("rest" if shard is None else str(shard.index))
-        return run_team(
-            2, events(plan, folder, device, settings, **sharing(tmp_path / "work", shard))
-        )
-
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(run, (Shard(0, 2), Shard(1, 2))))
-    put = [put_in(found) for found in both]
-    assert sorted(put[0] + put[1]) == sorted(ALL)
-    assert all(put)
-    for found in both:
-        assert not codes_of(all_of(found))
-        assert all(any(isinstance(event, Shared) for event in some) for some in found)
-        assert_told(found, one)
-    rest = run(None)
-    assert not put_in(rest)
-    assert_same(codes_of(all_of(rest)), codes_of(one))
-    assert_told(rest, one)
-
-
-@pytest.mark.parametrize("device", ["cpu:0", CPU])
-def test_a_team_finishes_what_a_shard_had_no_time_for(
-    device: str, plan: Plan, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Peers, "lost", lambda _: set())
-    one = alone(device)
-    over = Until(1.0, 0.0, lambda: 2.0)
-    mine = sharing(tmp_path / "work", Shard(0, 2), until=over)
-    begun = run_team(2, events(plan, tmp_path / "0", device, **mine))
-    for some in begun:  # it has solved its part, and waits for the other's
-        assert some[-1] == Paused(0, 3)
-        assert not any(isinstance(event, LayerDone) for event in some)
-    assert sorted(put_in(begun)) == [f"0-{expert}" for expert in range(EXPERTS // 2)]
-    rest = run_team(3, events(plan, tmp_path / "rest", device, **sharing(tmp_path / "work", None)))
-    assert sorted(put_in(begun) + put_in(rest)) == sorted(ALL)
-    assert sum(isinstance(event, Matrix) for event in all_of(rest)) == 3 * len(ALL)
-    assert_same(codes_of(all_of(rest)), codes_of(one))
-    assert_told(rest, one)
-
-
-def test_a_team_solves_what_a_lost_shard_left(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Peers, "lost", lambda _: {0})
-    mine = sharing(tmp_path / "work", Shard(1, 2))
-    found = run_team(2, events(plan, tmp_path / "1", "cpu:0", **mine))
-    assert sorted(put_in(found)) == sorted(ALL)
-    assert all(isinstance(some[-1], LayerDone) for some in found)
-
-
-def test_what_is_solved_together_is_the_same_whoever_solves_it(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An accelerator finds other codes where fewer experts are solved together: of a batch that lacks
-    one all are solved again, and shards begin where batches do."""
-    monkeypatch.setattr(Peers, "lost", lambda _: set())
-    batches: list[tuple[int, ...]] = []
-    solve = Bench._solve
-
-    def noted(self: Bench, batch: Any, *given: Any) -> Any:
-        batches.append(tuple(expert.number for expert in batch))
-        return solve(self, batch, *given)
-
-    monkeypatch.setattr(Bench, "_solve", noted)
-    shared = sharing(tmp_path / "work", None)
-
-    def run(name: str) -> list[str]:
-        found = run_team(1, events(plan, tmp_path / name, "cpu:0", **shared))
-        return sorted(put_in(found))
-
-    assert run("first") == sorted(ALL)
-    whole = set(batches)
-    assert whole == {(n, n + 1) for n in range(0, EXPERTS, 2)}
-    batches.clear()
-    removed = ["0-1", "1-2", "1-3", "2-5"]
-    for name in removed:
-        (tmp_path / "work" / SOLVED / name).unlink()
-    assert run("second") == removed
-    assert sorted(set(batches)) == [(0, 1), (2, 3), (4, 5)]

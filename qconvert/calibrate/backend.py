@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +19,9 @@ from qconvert.calibrate.linear_memory import least_linear_bytes
 from qconvert.calibrate.mates import Given, Mates, calibrate_given, early
 from qconvert.calibrate.memory import least_bytes
 from qconvert.calibrate.packing import Packed, Packers
-from qconvert.calibrate.settings import (
-    ExpertSchemes,
-    LayerDone,
-    LayerStats,
-    Matrix,
-    Settings,
-    Shared,
-)
+from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.stats import begin, check_claim
+from qconvert.calibrate.team import Launched, launched
 from qconvert.calibrate.work import Work, added, has_begun, layer_work, sizes_of
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.extras import lacking, require
@@ -48,8 +42,6 @@ from qconvert.run.backend import (
     Remark,
     Solved,
 )
-from qconvert.run.estimate import HESSIAN, SOLVE
-from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
 from qconvert.run.workspace import check_apart, check_folders_apart
 from qconvert.samples.data import load_tokens
@@ -60,6 +52,7 @@ if TYPE_CHECKING:
     from qconvert.samples.data import Ids
 
 _NEEDS = "calibration runs the model's own class"
+_times: list[int] = []  # a calibration on several hosts each: they meet anew
 
 
 def backend_for(plans: Sequence[Plan]) -> GptqBackend | None:
@@ -123,7 +116,7 @@ class GptqBackend:
         if not self.packers and not self.linears:
             return  # a pipeline stage without what is solved
         require("calibrate", _NEEDS)
-        if request.save_stats is not None:
+        if request.save_stats is not None and not self.follows:
             stats = Path(request.save_stats)
             check_apart(stats, checkpoint)
             for folder in folders:
@@ -158,15 +151,6 @@ class GptqBackend:
         source = Plan.identity(self.calibration.model.checkpoint)
         linears_of(source, Model(source, Settings().attention), dict.fromkeys(self.linears, ()))
 
-    def undivided(self) -> str | None:
-        if self.linears:
-            return (
-                "it also solves linears beside the routed experts, which all shards would wait for"
-            )
-        if self.calibration.request.save_stats is not None:
-            return "--save-stats writes one folder of statistics for all"
-        return None
-
     def unused(self) -> Sequence[str]:
         folder = self.calibration.request.save_stats
         if folder is None:
@@ -174,22 +158,9 @@ class GptqBackend:
         return [f"no layer was left to calibrate, so this run wrote no statistics to {folder}"]
 
     def work(self, job: Job) -> tuple[Work, Work]:
-        if self._known(job) is not None:
-            return {}, {}
-        layers = self._works_of(job)
         first = min(unit.op.layer for unit in job.units) if has_begun(job.work_dir) else 0
         last = max(unit.op.layer for unit in job.units)
-        return added(layers[first : last + 1]), added(layers[:first])
-
-    def _works_of(self, job: Job) -> list[Work]:
-        """What each layer takes a job: a shard has its part of what is divided."""
-        if job.exchange is None or job.exchange.shard is None:
-            return self._works
-        shards = job.exchange.shard.count
-        return [
-            {kind: n / (shards if kind in (HESSIAN, SOLVE) else 1) for kind, n in one.items()}
-            for one in self._works
-        ]
+        return added(self._works[first : last + 1]), added(self._works[:first])
 
     @cached_property
     def _works(self) -> list[Work]:
@@ -210,8 +181,42 @@ class GptqBackend:
             for sizes in sizes_of(source, shapes)
         ]
 
+    @cached_property
+    def _launched(self) -> Launched | None:
+        """This process among those of several hosts, None where it calibrates alone."""
+        return launched(os.environ) if self.calibration.request.distributed else None
+
+    @property
+    def follows(self) -> bool:
+        return self._launched is not None and not self._launched.leads
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        if self._launched is None:
+            yield
+            return
+        try:
+            yield
+            if not self.follows and self._ranks.are_there:  # they were not asked for anything
+                packers = Packers(self.packers, self.linears)
+                for _ in self._ranks.calibrate(None, packers, Clock(), ()):
+                    pass
+        finally:
+            if "_ranks" in self.__dict__:
+                self._ranks.end()
+
+    @cached_property
+    def _ranks(self) -> Mates:
+        """Processes of this host, among those of several, which wait for the others."""
+        assert self._launched is not None
+        names = each_once(self.calibration.request.devices) or found_devices()
+        _times.append(1)
+        return Mates(self._launched.devices(names), self._launched, len(_times))
+
     def get_ready(self, job: Job) -> None:
-        if self._known(job) is None and early() is None:
+        if self._launched is not None:
+            _ = self._ranks
+        elif early() is None:
             _ = self._loading
 
     @cached_property
@@ -237,6 +242,8 @@ class GptqBackend:
 
     def _mates(self) -> Mates | None:
         """Processes that solve, None where this one does."""
+        if self._launched is not None:
+            return self._ranks
         names, begun = each_once(self.calibration.request.devices), early()
         if begun is None:
             names = tuple(self._loading.result())
@@ -252,9 +259,6 @@ class GptqBackend:
         return None
 
     def solve(self, job: Job) -> Generator[Item]:
-        if (known := self._known(job)) is not None:
-            yield from self._taken(job, known)
-            return
         mates = self._mates()
         try:
             yield from self._solved(job, mates)
@@ -267,20 +271,21 @@ class GptqBackend:
         devices = ("cpu",) if mates is None else mates.devices
         from qconvert.run.memory import free_bytes
 
-        exchange = job.exchange
+        here = 1 if self._launched is None else self._launched.local_count
         yield Phase("reading calibration data")
         samples, remarks = self._data
         for remark in remarks:
             yield Phase(remark)
             yield Remark(remark)
-        self._begin_stats(job.files)  # claimed before hours of work
+        if not self.follows:
+            self._begin_stats(job.files)  # claimed before hours of work
         given = Given(
             checkpoint=model.checkpoint,
             tokens=samples,
             schemes=_targets(self.packers, model) if self.packers else [],
             settings=_settings(request),
             work_dir=job.work_dir,
-            memory=(job.memory or free_bytes() // 2) // len(devices),
+            memory=(job.memory or free_bytes() // 2 // here) // len(devices),
             key=f"{job.key} {kind_of(devices)}",
             last=max(unit.op.layer for unit in job.units),
             linears={
@@ -292,17 +297,15 @@ class GptqBackend:
             },
             statistics=request.save_stats is not None,
             until=job.until,
-            exchange=exchange and replace(exchange, kind=kind_of(devices), note=None),
         )
-        clock, works = Clock(job.told), self._works_of(job)
+        clock, works = Clock(job.told), self._works
         packers = Packers(self.packers, self.linears)
         events: Generator[Event | Packed]
         if mates is not None:
             events = mates.calibrate(given, packers, clock, works)
         else:
             events = calibrate_given(given, "cpu", files=job.files, clock=clock, works=works)
-        shares = exchange is not None and exchange.shard is not None
-        units = {} if shares else _by_place(job)
+        units, paused = _by_place(job), False
         with closing(events):
             for event in events:
                 match event:
@@ -315,49 +318,14 @@ class GptqBackend:
                         if event.stats is not None:
                             self._save_stats(event.layer, event.stats, job.files)
                         yield Barrier()
-                    case Shared():
-                        if exchange is not None and exchange.note is not None:
-                            exchange.note([{"solved": name} for name in event.names])
                     case Phase() | Remark():
                         yield event
                     case Paused():
+                        paused = True
                         yield event
-                        return  # a map of hot experts is of all layers
                 del event  # its codes must not live on while the next ones are computed
-        if not shares:
+        if not self.follows and not paused:  # a map of hot experts is of all layers
             yield from map(Remark, self._hotness(job.files))
-
-    def _known(self, job: Job) -> Exchange | None:
-        """Where shards have put all that a job asks for, None where something must be solved."""
-        exchange = job.exchange
-        if exchange is None or exchange.shard is not None:
-            return None
-        if self.calibration.request.save_stats is not None:  # of what the experts were given
-            return None
-        places = {(unit.op.layer, unit.op.expert) for unit in job.units}
-        known = all(e is not None and exchange.has(layer, e) for layer, e in places)
-        return exchange if known else None
-
-    def _taken(self, job: Job, exchange: Exchange) -> Iterator[Item]:
-        """What shards have solved, without running the model."""
-        from qconvert.calibrate.exchanged import get
-
-        units, dims = _by_place(job), self.calibration.model.role_index.dims
-        hidden, middle = dims.hidden_size, dims.moe_intermediate_size
-        sides = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden)}
-        sides["down_proj"] = (hidden, middle)
-        targets = _targets(self.packers, self.calibration.model)
-        packers = Packers(self.packers, self.linears)
-        layer = None
-        for number, expert in sorted({(unit.op.layer, unit.op.expert or 0) for unit in job.units}):
-            if number != layer:
-                layer = number
-                yield Barrier()
-                yield Phase(f"writing what shards solved: layer {layer}")
-            for matrix in get(exchange, number, expert, sides, targets).matrices:
-                unit = units.get((number, expert, matrix.kind))
-                if unit is not None:
-                    yield _solved(unit, matrix, packers)
 
     def _begin_stats(self, files: Files) -> None:
         request = self.calibration.request

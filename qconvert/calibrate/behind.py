@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from qconvert.calibrate.rows import InFile
+from qconvert.calibrate.rows import InFiles
 from qconvert.calibrate.team import Team
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Held:
     before it is written over."""
 
     def __init__(
-        self, rows: torch.Tensor, file: InFile | None, behind: Behind, before: Held | None, *,
+        self, rows: torch.Tensor, file: InFiles | None, behind: Behind, before: Held | None, *,
         there: bool,
     ) -> None:  # fmt: skip
         import torch
@@ -85,7 +85,7 @@ class Held:
         if self.file is not None:
             self._write(self.file, start, stop)
 
-    def keep(self, file: InFile, first: int, last: int) -> None:
+    def keep(self, file: InFiles, first: int, last: int) -> None:
         """Keep these rows, which were not."""
         self.file = file
         for start in range(first, last, _ROWS):
@@ -96,7 +96,7 @@ class Held:
         for source, (start, stop) in enumerate(cuts if team.count > 1 else ()):
             team.send(self.rows[start:stop], source)
 
-    def _write(self, file: InFile, start: int, stop: int) -> None:
+    def _write(self, file: InFiles, start: int, stop: int) -> None:
         import torch
 
         made: Any = None
@@ -106,7 +106,7 @@ class Held:
             made.record(torch.cuda.current_stream(self.rows.device))
         self._written.append(self._behind.later(lambda: self._keep(file, start, stop, made)))
 
-    def _keep(self, file: InFile, start: int, stop: int, made: Any) -> None:
+    def _keep(self, file: InFiles, start: int, stop: int, made: Any) -> None:
         import torch
 
         if self._stream is None:

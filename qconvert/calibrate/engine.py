@@ -36,7 +36,6 @@ from qconvert.calibrate.settings import (
     LayerStats,
     Matrix,
     Settings,
-    Shared,
 )
 from qconvert.calibrate.team import ALONE, Team, decided
 from qconvert.calibrate.work_dir import CalibrationDir
@@ -46,7 +45,6 @@ from qconvert.core.shown import count
 from qconvert.matrices.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Paused, Phase, Remark
-from qconvert.run.exchange import Exchange, OutOfTime
 from qconvert.run.files import Files
 from qconvert.run.until import Pace, Until
 
@@ -60,7 +58,7 @@ _HELD = 0.7  # of what an accelerator or the host has for rows of tokens, at the
 # Bytes of matrices that are read ahead, at the most.
 _AHEAD = 2 << 30
 
-Event = Matrix | LayerDone | Shared | Phase | Remark | Paused
+Event = Matrix | LayerDone | Phase | Remark | Paused
 
 
 def calibrate(
@@ -80,7 +78,6 @@ def calibrate(
     statistics: bool = True,
     until: Until | None = None,
     works: Sequence[Mapping[str, float]] = (),
-    exchange: Exchange | None = None,
     team: Team = ALONE,
 ) -> Generator[Event]:
     """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and yield
@@ -95,9 +92,8 @@ def calibrate(
     `device` is torch's name of one. `key` names data, settings and plan. `last` is the last layer to
     run, None for all. `clock` adds up what the time was spent on. Where `until` has no room for another
     layer as long as the longest so far, the last event is Paused; one is always done. `works` are what
-    each layer takes, by kind: what the clock is told of one comes to that. With an `exchange` other
-    shards solve experts of the same calibration; a shard yields no codes, and each run what it has put
-    there. A process of a `team`, a device each, yields what it has solved; all else is told by each.
+    each layer takes, by kind: what the clock is told of one comes to that. A process of a `team`, a
+    device each, yields what it has solved; all else is told by each.
 
     Raises PlanError for a model that cannot be run here, RunError for a `work_dir` of another key, too
     little memory or broken data.
@@ -132,12 +128,12 @@ def calibrate(
         experts=source.role_index.dims.num_experts,
         linears=linears_of(source, model, linears or {}),
         statistics=statistics,
-        exchange=exchange,
         team=team,
     )
     _check_shapes(layers.matrices, targets)
     layers = _solving_together(layers)
-    stop = model.layers if last is None else last + 1
+    # What is left is known to the process that writes.
+    stop = decided(team, model.layers if last is None else last + 1)
     layers, behind, held = _holding(layers)
     layers = _reading_ahead(layers, stop)
     kept = CalibrationDir(
@@ -149,9 +145,8 @@ def calibrate(
         layers.corrects,
         held,
         behind,
-        exchange is not None,
         team,
-        layers.own,
+        layers.cuts,
     )
     try:
         if layers.foreseen is not None:
@@ -168,13 +163,12 @@ def calibrate(
 
 
 def _solving_together(layers: Layers) -> Layers:
-    """As many experts at a time as every accelerator of the team has space for; of shards, which know
-    nothing of one another's, the same number on all."""
+    """As many experts at a time as every accelerator of the team has space for."""
     down = next((found[0, "down_proj"] for found in layers.matrices.values()), None)
     if layers.device == "cpu" or down is None or not layers.targets:
         return layers
     together = together_on(
-        None if layers.exchange is not None else layers.budget.device, layers.settings.together,
+        layers.budget.device, layers.settings.together,
         hidden=down.weight.rows, middle=down.weight.columns, schemes=len(layers.targets),
         solver=layers.settings.solver, corrects=layers.corrects,
     )  # fmt: skip
@@ -194,8 +188,8 @@ def _holding(layers: Layers) -> tuple[Layers, Behind | None, str]:
 
 
 def _reading_ahead(layers: Layers, stop: int) -> Layers:
-    """Matrices are read ahead for accelerators, whose order is known: shards ask for others'."""
-    if layers.device == "cpu" or layers.exchange is not None:
+    """Matrices are read ahead for accelerators."""
+    if layers.device == "cpu":
         return layers
     share = layers.budget.states.get("cpu", 0)
     room = min(_AHEAD, share // 4)
@@ -255,10 +249,6 @@ def _run(
             before = dict(layers.clock.work)
             try:
                 stats = yield from layers.run(number, states, following)
-            except OutOfTime:
-                kept.settle()
-                yield Paused(number, stop)
-                return
             finally:
                 kept.let_go(states)
                 states = following

@@ -31,9 +31,8 @@ from qconvert.calibrate.memory import Budget, experts_together, solved_together,
 from qconvert.calibrate.model import Layer, Model
 from qconvert.calibrate.propagated import Kept, Plain, States
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.rows import Rows, Scratch
-from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings, Shared
-from qconvert.calibrate.sharing import Sharing
+from qconvert.calibrate.rows import InFile, Rows, Scratch
+from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
 from qconvert.calibrate.slots import slots_of
 from qconvert.calibrate.taken import Stream, Taken
 from qconvert.calibrate.team import ALONE, Team, share
@@ -43,7 +42,6 @@ from qconvert.layouts.derived.running import Call
 from qconvert.matrices.experts import PROJECTIONS, Projection
 from qconvert.matrices.stored import Stored
 from qconvert.run.backend import Phase, Remark
-from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
 
 if TYPE_CHECKING:
@@ -63,9 +61,8 @@ class Layers:
     """Works on layers, one at a time. `matrices` are the routed experts by layer, `lengths` those of
     the samples, `folder` is for what does not fit in memory; `linears` are what is solved beside the
     experts, by layer. Experts for which there is no target are looked at for `statistics`, or only
-    answer. With an `exchange` experts are solved by several shards. `foreseen` experts are read before
-    they are asked for. A process of a `team` has hidden states of its own samples, and its part of each
-    group of experts."""
+    answer. `foreseen` experts are read before they are asked for. A process of a `team` has hidden
+    states of its own samples, and its part of each group of experts."""
 
     model: Model
     matrices: Matrices
@@ -81,7 +78,6 @@ class Layers:
     experts: int
     linears: Linears = field(default_factory=dict)
     statistics: bool = True
-    exchange: Exchange | None = None
     foreseen: Foreseen | None = None
     team: Team = ALONE
 
@@ -140,7 +136,7 @@ class Layers:
 
     def run(
         self, number: int, states: States, following: States
-    ) -> Generator[Phase | Matrix | Remark | Shared, None, LayerStats | None]:
+    ) -> Generator[Phase | Matrix | Remark, None, LayerStats | None]:
         """Compute `following`, what goes into the next layer, and yield the matrices of this one.
         Returns statistics of its experts, None for a dense layer and where they only answer."""
         with self.clock("read", self.device):
@@ -157,14 +153,14 @@ class Layers:
                 f"layer {number}: {type(layer.module).__name__} has routed experts, and the checkpoint "
                 "none there; calibrate the model as it was published"
             )
-        scratch = Scratch(self.folder, self.budget.states, self.files)
+        scratch = Scratch(self.folder, self.budget.states, self.files, self.team.rank)
         try:
             return (yield from self._sparse(layer, states, following, scratch))
         finally:
             scratch.close()
 
     def through(
-        self, number: int, states: Kept, *, whole: bool = False
+        self, number: int, states: Kept | InFile, *, whole: bool = False
     ) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
         """What goes into a layer: samples together [B, T, H], and what the layer is called with; this
         process's samples, or the `whole` team's."""
@@ -227,7 +223,7 @@ class Layers:
 
     def _sparse(
         self, layer: Layer, states: States, following: States, scratch: Scratch
-    ) -> Generator[Phase | Matrix | Remark | Shared, None, LayerStats | None]:
+    ) -> Generator[Phase | Matrix | Remark, None, LayerStats | None]:
         import torch
 
         where = self._where(layer)
@@ -281,29 +277,20 @@ class Layers:
         common = bench.look_at_all(seen, self.hidden, plain) if every else None
         matrices = self.matrices[layer.number]
 
-        def solving(numbers: Sequence[int], taken: Taken) -> Iterator[Matrix]:
-            return _work(bench, numbers, matrices, every, seen, plain, common, found, taken)
-
         left = scratch.left(self.device)
         roomy = replace(self, budget=self.budget.with_rest(self.device, left))
-        groups: list[list[list[int]]] = []
-        if self.exchange is None:
-            groups += roomy.groups(layer, matrices, every, streams)
-        else:
-            sharing = Sharing(roomy, self.exchange, bench, matrices, every, found, solving)
-            bench = replace(bench, settings=replace(self.settings, together=sharing.together))
-            yield from sharing.run(streams)
+        groups = list(roomy.groups(layer, matrices, every, streams))
         if self.foreseen is not None:
             self.foreseen.settle(layer.number, [e for group in groups for e in self.mine(group)])
         for group in groups:
             yield Phase(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
             mine, taken = self.mine(group), Taken()
             if mine and looks:
-                yield from solving(mine, taken)
+                yield from _work(bench, mine, matrices, every, seen, plain, common, found, taken)
             elif mine:
                 taken.experts.extend(bench.take(mine, matrices, every))
                 bench.check(taken.experts[0], seen)
-            self.answer(bench, group, taken, streams, matrices, first=group is groups[0])
+            self._answer(bench, group, taken, streams, matrices, first=group is groups[0])
             del taken
             trim()
 
@@ -322,7 +309,7 @@ class Layers:
                 if rows is not None:
                     share(self.team, rows, self.cuts, self.device)
 
-    def answer(
+    def _answer(
         self, bench: Bench, group: Sequence[Sequence[int]], taken: Taken, streams: Sequence[Stream],
         matrices: Mapping[tuple[int, str], Projection], *, first: bool,
     ) -> None:  # fmt: skip
@@ -373,7 +360,9 @@ class Layers:
             bench.answer(experts, rows, inputs, slots, tick)
             stream.answers.write(start, rows)
 
-    def attend(self, layer: Layer, states: Kept, scratch: Scratch, prefix: str = "") -> Seen:
+    def attend(
+        self, layer: Layer, states: Kept | InFile, scratch: Scratch, prefix: str = ""
+    ) -> Seen:
         """Run attention and router over all samples of this process. `prefix` is of the names of what is
         kept. Tokens that experts get are counted of all processes."""
         import torch
@@ -414,11 +403,8 @@ class Layers:
         matrices: Mapping[tuple[int, str], Projection],
         every: frozenset[int],
         streams: Sequence[Stream],
-        numbers: Sequence[int] | None = None,
     ) -> Iterator[list[list[int]]]:
-        """Numbers of experts that are in memory together, by process, in their order: all of the
-        layer's, or these."""
-        numbers = range(self.experts) if numbers is None else numbers
+        """Numbers of experts that are in memory together, by process, in their order."""
         down = matrices[0, "down_proj"].weight
         chunk = max(stop - start for start, stop in streams[0].seen.chunks)
         most, device = None, self.device
@@ -437,7 +423,7 @@ class Layers:
             lent=self.team.count > 1,
         )  # fmt: skip
         # How many experts fit is known to each process of its own device.
-        yield from divided(numbers, self.team.gathered(size), self.batch(down))
+        yield from divided(range(self.experts), self.team.gathered(size), self.batch(down))
 
     def batch(self, down: Stored) -> int:
         """Experts of which all matrices are solved in the same batches wherever they are."""

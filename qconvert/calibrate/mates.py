@@ -1,6 +1,10 @@
 """A process for each accelerator of a calibration: started, listened to and ended by the one that writes
 what they find. What they do together: team.py.
 
+Those of other hosts are started there by the same command, as torchrun or Slurm says who it is, and
+connect to the one that leads: the first one's, which alone writes. Who loses one of them ends, and says
+so to those that are left.
+
 They are interpreters of their own, not forks: CUDA does not survive one, and the main process need not
 import torch at all. They are started before there is a plan, because torch and transformers take 4 to
 6 s to import.
@@ -10,15 +14,27 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import signal
+import socket
+import struct
 import subprocess
+import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import (
+    Connection,
+    Pipe,
+    answer_challenge,
+    deliver_challenge,
+    wait,
+)
 from pathlib import Path
+from queue import Queue
 from tempfile import TemporaryDirectory, TemporaryFile
 from threading import Lock, Thread
 from typing import IO, TYPE_CHECKING, Any
@@ -27,27 +43,29 @@ from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import Machine, each_once, guessed_devices, kind_of
 from qconvert.calibrate.packing import Packed, Packers
-from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings, Shared
+from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings
+from qconvert.calibrate.team import Launched, LostError
 from qconvert.calibrate.work import Work, added
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core import errors, own_process
 from qconvert.core.errors import QConvertError, RunError
 from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.plan.plan import Plan
-from qconvert.run.exchange import Exchange
-from qconvert.run.files import Files
+from qconvert.run.backend import Phase
 from qconvert.run.forkserver import cannot_start, undisturbed
 from qconvert.run.until import Until
 
 if TYPE_CHECKING:
     from qconvert.calibrate.engine import Event
-    from qconvert.calibrate.team import Team
+    from qconvert.calibrate.team import Rendezvous, Team
     from qconvert.samples.data import Ids
     from qconvert.samples.request import Calibration
 
 _AHEAD = 32  # matrices that a process may be ahead of their being packed
 _LAST_WORDS = 4096
 _SECONDS = 1.0  # from the loss of a connection to the end of the process at its other end
+_WORD = 10.0  # seconds in which the process that leads says which one was lost
+_GREETING = 60  # seconds that one of another host takes to connect
 
 
 @dataclass(frozen=True)
@@ -65,7 +83,6 @@ class Given:
     linears: Mapping[str, Sequence[IntScheme]] | None = None
     statistics: bool = True
     until: Until | None = None
-    exchange: Exchange | None = None
 
 
 def calibrate_given(given: Given, device: str, **more: Any) -> Generator[Event]:
@@ -80,10 +97,24 @@ def calibrate_given(given: Given, device: str, **more: Any) -> Generator[Event]:
 
 @dataclass(frozen=True)
 class _Begin:
-    """What a process is to do, and who packs what it finds."""
+    """What a process is to do, None where nothing is left to do, and who packs what it finds; `door`:
+    the port and the key of the process that leads."""
 
-    given: Given
+    given: Given | None
     packers: Packers
+    door: tuple[int, bytes] | None = None
+
+
+@dataclass(frozen=True)
+class _Others:
+    """So many processes of other hosts will connect."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class _Over:
+    """All processes are done."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +122,7 @@ class _Said:
     """What a process says: an event, None once it is done; how many bytes follow, by result of a packed
     matrix; and the work since it last said something: kinds, amounts and seconds."""
 
-    event: Event | Packed | None
+    event: Event | Packed | _Others | None
     sizes: Sequence[int]
     work: Sequence[tuple[str, float, float]]
 
@@ -106,15 +137,19 @@ class _Failed:
 
 class Mates:
     """A process for each of `devices`, which are all of one kind. Whoever starts them ends them; they
-    die with the thread that did (prctl(2), PR_SET_PDEATHSIG)."""
+    die with the thread that did (prctl(2), PR_SET_PDEATHSIG). With `launched` they are some of those of
+    several hosts; `times` counts the calibrations of one command."""
 
-    def __init__(self, devices: Sequence[str]) -> None:
+    def __init__(
+        self, devices: Sequence[str], launched: Launched | None = None, times: int = 0
+    ) -> None:
         self.devices = tuple(devices)
         self._meeting = TemporaryDirectory(prefix="qconvert-team-")
         self._all: list[_Mate] = []
+        self._door = _Door() if launched is not None and launched.leads else None
         try:
             for rank in range(len(self.devices)):
-                self._all.append(_Mate(rank, self.devices, self._meeting.name))
+                self._all.append(_Mate(rank, self.devices, self._meeting.name, launched, times))
         except BaseException:
             self.end()
             raise
@@ -129,19 +164,33 @@ class Mates:
         return self._all[0].machine
 
     def calibrate(
-        self, given: Given, packers: Packers, clock: Clock, works: Sequence[Work]
+        self, given: Given | None, packers: Packers, clock: Clock, works: Sequence[Work]
     ) -> Generator[Event | Packed]:
-        """What `engine.calibrate` yields, matrices packed. `clock` is told of what is done, and `works`
-        are what each layer takes.
+        """What `engine.calibrate` yields, matrices packed; on another host than the first one only what
+        its processes are doing. `clock` is told of what is done, and `works` are what each layer takes.
+        None: nothing is left to do, which the others are told.
 
         Raises what one of the processes raises; RunError where one dies.
         """
-        if given.exchange is not None:  # other files than these may be known to this process alone
-            given = replace(given, exchange=replace(given.exchange, files=Files()))
+        door = None if self._door is None else (self._door.port, self._door.key)
         for mate in self._all:
             _ = mate.machine
-            mate.send(_Begin(given, packers))
-        yield from _heard(self._all, clock, works)
+            mate.send(_Begin(given, packers, door))
+        others: list[_Other] = []
+        try:
+            yield from _heard(self._all, others, self._door, clock, works)
+        except Exception as error:
+            kind = type(error).__name__ if isinstance(error, QConvertError) else "RunError"
+            for other in others:
+                with suppress(QConvertError):
+                    other.send(_Failed(kind, str(error)))
+            raise
+        else:
+            for other in others:
+                other.send(_Over())
+        finally:
+            for other in others:
+                other.connection.close()
         # Nothing is left to do for any of them, and a GPU's memory takes a second to be given back.
         self.end(waits=False)
 
@@ -150,6 +199,8 @@ class Mates:
         for mate in self._all:
             mate.end(waits=waits)
         self._all.clear()
+        if self._door is not None:
+            self._door.close()
         self._meeting.cleanup()
 
 
@@ -157,9 +208,11 @@ _early: list[Mates] = []
 
 
 def started_for(asked: Calibration) -> AbstractContextManager[None]:
-    """`started_early` for a calibration on GPUs, those that it names or that there probably are."""
+    """`started_early` for a calibration on GPUs, those that it names or that there probably are. On
+    several hosts none is started that others would meet and that may not be meant."""
     names = each_once(asked.devices) or guessed_devices()
-    return nullcontext() if kind_of(names) == "cpu" else started_early(names)
+    late = kind_of(names) == "cpu" or asked.distributed
+    return nullcontext() if late else started_early(names)
 
 
 @contextmanager
@@ -180,33 +233,42 @@ def early() -> Mates | None:
 
 
 def _heard(
-    mates: Sequence[_Mate], clock: Clock, works: Sequence[Work]
+    own: Sequence[_Mate],
+    others: list[_Other],
+    door: _Door | None,
+    clock: Clock,
+    works: Sequence[Work],
 ) -> Generator[Event | Packed]:
     """What all of them say: what each has solved, the rest of the first one, and that a layer is done
-    once all of them have said so."""
-    listened = {mate.connection: mate for mate in mates}
-    first = mates[0]
+    once all of them have said so. Those of other hosts are added to `others` as they come."""
+    listened: dict[Any, _Peer] = {mate.connection: mate for mate in own}
+    first = own[0]
     layer, before = 0, dict(clock.work)
-    done: list[_Mate] = []
+    done: list[_Peer] = []
     ended: LayerDone | None = None
     while listened:
         for connection in wait(list(listened)):
-            mate = listened[connection]  # type: ignore[index]
+            mate = listened[connection]
             try:
                 event = mate.hear(clock)
             except _Raised as raised:
-                raise _cause(raised.failed, mate, mates) from None
+                raise _cause(raised.failed, mate, [*own, *others]) from None
             if event is None:
                 del listened[mate.connection]
+            elif isinstance(event, _Others):
+                assert door is not None
+                for other in door.accepted(event.count):
+                    others.append(other)
+                    listened[other.connection] = other
             elif isinstance(event, LayerDone):
                 # What it says of the next layer is not listened to yet.
                 del listened[mate.connection]
                 done.append(mate)
                 ended = event if mate is first or ended is None else ended
-            elif isinstance(event, Packed | Shared) or mate is first:
+            elif isinstance(event, Packed) or mate is first:
                 yield event
             del event
-        if ended is not None and len(done) == len(mates):
+        if ended is not None and len(done) == len(own) + len(others):
             if works:
                 clock.layer_done(added([*works[layer : ended.layer + 1]]), before)
                 layer, before = ended.layer + 1, dict(clock.work)
@@ -226,27 +288,158 @@ class _Raised(Exception):
         self.failed = failed
 
 
-def _cause(failed: _Failed, mate: _Mate, mates: Sequence[_Mate]) -> Exception:
+def _cause(failed: _Failed, mate: _Peer, mates: Sequence[_Peer]) -> Exception:
     """Why one fails: the end of another, of which it has lost the connection, or what it says."""
-    if failed.kind:
+    if failed.kind and failed.kind != LostError.__name__:
         made: QConvertError = getattr(errors, failed.kind)(failed.text)
         return made
     for other in mates:
         if other is not mate and other.ends_within(_SECONDS):
             return other.died()
+    if failed.kind:
+        return RunError(failed.text)
     return RuntimeError(f"calibrating on {mate.device}:\n{failed.text}")
 
 
-class _Mate:
-    """A process, seen from the one that started it."""
+class _Peer:
+    """A process, seen from the one that listens to it."""
 
-    def __init__(self, rank: int, devices: Sequence[str], meeting: str) -> None:
+    device: str
+    connection: Connection[Any, Any]
+
+    def died(self) -> QConvertError:
+        """What its end tells."""
+        raise NotImplementedError
+
+    def ends_within(self, seconds: float) -> bool:
+        raise NotImplementedError
+
+    def send(self, what: _Begin | _Failed | _Over | None) -> None:
+        try:
+            self.connection.send(what)
+        except OSError:
+            raise self.died() from None
+
+    def hear(self, clock: Clock) -> Event | Packed | _Others | None:
+        """The next thing it says; None once it is done."""
+        said = self._receive()
+        if isinstance(said, _Failed):
+            raise _Raised(said)
+        for kind, amount, seconds in said.work:
+            clock.told(kind, amount, seconds)
+        if not isinstance(said.event, Packed):
+            event: Event | _Others | None = said.event
+            return event
+        data = [bytearray(size) for size in said.sizes]
+        for one in data:
+            self._in_time(partial(self.connection.recv_bytes_into, one))
+        return replace(said.event, data=data)
+
+    def _receive(self) -> Any:
+        return self._in_time(self.connection.recv)
+
+    def _in_time(self, receive: Callable[[], Any]) -> Any:
+        """What is received of a process that has not died."""
+        try:
+            return receive()
+        except (EOFError, OSError):
+            raise self.died() from None
+
+
+class _Other(_Peer):
+    """A process of another host, which that one's command has started."""
+
+    def __init__(self, connection: Connection[Any, Any], rank: int, device: str, host: str) -> None:
+        self.connection, self.device = connection, device
+        self._who = f"process {rank} of the calibration, on {device} of {host},"
+
+    def ends_within(self, seconds: float) -> bool:
+        try:
+            while self.connection.poll(seconds):
+                self.connection.recv_bytes()
+        except (EOFError, OSError):
+            return True
+        return False
+
+    def died(self) -> QConvertError:
+        return RunError(
+            f"{self._who} is lost: see what it says there; run the same command again to go on, with as "
+            "many processes as there are"
+        )
+
+
+class _Door:
+    """Where processes of other hosts connect to the one that leads."""
+
+    def __init__(self) -> None:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        self.port: int = self._server.getsockname()[1]
+        self.key = secrets.token_bytes(32)
+
+    def accepted(self, count: int) -> Iterator[_Other]:
+        """So many, which have met already. Raises RunError where one does not come."""
+        self._server.settimeout(_GREETING)
+        while count:
+            try:
+                made, _ = self._server.accept()
+            except TimeoutError:
+                raise RunError(
+                    f"{count} of the processes of other hosts did not connect to port {self.port} of "
+                    "this one: is it closed by a firewall?"
+                ) from None
+            connection = _greeted(made, self.key, first=True)
+            if connection is not None:  # a stranger is no matter
+                yield _Other(connection, *connection.recv())
+                count -= 1
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def _greeted(made: socket.socket, key: bytes, *, first: bool) -> Connection[Any, Any] | None:
+    """A connection whose other end knows the key, too; None where it does not. A host that is gone is
+    noticed within a minute."""
+    made.settimeout(None)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        (socket.TCP_NODELAY, 1), (socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_KEEPCNT, 4), (socket.TCP_USER_TIMEOUT, 60_000),
+    ):  # fmt: skip
+        made.setsockopt(socket.IPPROTO_TCP, name, value)
+    # The one that leads does not wait for a stranger; the others wait until it has time for them.
+    limit = struct.pack("ll", _GREETING if first else 0, 0)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection: Connection[Any, Any] = Connection(made.detach())
+    steps = [deliver_challenge, answer_challenge]
+    try:
+        for step in steps if first else steps[::-1]:
+            step(connection, key)
+    except (AuthenticationError, EOFError, OSError):
+        connection.close()
+        return None
+    if first:
+        with socket.socket(fileno=os.dup(connection.fileno())) as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    return connection
+
+
+class _Mate(_Peer):
+    """A process of this host, seen from the one that started it."""
+
+    def __init__(
+        self, rank: int, devices: Sequence[str], meeting: str, launched: Launched | None, times: int
+    ) -> None:
         self.device = devices[rank]
         try:
             self._said = TemporaryFile()  # noqa: SIM115 - closed by `end`
             self.connection, theirs = Pipe()
-            about = _Place(theirs.fileno(), os.getpid(), rank, tuple(devices), meeting)
-            code = f"from qconvert.calibrate.mates import _Place, main; main({about!r})"
+            about = _Place(
+                theirs.fileno(), os.getpid(), rank, tuple(devices), meeting, launched, times
+            )
+            names = "Launched, _Place, main"
+            code = f"from qconvert.calibrate.mates import {names}; main({about!r})"
             try:
                 with undisturbed():
                     self._process = subprocess.Popen(
@@ -266,37 +459,6 @@ class _Mate:
             raise _cause(said, self, [])
         assert isinstance(said, Machine)
         return said
-
-    def send(self, what: _Begin | None) -> None:
-        try:
-            self.connection.send(what)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self.died() from None
-
-    def hear(self, clock: Clock) -> Event | Packed | None:
-        """The next thing it says; None once it is done."""
-        said = self._receive()
-        if isinstance(said, _Failed):
-            raise _Raised(said)
-        for kind, amount, seconds in said.work:
-            clock.told(kind, amount, seconds)
-        if not isinstance(said.event, Packed):
-            event: Event | None = said.event
-            return event
-        data = [bytearray(size) for size in said.sizes]
-        for one in data:
-            self._in_time(partial(self.connection.recv_bytes_into, one))
-        return replace(said.event, data=data)
-
-    def _receive(self) -> Any:
-        return self._in_time(self.connection.recv)
-
-    def _in_time(self, receive: Callable[[], Any]) -> Any:
-        """What is received of a process that has not died."""
-        try:
-            return receive()
-        except (EOFError, ConnectionResetError):
-            raise self.died() from None
 
     def ends_within(self, seconds: float) -> bool:
         try:
@@ -363,13 +525,71 @@ class _Notes:
 @dataclass(frozen=True)
 class _Place:
     """A process among others: the descriptor of its pipe, who started it, its number, the devices of all
-    of them, and a folder to meet in."""
+    of them, and a folder to meet in; or how those of several hosts meet."""
 
     descriptor: int
     parent: int
     rank: int
     devices: tuple[str, ...]
     meeting: str
+    launched: Launched | None
+    times: int
+
+
+class _Line:
+    """A connection to who listens to this process: its own thread and others say things."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self.connection = connection
+        self._lock = Lock()
+
+    def say(self, said: _Said | _Failed, data: Sequence[bytes | bytearray] = ()) -> None:
+        with self._lock:
+            self.connection.send_bytes(pickle.dumps(said, protocol=5))
+            for one in data:
+                self.connection.send_bytes(one)
+
+    def recv(self) -> Any:
+        return self.connection.recv()
+
+
+class _Leader(_Line):
+    """The process that leads, on another host. A thread hears it: where it is lost, or says that another
+    one is, this process ends, whatever it waits for."""
+
+    def __init__(self, connection: Connection[Any, Any], home: _Line, where: str) -> None:
+        super().__init__(connection)
+        self._home, self._where = home, where
+        self._words: Queue[Any] = Queue()
+        Thread(target=self._hear, name="hear the process that leads", daemon=True).start()
+
+    def say(self, said: _Said | _Failed, data: Sequence[bytes | bytearray] = ()) -> None:
+        try:
+            super().say(said, data)
+        except OSError as error:
+            raise LostError(
+                f"the process that leads, on {self._where}, is lost: {error}"
+            ) from error
+
+    def recv(self) -> Any:
+        return self._words.get()
+
+    def _hear(self) -> None:
+        word: Any = None
+        while not isinstance(word, _Over):
+            try:
+                word = self.connection.recv()
+            except (EOFError, OSError):
+                word = _Failed(
+                    "RunError",
+                    f"the process that leads the calibration, on {self._where}, is lost: see what it "
+                    "says there; run the same command again to go on",
+                )
+            if isinstance(word, _Failed):
+                with suppress(OSError):
+                    self._home.say(word)
+                os._exit(1)
+            self._words.put(word)
 
 
 def main(place: _Place) -> None:
@@ -380,68 +600,174 @@ def main(place: _Place) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with(place.parent)
-    connection: Connection[Any, Any] = Connection(place.descriptor)
+    home = _Line(Connection(place.descriptor))
+    lines = [home]
     # The other end is closed where the main process is ended while this one imports.
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
-            _serve(connection, place)
-        except QConvertError as error:
-            connection.send(_Failed(type(error).__name__, str(error)))
+            _serve(lines, place)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
-        except Exception:  # a fault of the program, whose traceback is for who reports it
-            connection.send(_Failed("", traceback.format_exc()))
+        except Exception as error:
+            failed = _Failed(type(error).__name__, str(error))
+            if isinstance(error, LostError) and len(lines) > 1:
+                time.sleep(
+                    _WORD
+                )  # the one that leads knows which, and ends this process with its word
+            elif not isinstance(error, QConvertError):  # a fault of the program: for who reports it
+                failed = _Failed("", traceback.format_exc())
+            for line in reversed(lines):
+                with suppress(OSError, LostError):
+                    line.say(failed)
+            if len(lines) > 1:
+                time.sleep(_WORD)  # both have heard it, and end this process
 
 
-# Of NCCL and Gloo, where the user says nothing: all processes are on this host; NVLink's multicast,
-# which a broadcast does not need, fails in containers that were not given it.
-_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+# Of NCCL and Gloo, where the user says nothing: NVLink's multicast, which a broadcast does not need,
+# fails in containers that were not given it; processes of one host need no other interface.
+_NETWORK = {"NCCL_NVLS_ENABLE": "0"}
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def _serve(connection: Connection[Any, Any], place: _Place) -> None:
-    device = place.devices[place.rank]
-    for name, value in _NETWORK.items():
-        os.environ.setdefault(name, value)
-    team = _ready(connection, place)
-    begin: _Begin = connection.recv()
+def _serve(lines: list[_Line], place: _Place) -> None:
+    home = lines[0]
+    device, launched = place.devices[place.rank], place.launched
+    _set_network(launched)
+    _import(device, home)
+    team = _met_here(place) if launched is None else None
+    rendezvous: Rendezvous | None = None
+    if launched is not None:
+        from qconvert.calibrate.team import Rendezvous
+
+        rendezvous = Rendezvous(launched, place.rank, place.times)
+    begin: _Begin = home.recv()
+    if team is None:
+        assert launched is not None
+        assert rendezvous is not None
+        team = _met(rendezvous, launched, place, begin, lines)
+    to = lines[-1]
+    if not _agreed(team, begin):
+        to.say(_Said(None, (), ()))
+    else:
+        assert begin.given is not None
+        _calibrate(begin.given, begin.packers, device, team, lines)
+    while not isinstance(to.recv(), _Over):  # until then none must lose another
+        pass
+    home.say(_Said(None, (), ()))
+    home.recv()
+
+
+def _calibrate(
+    given: Given, packers: Packers, device: str, team: Team, lines: Sequence[_Line]
+) -> None:
+    home, to = lines[0], lines[-1]
     notes = _Notes()
-    events = calibrate_given(begin.given, device, clock=Clock(notes.add), team=team)
+    events = calibrate_given(given, device, clock=Clock(notes.add), team=team)
     # Codes are packed and sent by this thread while another one computes.
     events = apart(events, _AHEAD, lambda event: isinstance(event, LayerDone))
     with closing(events):
         for event in events:
             if isinstance(event, Matrix):
-                packed = begin.packers.pack(event)
+                packed = packers.pack(event)
                 data, packed = packed.data, replace(packed, data=())
-                _say(connection, _Said(packed, [len(one) for one in data], notes.take()))
-                for one in data:
-                    connection.send_bytes(one)
+                to.say(_Said(packed, [len(one) for one in data], notes.take()), data)
                 del packed, data
             else:
-                _say(connection, _Said(event, (), notes.take()))
+                if to is not home and isinstance(event, Phase):
+                    home.say(_Said(event, (), ()))
+                to.say(_Said(event, (), notes.take()))
             if isinstance(event, LayerDone):
-                connection.recv()
+                to.recv()
             del event
-    _say(connection, _Said(None, (), notes.take()))
-    connection.recv()  # all are done: until then none must lose another
+    to.say(_Said(None, (), notes.take()))
 
 
-def _say(connection: Connection[Any, Any], said: _Said) -> None:
-    connection.send_bytes(pickle.dumps(said, protocol=5))
+def _set_network(launched: Launched | None) -> None:
+    from qconvert.calibrate.team import interface_to
+
+    names = dict(_NETWORK)
+    interface = "lo" if launched is None else interface_to(launched.address)
+    names.update(dict.fromkeys(_INTERFACES, interface) if interface else {})
+    for name, value in names.items():
+        os.environ.setdefault(name, value)
 
 
-def _ready(connection: Connection[Any, Any], place: _Place) -> Team:
-    """Import what solving needs, and meet the others."""
+def _import(device: str, home: _Line) -> None:
+    """Import what solving needs, and say what is found of it."""
     from qconvert.calibrate.backend import hush_transformers
-    from qconvert.calibrate.devices import get_ready, this_machine, use_device
+    from qconvert.calibrate.devices import get_ready, this_machine
     from qconvert.calibrate.library import load_shared
 
-    device, count = place.devices[place.rank], len(place.devices)
-    connection.send(this_machine())
+    home.connection.send(this_machine())
     get_ready(device)
     load_shared()
     hush_transformers()
-    from qconvert.calibrate.team import ALONE, Processes
 
+
+def _met_here(place: _Place) -> Team:
+    """The team of one host."""
+    from qconvert.calibrate.devices import use_device
+    from qconvert.calibrate.team import ALONE, Processes, file_store
+
+    device, count = place.devices[place.rank], len(place.devices)
     use_device(device)
-    return ALONE if count == 1 else Processes(place.rank, count, device, place.meeting)
+    if count == 1:
+        return ALONE
+    return Processes(place.rank, count, device, file_store(place.meeting, count))
+
+
+def _met(
+    rendezvous: Rendezvous, launched: Launched, place: _Place, begin: _Begin, lines: list[_Line]
+) -> Team:
+    """The team of all hosts. One of another host than the first connects to that, which is then the last
+    of `lines`."""
+    from qconvert.calibrate.devices import use_device
+    from qconvert.calibrate.team import Processes
+
+    device = place.devices[place.rank]
+    use_device(device)
+    if begin.door is not None and place.rank == 0:
+        port, key = begin.door
+        rendezvous.store.set("door", f"{port} {key.hex()}")
+    found = rendezvous.devices(place.devices)
+    rank = rendezvous.first + place.rank
+    if launched.leads:
+        if rank == 0:
+            lines[0].say(_Said(_Others(len(found) - len(place.devices)), (), ()))
+    else:
+        said = rendezvous.get("door", "the first one").decode().split()
+        try:
+            made = socket.create_connection((launched.address, int(said[0])), _GREETING)
+        except OSError as error:
+            raise RunError(
+                f"--distributed: port {said[0]} of {launched.address} cannot be reached: {error}; "
+                "calibrations on several hosts need ports that no firewall closes"
+            ) from error
+        connection = _greeted(made, bytes.fromhex(said[1]), first=False)
+        if connection is None:
+            raise LostError(f"the process that leads, on {launched.address}, is gone")
+        connection.send((rank, device, found[rank][0]))
+        lines.append(_Leader(connection, lines[0], found[0][0]))
+    return Processes(rank, len(found), device, rendezvous.store)
+
+
+def _agreed(team: Team, begin: _Begin) -> bool:
+    """Whether there is something to do. Raises RunError where processes are to do other things."""
+    import torch
+
+    from qconvert import __version__
+
+    key = None if begin.given is None else begin.given.key
+    told = team.gathered((__version__, str(torch.__version__), key))
+    if told[0][2] is None:
+        return False
+    for rank, one in enumerate(told):
+        for what, mine, first in zip(
+            ("qconvert", "torch", "plan, data and devices"), one, told[0], strict=True
+        ):
+            if mine != first:
+                raise RunError(
+                    f"--distributed: {what} of process {rank} are {mine!r}, and of the first one "
+                    f"{first!r}; give all machines the same versions, source and options"
+                )
+    return True

@@ -29,8 +29,6 @@ _CODES = 2 << 30  # for codes on their way to who writes them, beside an acceler
 # Of what an accelerator has for experts, for solving: the more are solved at a time, the fewer are in
 # its memory, and all tokens pass by each group. With 8 of DeepSeek-V3 solved at a time 42 GB held five.
 _SOLVING = 0.3
-# Shards must solve the same experts together, whatever their accelerators have: this is taken for it.
-_OF_ANY = 40 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ def solved_together(asked: int, columns: int) -> int:
 
 
 def together_on(
-    device: int | None,
+    device: int,
     asked: int,
     *,
     hidden: int,
@@ -122,9 +120,8 @@ def together_on(
     corrects: bool,
 ) -> int:
     """Of how many experts an accelerator solves a matrix at a time: `asked`, or fewer where solving
-    would take more than its share of `device`, the bytes that it has for experts. None: of shards,
-    which must find the same number."""
-    share = int(_SOLVING * (_OF_ANY if device is None else device))
+    would take more than its share of `device`, the bytes that it has for experts."""
+    share = int(_SOLVING * device)
     found = asked
     while (most := max(batches := _batches(found, hidden, middle))) > 1:
         need = _solver_bytes(hidden, middle, schemes, solver, batches, "cuda", corrects=corrects)

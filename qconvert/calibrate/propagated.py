@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.calibrate.behind import Held
-from qconvert.calibrate.rows import InFile, Rows
+from qconvert.calibrate.rows import InFiles, Rows
 from qconvert.calibrate.solver.factor import lower_inverse
 from qconvert.calibrate.solver.product import product
 
@@ -38,7 +38,7 @@ DAMPING = 0.05
 _ROWS = 1024  # worked on together
 
 
-Kept = InFile | Held
+Kept = InFiles | Held
 
 
 @dataclass(frozen=True, eq=False)

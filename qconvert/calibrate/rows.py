@@ -111,10 +111,6 @@ class InFile:
         data = _bytes(rows.to("cpu", self._dtype).contiguous())
         self._files.write(self._fd, self.path, data, start * self._row)
 
-    def gather(self, team: Team, cuts: Sequence[tuple[int, int]]) -> None:
-        """As behind.Held: all processes of a team write into the same file."""
-        team.meet()
-
     def sync(self) -> None:
         """Make what was written survive a power cut."""
         self._files.sync(self._fd, self.path)
@@ -123,12 +119,76 @@ class InFile:
         self._files.close(self._fd)
 
 
+class InFiles:
+    """Rows [count, width] in a file for each of some ranges, `cuts`, in their order: hidden states of
+    several processes. Each writes its `own` range, because two hosts that write to one page of a file
+    through a network file system may lose what one of them wrote."""
+
+    device = "cpu"
+
+    def __init__(
+        self, name: Path, cuts: Sequence[tuple[int, int]], own: tuple[int, int] | None, width: int,
+        dtype: torch.dtype, files: Files,
+    ) -> None:  # fmt: skip
+        """`own` is a file to be made, None where all are read."""
+        self._name, self._cuts, self._own = name, cuts, own
+        self._form = width, dtype, files
+        self._opened: dict[tuple[int, int], InFile] = {}
+        if own is not None and own[0] < own[1]:
+            self._file(own, new=True)
+
+    def _file(self, cut: tuple[int, int], *, new: bool = False) -> InFile:
+        if cut not in self._opened:
+            path = self._name.with_name(f"{self._name.name}.{cut[0]}.rows")
+            width, dtype, files = self._form
+            self._opened[cut] = InFile(path, cut[1] - cut[0], width, dtype, files, new=new)
+        return self._opened[cut]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop), of whichever process."""
+        import torch
+
+        found = [
+            self._file((first, last)).read(max(start, first) - first, min(stop, last) - first)
+            for first, last in self._cuts
+            if max(first, start) < min(last, stop)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def write(self, start: int, rows: torch.Tensor) -> None:
+        """Replace rows of this process."""
+        own = self._own
+        assert own is not None
+        assert own[0] <= start
+        assert start + rows.shape[0] <= own[1]
+        if rows.shape[0]:
+            self._file(own).write(start - own[0], rows)
+
+    def gather(self, team: Team, cuts: Sequence[tuple[int, int]]) -> None:
+        """As behind.Held: who reads another's file finds there what that has written."""
+        if team.count > 1:
+            self.sync()
+            team.meet()
+
+    def sync(self) -> None:
+        """Make what was written survive a power cut, and be read on other hosts."""
+        if self._own in self._opened:
+            self._opened[self._own].sync()
+
+    def close(self) -> None:
+        for file in self._opened.values():
+            file.close()
+        self._opened.clear()
+
+
 class Scratch:
     """Makes rows that live for a layer, on the first of some devices with space: `shares` are bytes by
-    device. What fits none goes to files in `folder`."""
+    device. What fits none goes to files in `folder`, which other processes, of other ranks, share."""
 
-    def __init__(self, folder: Path, shares: Mapping[str, int], files: Files) -> None:
-        self._folder, self._files = folder, files
+    def __init__(
+        self, folder: Path, shares: Mapping[str, int], files: Files, rank: int = 0
+    ) -> None:
+        self._folder, self._files, self._rank = folder, files, rank
         self._left = dict(shares)
         self._locked = any(device != "cpu" for device in shares)
         self._made: list[InMemory | InFile] = []
@@ -144,7 +204,7 @@ class Scratch:
                 found = InMemory(count, width, dtype, device, locked=locked)
                 break
         else:
-            path = self._folder / f"{name}.rows"
+            path = self._folder / f"{name}.{self._rank}.rows"
             found = InFile(path, count, width, dtype, self._files, new=True)
         self._made.append(found)
         return found

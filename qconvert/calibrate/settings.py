@@ -146,10 +146,3 @@ class LayerDone:
 
     layer: int
     stats: LayerStats | None
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Files of experts that this process has solved and put into the exchange of its shard, by name."""
-
-    names: tuple[str, ...]

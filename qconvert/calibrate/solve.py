@@ -155,29 +155,6 @@ def _meaning(
     return Quantized(codes, scale, zeros, g_idx, meant)
 
 
-def weight_of(codes: Codes, scheme: Scheme, device: str) -> torch.Tensor:
-    """What codes mean, BF16 [N, K]: to the last bit what `Quantized.weight` of them was."""
-    import torch
-
-    def up(array: Any) -> torch.Tensor:
-        return torch.from_numpy(array.copy()).to(device)
-
-    steps, scale = up(codes.codes), up(codes.scale)
-    if isinstance(scheme, Nvfp4Scheme):
-        own = torch.tensor([codes.own], dtype=torch.float32, device=device)
-        each = nvfp4.factors(scale[None], own, scheme.dialect)[0]
-        wide = grouped(steps.float() / 2, steps.shape[1] // scale.shape[1]) * each.unsqueeze(-1)
-        return wide.flatten(1).bfloat16()
-    scale = scale.to(dtype_of(scheme.scale_dtype))
-    zero = None if codes.zero is None else up(codes.zero)
-    zero = torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero
-    if codes.g_idx is None:
-        return _meaning(steps, scale, zero, scheme, None).weight
-    order = torch.argsort(up(codes.g_idx), stable=True)
-    meant = _meaning(steps[:, order], scale, zero, scheme, None).weight
-    return meant[:, torch.argsort(order)]
-
-
 def solved(
     weights: Sequence[torch.Tensor],
     hessians: torch.Tensor,

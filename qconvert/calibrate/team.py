@@ -1,4 +1,5 @@
-"""Processes that calibrate a model together, an accelerator each: what one has to know of the others.
+"""Processes that calibrate a model together, a device each, on one host or several: what one has to know
+of the others.
 
 Each runs attention over its own samples, and lets all experts answer these. What goes into experts is
 shared, so that each counts all tokens in for the experts that it solves; then it shares what their codes
@@ -11,11 +12,22 @@ clock, on free memory or on a file is decided by one of them, for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fcntl
+import ipaddress
+import json
+import os
+import re
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from qconvert.calibrate.devices import kind_of
 from qconvert.calibrate.rows import Rows
+from qconvert.core.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +37,11 @@ T = TypeVar("T")
 _ROWS = 1 << 16  # sent at a time
 # A process waits as long as another one solves, or its results are written.
 _PATIENCE = timedelta(days=2)
+_COMING = timedelta(minutes=15)  # in which processes that a launcher starts together are there
+
+
+class LostError(RunError):
+    """Another process has ended, or the network between has: who started them says which one."""
 
 
 class Team(Protocol):
@@ -94,9 +111,9 @@ def share(team: Team, rows: Rows, cuts: Sequence[tuple[int, int]], device: str) 
 
 class Processes:
     """A process of a team by torch.distributed: NCCL between GPUs, Gloo for what lies in host memory.
-    They find one another through a file in `meeting`, and must all be on one host."""
+    They find one another through a store of torch's. Raises LostError where one of them is gone."""
 
-    def __init__(self, rank: int, count: int, device: str, meeting: str) -> None:
+    def __init__(self, rank: int, count: int, device: str, store: Any) -> None:
         import torch
         import torch.distributed as distributed
 
@@ -104,29 +121,210 @@ class Processes:
         group: Any = distributed  # typed in parts
         self._group = group
         gpu = device != "cpu"
-        group.init_process_group(
-            "cpu:gloo,cuda:nccl" if gpu else "gloo",
-            store=group.FileStore(f"{meeting}/store", count),
-            rank=rank, world_size=count, timeout=_PATIENCE,
-            device_id=torch.device(device) if gpu else None,
-        )  # fmt: skip
-        # Threads must not share a group: its calls are told apart by their order.
-        self._hosts = group.new_group(backend="gloo", timeout=_PATIENCE)
-        self._behind = group.new_group(backend="gloo", timeout=_PATIENCE)
+        with _lost():
+            group.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=count,
+                timeout=_PATIENCE, device_id=torch.device(device) if gpu else None,
+            )  # fmt: skip
+            # Threads must not share a group: its calls are told apart by their order.
+            self._hosts = group.new_group(backend="gloo", timeout=_PATIENCE)
+            self._behind = group.new_group(backend="gloo", timeout=_PATIENCE)
 
     def send(self, tensor: torch.Tensor, source: int) -> None:
         import torch
 
         if tensor.numel():  # as bytes: Gloo does not know every dtype
-            self._group.broadcast(tensor.view(torch.uint8), source)
+            with _lost():
+                self._group.broadcast(tensor.view(torch.uint8), source)
 
     def gathered(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.count
-        self._group.all_gather_object(found, value, group=self._hosts)
+        with _lost():
+            self._group.all_gather_object(found, value, group=self._hosts)
         return found
 
     def meet(self) -> None:
-        self._group.barrier(group=self._hosts)
+        with _lost():
+            self._group.barrier(group=self._hosts)
 
     def meet_behind(self) -> None:
-        self._group.barrier(group=self._behind)
+        with _lost():
+            self._group.barrier(group=self._behind)
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """Around calls of torch.distributed, which raise RuntimeError for all that goes wrong."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        text = str(error).strip().partition("\n")[0]
+        raise LostError(
+            f"the connection to another process of the calibration is lost ({text}); run the same "
+            "command again to go on, with as many processes as there are"
+        ) from error
+
+
+def file_store(folder: str, count: int) -> Any:
+    """A store for `count` processes of one host."""
+    import torch.distributed as distributed
+
+    group: Any = distributed
+    return group.FileStore(f"{folder}/store", count)
+
+
+# --- processes on several hosts -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """This process among `count` that torchrun or Slurm has started together: its number, which of
+    `local_count` it is on its host, and the address at which the first one is met."""
+
+    number: int
+    count: int
+    local: int
+    local_count: int
+    address: str
+    port: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one that plans, writes and publishes."""
+        return self.number == 0
+
+    def devices(self, names: Sequence[str]) -> tuple[str, ...]:
+        """What this process computes on, of the devices of its host: all of them, or one where it is not
+        alone there."""
+        alone = self.local_count == 1 or len(names) == 1
+        return tuple(names) if alone else (names[self.local % len(names)],)
+
+
+def launched(environment: Mapping[str, str]) -> Launched | None:
+    """What a launcher says in the environment; None for a process that it has started alone. Raises
+    UsageError."""
+    found = [
+        (rank, size, rest)
+        for rank, size, *rest in (
+            ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+        )
+        if rank in environment
+    ]
+    if not found:
+        raise UsageError(
+            "--distributed: neither RANK with WORLD_SIZE (torchrun) nor SLURM_PROCID with SLURM_NTASKS "
+            "(srun) is set; start the command by one of these on each machine, or omit --distributed"
+        )
+    rank, size, (local, local_size) = found[0]
+    number, count = (_number(environment, name) for name in (rank, size))
+    if count == 1:
+        return None
+    if not 0 <= number < count:
+        raise UsageError(f"--distributed: {rank} is {number}, and {size} {count}")
+    address = environment.get("MASTER_ADDR", "")
+    if not address:
+        raise UsageError(
+            "--distributed: MASTER_ADDR is not set: it is the address of the host with number 0; in a "
+            'script of Slurm: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_NODELIST" | head -1)'
+        )
+    # Slurm writes `2(x3),1`: tasks a node.
+    many = re.sub(r"\(x[0-9]+\)", "", environment.get(local_size, "1")).split(",")
+    return Launched(
+        number, count, _number(environment, local) if local in environment else 0,
+        max(int(one) if one.isdigit() else 1 for one in many), address,
+        _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else 29500,
+    )  # fmt: skip
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not (0 < len(text) <= 9 and text.isascii() and text.isdigit()):
+        raise UsageError(f"--distributed: {name} is {text[:40]!r}, expected a number")
+    return int(text)
+
+
+class Rendezvous:
+    """The store in which processes of several hosts find one another: of torchrun where that has one,
+    else of the first process. `times` counts the calibrations of one command."""
+
+    def __init__(self, launched: Launched, index: int, times: int) -> None:
+        import torch.distributed as distributed
+
+        self._launched, self._index = launched, index
+        self.first = 0  # rank of the first one of those that were started with this one
+        group: Any = distributed
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            store = group.TCPStore(
+                launched.address, launched.port, timeout=_COMING, wait_for_workers=False,
+                is_master=launched.leads and index == 0 and not agent,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise RunError(
+                f"--distributed: cannot meet the others at {launched.address}:{launched.port} "
+                f"(MASTER_ADDR, MASTER_PORT): {str(error).partition(chr(10))[0]}"
+            ) from error
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = group.PrefixStore(f"qconvert/{attempt}/{times}", store)
+
+    def devices(self, own: Sequence[str]) -> list[tuple[str, str]]:
+        """The host and the device of each process, by rank; `own` are those of this process's host that
+        were started with it. Raises RunError for CPUs beside GPUs, and for who does not come."""
+        number, count = self._launched.number, self._launched.count
+        if self._index == 0:
+            self.store.set(f"devices/{number}", json.dumps([socket.gethostname(), *own]))
+        found: list[tuple[str, str]] = []
+        for other in range(count):
+            # The first one may write for hours what is not calibrated; the others have come by then.
+            host, *names = json.loads(
+                self.get(f"devices/{other}", f"process {other}", _COMING if other else _PATIENCE)
+            )
+            if other == number:
+                self.first = len(found)
+            found += [(host, name) for name in names]
+        kinds = {kind_of([name]): host for host, name in found}
+        if len(kinds) > 1:
+            raise RunError(
+                f"--distributed: {kinds['cpu']} calibrates on its CPU and {kinds['cuda']} on GPUs, "
+                "whose codes do not mix; give all the same kind of --device"
+            )
+        return found
+
+    def get(self, key: str, what: str, within: timedelta = _COMING) -> bytes:
+        """What a process has set, once it has. Raises RunError."""
+        try:
+            self.store.wait([key], within)
+            found: bytes = self.store.get(key)
+        except RuntimeError as error:
+            raise LostError(
+                f"--distributed: {what} of {self._launched.count} did not come, or the first one is "
+                f"gone ({str(error).partition(chr(10))[0]}); run the same command again on all machines"
+            ) from error
+        return found
+
+
+def interface_to(address: str) -> str | None:
+    """The name of the network interface that leads to a host; None where that is this host's own, or not
+    known. Gloo and NCCL would take the one of the host's name, which is often of no use to others."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            here = probe.getsockname()[0]
+            if ipaddress.ip_address(here).is_loopback:
+                return None
+            for _, name in socket.if_nameindex():
+                asked = struct.pack("256s", name.encode())
+                try:
+                    answer = fcntl.ioctl(probe.fileno(), 0x8915, asked)  # SIOCGIFADDR
+                except OSError:
+                    continue  # it has no address
+                if socket.inet_ntoa(answer[20:24]) == here:
+                    return name
+    except OSError:
+        return None
+    return None

@@ -9,14 +9,17 @@ seconds, and the layers since are run again.
 from __future__ import annotations
 
 import json
+import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qconvert.calibrate.behind import Behind, Held
 from qconvert.calibrate.page_locked import PAGE_LOCKED
 from qconvert.calibrate.propagated import Kept, States
-from qconvert.calibrate.rows import InFile
+from qconvert.calibrate.rows import InFiles
 from qconvert.calibrate.team import ALONE, Team, decided
 from qconvert.core.errors import RunError
 from qconvert.core.json_text import parse_object
@@ -25,6 +28,7 @@ from qconvert.run.files import Files
 
 _STATE = "state.json"
 _ROWS = 1 << 14  # read from a file at a time
+_LISTED_AFTER = 90.0  # seconds in which every host sees a new file
 _EVERY = 20.0  # seconds after which hidden states are kept again that an accelerator holds
 
 
@@ -32,9 +36,9 @@ _EVERY = 20.0  # seconds after which hidden states are kept again that an accele
 class CalibrationDir:
     """A folder for `count` tokens' hidden states BF16 [count, width]: `paired`, of the quantized model
     and of the plain one. `key` names the calibration. With `behind` they are held in the memory of
-    `device`, be it the host's (`cpu`), and files are written behind the computation, not of every layer
-    unless it is `shared`. The processes of a `team` have the tokens `own` each, and files together,
-    which the first one makes."""
+    `device`, be it the host's (`cpu`), and files are written behind the computation, not of every
+    layer. The processes of a `team` have the tokens `cuts` each, all of them where that is None, and a
+    file each in this folder, which all must see."""
 
     path: Path
     key: str
@@ -44,16 +48,16 @@ class CalibrationDir:
     paired: bool = False
     device: str = "cpu"
     behind: Behind | None = None
-    shared: bool = False
     team: Team = ALONE
-    own: tuple[int, int] | None = None
-    # The layer whose states are in files, and when that was asked for.
+    cuts: Sequence[tuple[int, int]] | None = None
+    # The layer whose states are in files, when that was asked for, and which rows each of them has.
     _kept: int | None = None
     _since: float | None = None
+    _found: Sequence[tuple[int, int]] = ()
 
     def due(self) -> bool:
         """Whether what goes into the next layer is to be kept in files."""
-        if self.behind is None or self.shared or self._since is None:
+        if self.behind is None or self._since is None:
             return True
         return decided(self.team, time.monotonic() - self._since >= _EVERY)
 
@@ -71,26 +75,25 @@ class CalibrationDir:
         olds: list[Kept | None] = [None] * len(opened) if before is None else [*before.all]
         return States(*(self._held(*pair, new=new) for pair in zip(opened, olds, strict=True)))
 
-    def _opened(self, layer: int, *, new: bool) -> list[InFile]:
+    def _opened(self, layer: int, *, new: bool) -> list[InFiles]:
         import torch
 
-        if self.team.rank and new:
-            self.team.meet()
-        opened: list[InFile] = []
+        opened: list[InFiles] = []
         try:
             for name in self._names(layer):
-                path, kind = self.path / name, torch.bfloat16
-                new_here = new and self.team.rank == 0
-                opened.append(InFile(path, self.count, self.width, kind, self.files, new=new_here))
+                opened.append(
+                    InFiles(
+                        self.path / name, self._cuts if new else self._found,
+                        self._own if new else None, self.width, torch.bfloat16, self.files,
+                    )
+                )  # fmt: skip
         except BaseException:
             for file in opened:
                 file.close()
             raise
-        if self.team.rank == 0 and new:
-            self.team.meet()
         return opened
 
-    def _held(self, file: InFile | None, old: Kept | None, *, new: bool) -> Kept:
+    def _held(self, file: InFiles | None, old: Kept | None, *, new: bool) -> Kept:
         import torch
 
         assert self.behind is not None
@@ -130,23 +133,41 @@ class CalibrationDir:
             self.behind.wait()
 
     @property
+    def _cuts(self) -> Sequence[tuple[int, int]]:
+        return [(0, self.count)] if self.cuts is None else self.cuts
+
+    @property
     def _own(self) -> tuple[int, int]:
-        return (0, self.count) if self.own is None else self.own
+        return self._cuts[self.team.rank]
 
     def _names(self, layer: int) -> tuple[str, ...]:
-        name = f"hidden.{layer}.rows"
-        return (name, f"hidden.{layer}.plain.rows") if self.paired else (name,)
+        """Beginnings of the names of files, one for each model."""
+        name = f"hidden.{layer}"
+        return (name, f"{name}.plain") if self.paired else (name,)
 
     def layer(self) -> int | None:
         """The layer to continue with, None where nothing was begun; what else lies here is removed.
-        Raises RunError for the folder of another calibration."""
-        self._kept = decided(self.team, None if self.team.rank else self._begun())
+        Raises RunError for the folder of another calibration, and where processes see other folders."""
+        mark = decided(self.team, f"seen-by-all-{secrets.token_hex(8)}")
+        begun = self._begun(mark) if self.team.rank == 0 else (None, ())
+        self._kept, self._found = decided(self.team, begun)
+        if self.team.count > 1:
+            seen = self.team.gathered(is_there_within(self.path / mark, _LISTED_AFTER))
+            if self.team.rank == 0:
+                self.files.remove(self.path / mark)
+            if not all(seen):
+                raise RunError(
+                    f"{self.path}: processes {[n for n, one in enumerate(seen) if not one]} of "
+                    f"{self.team.count} do not see what the first one made there; give all machines an "
+                    "OUT of one path on a file system that they share"
+                )
         return self._kept
 
-    def _begun(self) -> int | None:
+    def _begun(self, mark: str) -> tuple[int | None, Sequence[tuple[int, int]]]:
         self.files.make_folder(self.path)
         file = self.path / _STATE
         layer: int | None = None
+        cuts: Sequence[tuple[int, int]] = ()
         if file.is_file():
             state = parse_object(
                 read_regular(file, follow=False, error=RunError), file, error=RunError
@@ -159,11 +180,18 @@ class CalibrationDir:
             layer = state.get("layer")
             if type(layer) is not int or layer < 0:
                 raise RunError(f"{file}: expected the number of a layer, found {layer!r}")
-        kept = set() if layer is None else {_STATE, *self._names(layer)}
+            cuts = _cuts_in(state.get("cuts"), self.count, file)
+        kept: set[str] = set()
+        if layer is not None:
+            kept = {f"{name}.{start}.rows" for name in self._names(layer) for start, _ in cuts}
+            kept.add(_STATE)
         for left in self.path.iterdir():
             if left.name not in kept:
                 self.files.remove(left)
-        return layer
+        if self.team.count > 1:
+            self.files.create(self.path / mark, 0)
+            self.files.sync_folder(self.path)
+        return layer, cuts
 
     def remember(self, layer: int, states: States) -> None:
         """The next layer to do is this one, and these are its states, which were kept. Those before are
@@ -180,7 +208,8 @@ class CalibrationDir:
         if self.team.rank:
             return
         new = self.path / f"{_STATE}.new"
-        text = json.dumps({"key": self.key, "layer": layer}).encode()
+        state = {"key": self.key, "layer": layer, "cuts": [[*cut] for cut in self._cuts]}
+        text = json.dumps(state).encode()
         self.files.create(new, len(text))
         fd = self.files.open(new)
         try:
@@ -190,7 +219,30 @@ class CalibrationDir:
             self.files.close(fd)
         self.files.rename(new, self.path / _STATE)
         self.files.sync_folder(self.path)
-        for name in () if last is None or last == layer else self._names(last):
-            before = self.path / name
-            if before.exists():
+        if last is not None and last != layer:
+            for before in sorted(self.path.glob(f"hidden.{last}.*")):
                 self.files.remove(before)
+
+
+def _cuts_in(found: Any, count: int, file: Path) -> list[tuple[int, int]]:
+    """The rows of each file of hidden states, as a state file has them: all of `count`, in order."""
+    pairs = found if isinstance(found, list) else []
+    cuts = [(one[0], one[1]) for one in pairs if isinstance(one, list) and len(one) == 2]
+    at = 0
+    for start, stop in cuts:
+        if type(start) is not int or type(stop) is not int or start != at or stop < start:
+            break
+        at = stop
+    if at != count or len(cuts) != len(pairs):
+        raise RunError(f"{file}: expected ranges of {count} tokens, found {found!r}")
+    return [cut for cut in cuts if cut[0] < cut[1]]
+
+
+def is_there_within(path: Path, seconds: float) -> bool:
+    """Whether a file is there, or comes: clients of NFS keep for some time that a name was missing."""
+    until = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.25)
+    return True

@@ -50,6 +50,7 @@ class CalibrationOptions(TypedDict):
     undersampled: Literal["all", "rtn"] | None
     save_stats: Path | None
     devices: tuple[str, ...]
+    distributed: bool
 
 
 # What --set takes: fields of a Calibration, rare enough to be no options.
@@ -106,6 +107,12 @@ DATA: Callable[[F], F] = stacked(
         help="A rarer setting, as a recipe's `calibrate` has it: dampening_frac, experts, "
         "min_tokens, undersampled; of --solver best descent, order, propagated_error, refit, signs. "
         "Repeatable. [docs/calibration.md]",
+    ),
+    click.option(
+        "--distributed", is_flag=True,
+        help="Calibrate on several machines, on each of which torchrun or srun starts this command, "
+        "with one SRC and OUT on a file system that they share. RANK, WORLD_SIZE (SLURM_PROCID, "
+        "SLURM_NTASKS) tell them apart; number 0, which writes, is met at MASTER_ADDR, MASTER_PORT.",
     ),
 )  # fmt: skip
 SCALES = click.option(

@@ -183,6 +183,8 @@ def _ending(result: Result, seconds: float, ready: Prepared) -> str:
         return message(f"repaired {result.name}: {shown}{more}")
     units = count(result.resumed_units, "unit")
     resumed = f", {units} from before" if result.resumed_units else ""
+    if not result.published and shard is None:
+        return f"took part in calibrating {result.name} for {seconds:.1f} s; number 0 writes it"
     if not result.published:
         return (
             f"shard {shard} of {result.name} is done: {format_size(result.nbytes)} in {seconds:.1f} s"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # --work-dir is taken: the folder below it must be OUT itself, or nothing is made (carry_out.py).
 REFUSED = (
     "--family", "--follow-links", "--profile", "--log-json", "--save-stats", "--engine", "--address",
+    "--distributed",
 )  # fmt: skip
 
 
@@ -151,14 +152,12 @@ def _lines(folder: FolderStatus) -> list[str]:
         return [line + "the same command without --shard goes on"]
     units = f"{folder.units_done} of {count(folder.units or 0, 'unit')}"
     sizes = f"{format_size(folder.bytes_done or 0)} of {format_size(folder.bytes or 0)}"
-    solved = f"{folder.experts_done} of {count(folder.experts, 'expert')} solved, "
-    lines = [f"{folder.out}: {solved if folder.experts else ''}{units}, {sizes}"]
+    lines = [f"{folder.out}: {units}, {sizes}"]
     for row in folder.shards:
         who = "" if row.host is None else f"  {row.host} process {row.pid}, {row.last_sign}"
         lines.append(
             f"shard {row.shard}  {row.state:<9}  {row.units_done} of {count(row.units, 'unit')}, "
-            f"{format_size(row.bytes_done)} of {format_size(row.bytes)}"
-            f"{f', solved {row.experts_done}' if folder.experts else ''}{who}"
+            f"{format_size(row.bytes_done)} of {format_size(row.bytes)}{who}"
         )
     number, nbytes = folder.rest
     if number:

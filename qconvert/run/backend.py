@@ -9,7 +9,7 @@ all that both sides know of each other: a backend may compute here, in another p
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,6 @@ from qconvert.core.profiling import heard
 from qconvert.core.shown import count
 from qconvert.matrices.calibrated import Calibrated, calibrated_in
 from qconvert.plan.units import Unit
-from qconvert.run.exchange import Exchange
 from qconvert.run.files import Files
 from qconvert.run.metered import Meters
 from qconvert.run.sink import Sink, Underway
@@ -54,9 +53,7 @@ class Job:
     to keep between runs, removed with the rest of the work folder at the end; `files` carries out what
     is done there. `key` names this run: what was kept under another key must not be continued. Where
     `until` would be over within the next step that cannot be stopped, a backend pauses before it. `told`
-    hears of work that was done, by kind, with the seconds it took. `exchange` is where shards of the run
-    put what they have solved: with a shard of its own, the job is that shard's part, and yields no
-    results."""
+    hears of work that was done, by kind, with the seconds it took."""
 
     units: tuple[CalibratedUnit, ...]
     memory: int | None
@@ -65,7 +62,6 @@ class Job:
     files: Files
     until: Until | None = None
     told: Callable[[str, float, float], None] | None = None
-    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +108,20 @@ Item = Solved | Barrier | Phase | Remark | Paused
 class Backend(Protocol):
     """Solves all calibrated units of a run."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether the process of another machine leads, which writes the result: a job of this one
+        yields none, and no folder is claimed."""
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Around a run: what was begun for it, here or on other machines, is ended."""
+
     def needs(self) -> Needs:
         """What it takes. Reads and writes nothing."""
 
     def check(self, folders: Sequence[Path]) -> None:
         """Refuse what is known to go wrong before anything is written: data, devices, folders of its own
         that overlap `folders`, the results'. Writes nothing."""
-
-    def undivided(self) -> str | None:
-        """Why the work cannot be divided among shards, as a clause; None where it can."""
 
     def unused(self) -> Sequence[str]:
         """Remarks for a run that has nothing left to solve."""

@@ -7,8 +7,7 @@ scales may lie on both sides of a file's end, and chains of such units would tie
 Two hosts must not write to one page of a file through their page caches: a network file system may send
 the whole page, with what the other wrote missing (Linux fs/nfs/write.c, nfs_can_extend_write). So a unit
 that would write to a block where another shard writes is left to `finish`, which writes alone: a
-few units at each cut. Calibrated units are written by `finish`, too: who solves them is divided by
-experts, in every layer (run/exchange.py)."""
+few units at each cut. Calibrations are divided in another way (calibrate/team.py)."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.errors import UsageError
-from qconvert.matrices.calibrated import calibrated_op
-from qconvert.plan.units import Compute, Unit
+from qconvert.plan.units import Unit
 
 if TYPE_CHECKING:
     from qconvert.run.shards import ShardLayout
@@ -57,11 +55,8 @@ class Division:
 def divide(units: Sequence[Unit], layouts: Sequence[ShardLayout], count: int) -> Division:
     """Divide units among `count` shards. `layouts` are those of all folders of the run."""
     at = _places(layouts)
-    owner = [LEFT_TO_FINISH if is_calibrated(unit) else 0 for unit in units]
-    order = sorted(
-        (n for n, one in enumerate(owner) if one != LEFT_TO_FINISH),
-        key=lambda n: (at[units[n].names[0]][:2], n),
-    )
+    owner = [0] * len(units)
+    order = sorted(range(len(units)), key=lambda n: (at[units[n].names[0]][:2], n))
     total = sum(_cost(units[n]) for n in order)
     before = 0
     for n in order:
@@ -77,12 +72,6 @@ def divide(units: Sequence[Unit], layouts: Sequence[ShardLayout], count: int) ->
         sums[index][1] += units[n].write
     shares = tuple((sums[index][0], sums[index][1]) for index in range(count))
     return Division(tuple(owner), shares, (sums[LEFT_TO_FINISH][0], sums[LEFT_TO_FINISH][1]))
-
-
-def is_calibrated(unit: Unit) -> bool:
-    """Whether a unit is a backend's to compute."""
-    steps = (step for step in unit.steps if isinstance(step, Compute))
-    return any(calibrated_op(node) is not None for step in steps for node in step.nodes)
 
 
 def _cost(unit: Unit) -> int:
@@ -113,8 +102,6 @@ def _sharing(
     found: set[int] = set()
     last = (-1, -1, 0)  # file, block and owner of the last byte before
     for file, offset, nbytes, number in written:
-        if owner[number] == LEFT_TO_FINISH:
-            continue  # it is written when nobody else writes
         shares = last[:2] == (file, offset // BLOCK_BYTES) and last[2] != owner[number]
         if shares or number in found:
             found.add(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from qconvert.run.outlet import Outlet
 from qconvert.run.prepare import Options, Prepared
 from qconvert.run.refusals import check_backend, check_parts, is_finished
 from qconvert.run.resume import Progress
-from qconvert.run.run_units import run_units, unsolved
+from qconvert.run.run_units import follow, run_units
 from qconvert.run.staging import Judge, Staged, publish_order, stage_the_rest
 from qconvert.run.target import Parts, Target, claimed
 from qconvert.run.verify import check_sources, seen, touched
@@ -33,8 +34,9 @@ class RunResult:
     """A finished run: where it is, its fingerprint, what was written, remarks (NaN codes met), and
     whether it had been finished before. `repaired` are files of a finished folder that were not as
     they had been made, and are again, with what was wrong. A shard's run publishes nothing:
-    `published` is false, and `nbytes` are those of its own units. Where the run's time was over first
-    (`Options.until`), `left_units` are left to the same call, with `left_bytes` to write."""
+    `published` is false, and `nbytes` are those of its own units; of a machine that only takes part in a
+    calibration they are none. Where the run's time was over first (`Options.until`), `left_units` are
+    left to the same call, with `left_bytes` to write."""
 
     out: Path
     fingerprint: str
@@ -105,6 +107,23 @@ def run_together(
     check_parts(parts, backend)
     if not is_finished(parts):
         check_backend(parts, backend)
+    with nullcontext() if backend is None else backend.at_work():
+        if backend is not None and backend.follows:
+            follow(parts, told, disk, backend)
+            return [
+                RunResult(out, ready.fingerprint, (), 0, published=False) for ready, out in parts
+            ]
+        return _run_together(parts, told, disk, backend, outlets, judge)
+
+
+def _run_together(
+    parts: Parts,
+    told: Events,
+    disk: Files,
+    backend: Backend | None,
+    outlets: Sequence[Outlet],
+    judge: Judge | None,
+) -> list[RunResult]:
     first = parts[0][0]
     _as_planned(first)
     engine = engine_of(first.options, outlets)
@@ -173,12 +192,8 @@ def _fill(
 
 
 def _left(begun: Begun) -> list[int]:
-    """Units that are left to the same run again; of a shard also those that have not been solved."""
-    first, progress = begun.targets[0], begun.progress
-    left = progress.left(len(first.ready.units))
-    if first.ready.options.shard is not None:
-        left += unsolved(first.ready, progress, first.space.work)
-    return left
+    """Units that are left to the same run again."""
+    return begun.progress.left(len(begun.targets[0].ready.units))
 
 
 def _results(begun: Begun, *, published: bool) -> list[RunResult]:

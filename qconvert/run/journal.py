@@ -40,8 +40,7 @@ class Remembered:
     `edited` are files of it that people have changed since they were made. `seen` are ctime and inode
     of the source's shards when the units were last known to be made from them. `forgotten` are units
     that were not as recorded and have to be done again; `ended` says how the process of a shard ended,
-    None while it has not; `solved` are experts of a calibration that it put where other shards find
-    them (run/exchange.py). `sent` are files that are elsewhere (run/stream_space.py), by name: size and
+    None while it has not. `sent` are files that are elsewhere (run/stream_space.py), by name: size and
     sha256. `length` is that of the sound part in bytes.
     """
 
@@ -55,7 +54,6 @@ class Remembered:
     seen: Any = None
     forgotten: set[int] = field(default_factory=set)
     ended: str | None = None
-    solved: set[str] = field(default_factory=set)
     sent: dict[str, Sent] = field(default_factory=dict)
     length: int = 0
 
@@ -181,11 +179,6 @@ def _beat(_found: Remembered, _record: Mapping[str, Any]) -> None:
     """A sign of life, of a shard."""
 
 
-def _solved(found: Remembered, record: Mapping[str, Any]) -> None:
-    _expect(isinstance(record["solved"], str), "the name of an expert is not a string")
-    found.solved.add(record["solved"])
-
-
 def _sent(found: Remembered, record: Mapping[str, Any]) -> None:
     listed = record["sent"]
     _expect(isinstance(listed, list), "the files that were sent are not a list")
@@ -218,7 +211,7 @@ def _names(value: Any) -> list[str]:
 
 _KINDS: Mapping[str, Callable[[Remembered, Mapping[str, Any]], None]] = {
     "unit": _unit, "forget": _forget, "publish": _publish, "withdraw": _withdraw, "seen": _seen,
-    "beat": _beat, "ended": _ended, "solved": _solved, "sent": _sent, "unsent": _unsent,
+    "beat": _beat, "ended": _ended, "sent": _sent, "unsent": _unsent,
 }  # fmt: skip
 
 

@@ -29,8 +29,6 @@ from qconvert.run.files import Files
 from qconvert.run.journal import Journal, Remembered, lines_of, read_journal, refuse_other_plan
 
 SHARDS = "shards"
-# Where shards put what they solve (run/exchange.py).
-SOLVED = "solved"
 BEAT_SECONDS = 5.0
 # NFS clients may see another's write only when they open the file again, as is done here; a server may
 # take some seconds to fail over.
@@ -266,7 +264,7 @@ class Lease(Journal):
 
     def __init__(self, path: Path, files: Files, length: int, next_start: Path) -> None:
         super().__init__(path, files, length)
-        self._next, self.work = next_start, path.parent.parent
+        self._next = next_start
         self._writing = Lock()
         self._stop = Event()
         self._quiet = True

@@ -28,10 +28,10 @@ def check_parts(parts: Parts, backend: Backend | None) -> None:
             f"{op.what} has to be calibrated, and the run has no backend: give it "
             "qconvert.calibrate.backend.backend_for(plans)"
         )
-    why = None if op is None or backend is None else backend.undivided()
-    if why is not None and parts[0][0].options.shard is not None:
+    if op is not None and parts[0][0].options.shard is not None:
         raise PlanError(
-            f"--shard cannot be used with this calibration: {why}; run it without --shard"
+            "--shard divides bytes, and a calibration goes through all layers in order: start the same "
+            "command with --distributed on all machines, by torchrun or srun, or run it without --shard"
         )
     needed: dict[int, int] = {}
     for number, (ready, out) in enumerate(parts):
@@ -48,8 +48,8 @@ def check_parts(parts: Parts, backend: Backend | None) -> None:
 
 def check_backend(parts: Parts, backend: Backend | None) -> None:
     """Raise PlanError where a backend needs more memory than the run was given, and what the backend's
-    own check raises. What shards have solved is written without samples, devices or memory."""
-    if backend is None or parts[0][0].options.finish:
+    own check raises."""
+    if backend is None:
         return
     memory, need = parts[0][0].options.memory, backend.needs().memory
     if memory is not None and memory < need:

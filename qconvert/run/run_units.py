@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.core.errors import QConvertError
 from qconvert.core.profiling import heard, phase, recording, working
 from qconvert.matrices.calibrated import calibrated_in
@@ -19,7 +20,7 @@ from qconvert.run.files import Files
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches
 from qconvert.run.prepare import Prepared
 from qconvert.run.resume import Progress
-from qconvert.run.target import Target
+from qconvert.run.target import Parts, Target
 from qconvert.run.unit_runner import Place, UnitResult
 from qconvert.run.verify import check_same_sources
 from qconvert.run.worker import Measured, Setup
@@ -28,7 +29,6 @@ from qconvert.run.workspace import CALIBRATION
 
 if TYPE_CHECKING:
     from qconvert.run.backend import Backend, Job
-    from qconvert.run.exchange import Exchange
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ def run_units(
         return
     watching = told if isinstance(told, Watching) else None
     job = _job(targets[0], solved, files, watching) if solved else None
-    shard = ready.options.shard
     if job is not None and watching is not None:
         assert backend is not None, "checked before anything was claimed"
         work, before = backend.work(job)
@@ -102,9 +101,7 @@ def run_units(
         stopped = _by_engine(engine, targets, by_engine, writing, progress)
         if job is not None and not stopped:
             assert backend is not None, "checked before anything was claimed"
-            # What a shard solves is written when the whole is.
-            written = solved if shard is None else {}
-            progress.remarks.extend(_by_backend(job, backend, written, writing))
+            progress.remarks.extend(_by_backend(job, backend, solved, writing))
     except (KeyboardInterrupt, QConvertError):
         # What is finished is kept, unless keeping it fails as well.
         with suppress(QConvertError):
@@ -161,7 +158,7 @@ def _by_engine(
 
 
 def calibrated_left(ready: Prepared, progress: Progress) -> dict[int, Unit]:
-    """Units for a backend, which every shard has all of."""
+    """Units for a backend."""
     return {
         number: unit
         for number, unit in enumerate(ready.units)
@@ -169,62 +166,39 @@ def calibrated_left(ready: Prepared, progress: Progress) -> dict[int, Unit]:
     }
 
 
-def experts_in(ready: Prepared) -> set[tuple[int, int]]:
-    """Layers and numbers of experts that are to be calibrated."""
-    ops = filter(None, map(calibrated_in, ready.units))
-    return {(op.layer, op.expert) for op in ops if op.expert is not None}
-
-
-def unsolved(ready: Prepared, progress: Progress, work: Path) -> list[int]:
-    """Calibrated units whose expert no shard has solved."""
-    from qconvert.run.exchange import Exchange
-
-    exchange = Exchange(work, ready.fingerprint, Files())
-    left = {
-        number: calibrated_in(unit) for number, unit in calibrated_left(ready, progress).items()
-    }
-    return [
-        number
-        for number, op in left.items()
-        if op is None or op.expert is None or not exchange.has(op.layer, op.expert)
-    ]
-
-
-def exchange_of(target: Target, files: Files) -> Exchange | None:
-    """Where shards put what they solve; None in a run without, where none were before."""
-    from qconvert.run.exchange import Exchange
-    from qconvert.run.leases import SOLVED
-
-    options, space = target.ready.options, target.space
-    if options.shard is None and not (space.work / SOLVED).is_dir():
-        return None
-    note = None if target.journal is None else target.journal.append
-    return Exchange(
-        space.work, target.ready.fingerprint, files, options.shard,
-        note if options.shard is not None else None, options.until,
-    )  # fmt: skip
-
-
 def _job(first: Target, units: Mapping[int, Unit], files: Files, watching: Watching | None) -> Job:
     """What a backend is asked for."""
     from qconvert.run.backend import CalibratedUnit, Job
 
     asked = [(number, calibrated_in(unit)) for number, unit in units.items()]
-    exchange = exchange_of(first, files)
-    work_dir = first.space.work / CALIBRATION
-    if exchange is not None and exchange.shard is not None:
-        files.make_folder(exchange.folder)
-        work_dir = exchange.states
     return Job(
         tuple(CalibratedUnit(number, op) for number, op in asked if op is not None),
         memory=first.ready.options.memory,
-        work_dir=work_dir,
+        work_dir=first.space.work / CALIBRATION,
         key=first.ready.fingerprint,
         files=files,
         until=first.ready.options.until,
         told=None if watching is None else watching.did,
-        exchange=exchange,
     )
+
+
+def follow(parts: Parts, told: Events, files: Files, backend: Backend) -> None:
+    """Take part in a calibration that another machine leads, which writes what is found."""
+    from qconvert.run.backend import CalibratedUnit, Job, Phase
+
+    ready, out = parts[0]
+    asked = [(number, calibrated_in(unit)) for number, unit in enumerate(ready.units)]
+    job = Job(
+        tuple(CalibratedUnit(number, op) for number, op in asked if op is not None),
+        memory=ready.options.memory, work_dir=out / WORK_DIR / CALIBRATION, key=ready.fingerprint,
+        files=files,
+    )  # fmt: skip
+    backend.get_ready(job)
+    told.phase("waiting for the process that leads the calibration")
+    with closing(backend.solve(job)) as items:
+        for item in items:
+            if isinstance(item, Phase):
+                told.phase(item.text)
 
 
 @phase("calibrate")

@@ -42,7 +42,6 @@ from qconvert.run.leases import (
 from qconvert.run.pool import run_local
 from qconvert.run.prepare import Prepared
 from qconvert.run.resume import Progress
-from qconvert.run.run_units import experts_in, unsolved
 from qconvert.run.shards import OutFile
 from qconvert.run.staging import identity_of, planned_places
 from qconvert.run.target import Target
@@ -134,8 +133,8 @@ class ShardEngine:
             mine = division.of(self.shard)
             progress = _progress(begun, self.shard, mine, lease, told, files)
             yield Begun(begun, progress, len(mine & before))
-            if not progress.left(0) and not unsolved(targets[0].ready, progress, lease.work):
-                how = "done"  # of all units its own count alone, and what all solve together
+            if not progress.left(0):
+                how = "done"  # of all units its own count alone
         finally:
             for each in leases:
                 each.end(how)
@@ -154,7 +153,6 @@ def _lease(target: Target, shard: Shard, division: Division, told: Events, files
         **identity_of(target.ready), "run": SHARDS,
         "command": list(target.ready.options.command), "folder": str(Path.cwd()),
         "shares": [list(pair) for pair in (*division.shares, division.rest)],
-        "experts": len(experts_in(target.ready)),
     }  # fmt: skip
     taken: list[int] = []
     while True:
@@ -321,7 +319,6 @@ def check_complete(targets: Sequence[Target]) -> None:
             missing.setdefault(owner, []).append(number)
     begun = {journal.shard for journal in journals}
     if not missing:
-        _check_solved(first, newest, begun)
         return
     said = []
     for index, numbers in sorted(missing.items())[:_SHOWN_SHARDS]:
@@ -337,25 +334,6 @@ def check_complete(targets: Sequence[Target]) -> None:
     raise OutputError(
         f"{first.out}: not all is done: {'; '.join(said)}{more}. Run each of them again: {example}; or "
         "the same command without --shard, to do the rest here"
-    )
-
-
-def _check_solved(first: Target, newest: ShardJournal, begun: set[Shard]) -> None:
-    """Raise OutputError where experts of a calibration have not been solved by any shard."""
-    from qconvert.run.exchange import solved_in
-
-    assert first.space.remembered is not None
-    progress = Progress(dict(first.space.remembered.units), {}, [], None)
-    if not unsolved(first.ready, progress, first.space.work):
-        return
-    experts = experts_in(first.ready)
-    done = solved_in(first.space.work)
-    shards = [Shard(n, newest.shard.count) for n in range(newest.shard.count)]
-    late = next((shard for shard in shards if shard not in begun), shards[0])
-    raise OutputError(
-        f"{first.out}: not all is done: {len(experts) - done} of {count(len(experts), 'expert')} are "
-        f"not solved. Run any of the shards again: {command_of(newest, late)}; or the same command "
-        "without --shard, to do the rest here"
     )
 
 

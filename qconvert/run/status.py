@@ -12,7 +12,6 @@ from qconvert.checkpoint.checkpoint import MANIFEST, WORK_DIR
 from qconvert.core.errors import OutputError
 from qconvert.core.json_text import parse_json
 from qconvert.run.division import Shard
-from qconvert.run.exchange import solved_in
 from qconvert.run.journal import Remembered, read_journal
 from qconvert.run.leases import SHARDS, ShardJournal, journals_in, state_of
 from qconvert.run.workspace import JOURNAL, check_own, is_there
@@ -24,8 +23,7 @@ State = Literal["not begun", "running", "unknown", "stopped", "done"]
 class ShardStatus:
     """One shard: its last start's host and process, and how that is: `unknown` on another machine,
     where only its `last_sign` of life tells, in the file server's time (UTC). Units and bytes that
-    are its share, and those done by it. `starts` counts how often it was started;
-    `experts_done` are those of a calibration that it solved."""
+    are its share, and those done by it. `starts` counts how often it was started."""
 
     shard: str
     state: State
@@ -37,15 +35,13 @@ class ShardStatus:
     bytes: int
     bytes_done: int
     last_sign: str | None
-    experts_done: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FolderStatus:
     """A folder: `finished`, `unfinished` (a run without --shard, or one that is being finished) or
     `shared` by shards. Units and bytes of the whole run, None where only a plan would tell; `rest` is
-    what is left to `qconvert finish`. Of a calibration, `experts` are to be solved, and `experts_done`
-    have been, by whichever shard."""
+    what is left to `qconvert finish`."""
 
     out: Path
     state: Literal["finished", "unfinished", "shared"]
@@ -55,14 +51,12 @@ class FolderStatus:
     bytes: int | None = None
     bytes_done: int | None = None
     rest: tuple[int, int] = (0, 0)
-    experts: int = 0
-    experts_done: int = 0
 
     @property
     def complete(self) -> bool:
         """Whether `qconvert finish` has no shard's work to wait for."""
         done = all(shard.units_done >= shard.units for shard in self.shards)
-        return self.state == "shared" and done and self.experts_done >= self.experts
+        return self.state == "shared" and done
 
 
 def folders_of(out: Path) -> list[Path]:
@@ -120,13 +114,7 @@ def _status(out: Path) -> FolderStatus:
     return FolderStatus(
         out, "shared", tuple(rows), sum(s[0] for s in shares) + rest[0], len(done_units),
         sum(s[1] for s in shares) + rest[1], _bytes(done_units.values()), (rest[0], rest[1]),
-        _experts(newest), solved_in(out / WORK_DIR),
     )  # fmt: skip
-
-
-def _experts(journal: ShardJournal) -> int:
-    found = journal.remembered.header.get("experts", 0)
-    return found if type(found) is int and found >= 0 else 0
 
 
 def _row(shard: Shard, share: Sequence[int], journals: Sequence[ShardJournal]) -> ShardStatus:
@@ -144,7 +132,6 @@ def _row(shard: Shard, share: Sequence[int], journals: Sequence[ShardJournal]) -
     return ShardStatus(
         str(shard), state, last.by.host, last.by.pid, len(own), share[0], len(found.units),
         share[1], _bytes(found.units.values()), sign,
-        len(set().union(*(journal.remembered.solved for journal in own))),
     )  # fmt: skip
 
 

@@ -26,7 +26,6 @@ from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal, Remembered, lines_of, read_journal, refuse_other_plan
 from qconvert.run.leases import (
     SHARDS,
-    SOLVED,
     ShardJournal,
     at_work,
     journals_in,
@@ -239,7 +238,7 @@ class Workspace:
         """Create every shard at full size with its header, then the journal. Once the journal's
         first line can be read, the shards are known to be there. `run` names this beginning: the same
         plan may be begun again, with another folder beside it."""
-        for left in (self.stage, *(self.work / one for one in (CALIBRATION, SHARDS, SOLVED))):
+        for left in (self.stage, *(self.work / one for one in (CALIBRATION, SHARDS))):
             if left.exists():
                 self._files.remove_tree(left)
         self._files.make_folder(self.stage)
@@ -268,7 +267,7 @@ class Workspace:
         finished = ({"unit": n, "records": list(r), "remarks": []} for n, r in units.items())
         data = lines_of([{**self._identity, "run": run}, *finished, withdraw])
         new, path = self.work / f"{JOURNAL}.new", self.work / JOURNAL
-        for left in (self.stage, self.work / CALIBRATION, self.work / SOLVED):
+        for left in (self.stage, self.work / CALIBRATION):
             if left.exists():
                 self._files.remove_tree(left)
         self._files.make_folder(self.stage)
@@ -467,7 +466,7 @@ class Workspace:
             return
         if found.names:
             _take_back(self.out, found.names, _staged(self.stage, found.names), self._files)
-        for left in (self.work / JOURNAL, self.work / SHARDS, self.work / SOLVED):
+        for left in (self.work / JOURNAL, self.work / SHARDS):
             self._remove_if_there(left)
         self.journals = ()
         self._files.sync_folder(self.work)
@@ -510,7 +509,6 @@ def check_own(out: Path) -> None:
     parts = {
         work: S_ISDIR, work / STAGE: S_ISDIR, work / CALIBRATION: S_ISDIR,
         work / JOURNAL: S_ISREG, work / LOCK: S_ISREG, work / SHARDS: S_ISDIR,
-        work / SOLVED: S_ISDIR,
     }  # fmt: skip
     for path, is_right in parts.items():
         try:

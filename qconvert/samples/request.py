@@ -17,7 +17,7 @@ from qconvert.samples.data import DataSpec
 from qconvert.samples.data import digest as data_digest
 
 FACT = "calibration"
-_PLACES = ("data", "save_stats", "devices")
+_PLACES = ("data", "save_stats", "devices", "distributed")
 # What only `solver: best` has.
 OF_BEST = ("scales", "signs", "order", "refit", "descent", "propagated_error")
 
@@ -37,8 +37,9 @@ class Calibration(DataSpec):
     `descent` how many sweeps of coordinate descent end it; `propagated_error` is what layers before
     lost: ignored, or corrected by half, with the hidden states of the unquantized model. `save_stats` is
     a folder for expert counts and moments of activations. `devices` are torch's names of what to compute
-    on: none for all GPUs there are, or else the CPU. Raises DataError as DataSpec does, PlanError for
-    settings out of range.
+    on: none for all GPUs there are, or else the CPU. `distributed`: this process is one of those that
+    torchrun or Slurm has started for it, on one host or several. Raises DataError as DataSpec does,
+    PlanError for settings out of range.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
@@ -57,6 +58,7 @@ class Calibration(DataSpec):
     propagated_error: Literal["ignore", "correct"] = "correct"
     save_stats: str | None = None
     devices: tuple[str, ...] = ()
+    distributed: bool = False
 
     def __post_init__(self) -> None:
         DataSpec.__post_init__(self)  # super() does not find a class that slots made anew

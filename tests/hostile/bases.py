@@ -145,15 +145,6 @@ def _stats(_bases: Bases, folder: Path) -> None:
         write_shard(folder / f"layer-{layer:05d}.safetensors", tensors, notes)
 
 
-def _solved(bases: Bases, folder: Path) -> None:
-    """What the one shard of a calibration leaves, which is not finished."""
-    words = ("w4a16", bases.folder("calibratable"), folder, "--group-size", "32", "--gptq")
-    data = ("--data", bases.folder("data.jsonl"), "--samples", "2", "--length", "8")
-    done = run_cli(*words, *data, "--device", "cpu", "--jobs", "1", "--shard", "0/1")
-    if done.code != 0:
-        raise RuntimeError(f"base {folder.name}: {done.err}")
-
-
 def _text(text: str) -> Make:
     return lambda _bases, file: file.write_text(text, encoding="utf-8")
 
@@ -191,7 +182,6 @@ _MAKE: Mapping[str, Make] = {
         "calibratable", "w4a16", "{src}", "{out}", "--rtn", "--group-size", "32"
     ),
     "stats": _stats,
-    "solved": _solved,
     "recipe.yaml": _text("passes:\n  - dequant\n"),
     "data.jsonl": _text('{"input_ids": [1, 2, 3]}\n{"input_ids": [3, 4]}\n'),
 }
@@ -200,5 +190,4 @@ _NEEDS = {
     "prepared": ("nvfp4",), "made": ("fp8",), "sharded": ("fp8",), "amx": ("bf16",),
     "w4a16": ("bf16",), "stages": ("fp8",), "shared": ("fp8",), "unfinished": ("fp8",),
     "publishing": ("fp8",), "evaluable": ("calibratable",),
-    "solved": ("calibratable", "data.jsonl"),
 }  # fmt: skip

@@ -12,11 +12,10 @@ from hostile.breaking import (
     recipes,
     shards,
     sidefiles,
-    solved,
     sound,
 )
 
 MODULES = (
     sound, headers, indexes, configs, sidefiles, forms, contents, leftovers, shards, recipes,
-    calibration, solved, arguments,
+    calibration, arguments,
 )  # fmt: skip

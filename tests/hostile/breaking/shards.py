@@ -84,7 +84,6 @@ def _mutations() -> Iterator[Mutation]:
         "pid negative": {"by": {"host": "a", "machine": "", "pid": -1, "began": ""}},
         "shares null": {"shares": None}, "shares huge": {"shares": [[10**30, 10**30]] * 3},
         "shares negative": {"shares": [[-1, -1]] * 3}, "shares deep": {"shares": deep(3000)},
-        "experts negative": {"experts": -5}, "experts huge": {"experts": 10**30},
         "folder": {"folder": "/"}, "folder null": {"folder": None}, "folder nul": {"folder": "a\0"},
         "fingerprint": {"fingerprint": "0" * 32}, "passes steer": {"passes": [STEERING["escape"]]},
     }  # fmt: skip
@@ -92,7 +91,6 @@ def _mutations() -> Iterator[Mutation]:
         yield one(f"shard's {name}", _changed(partial(_update, change)))
     lines: dict[str, Any] = {
         "ended null": {"ended": None}, "beat null": {"beat": None}, "publish": {"publish": ["../x"]},
-        "solved null": {"solved": None}, "solved steers": {"solved": STEERING["escape"]},
         "forget all": {"forget": list(range(1000))}, "forget null": {"forget": None},
         "unit huge": {"unit": 10**9, "records": [], "remarks": []},
         "record null": {"unit": 0, "records": ["null"], "remarks": []},
