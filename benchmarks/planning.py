@@ -72,7 +72,7 @@ def main() -> None:
             if not label.startswith(asked.only):
                 continue
             source, tensors = _source(model, room)
-            words = [command, source, *options]
+            words: list[str | Path] = [command, source, *options]
             if command not in ("advise", "validate"):
                 out = ["--cpu-out", room / "out"] if command == "kt" else [room / "out"]
                 words = [command, source, *out, *options, "--dry-run", "--jobs", "1"]

@@ -856,7 +856,7 @@ def recipes() -> dict[str, str]:
 def passes() -> dict[str, type[Pass]]:
     """Every pass by its name in a recipe, a frozen dataclass whose fields are its options.
 
-    >>> api.passes()["w4a16"](group=32).group
+    >>> api.passes()["w4a16"](group_size=32).group_size
     32
     """
     from qconvert.passes import passes as _passes
