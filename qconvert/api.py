@@ -221,7 +221,7 @@ Callback = Callable[[int, int], None]
 
 
 class PlanOptions(TypedDict, total=False):
-    """What `plan`, `plan_pair`, `plan_stages` and `run` take by keyword.
+    """Keywords of `plan`, `plan_pair`, `plan_stages` and `run`.
 
     `memory` of all processes (bytes, or `512MiB`; None: 1 GiB, or what all cores need, at most half of
     what is free); `jobs` worker processes (None: as many cores as pay); `max_shard_size` of an output
@@ -292,12 +292,12 @@ class PlannedFolder:
 
     @property
     def name(self) -> str | None:
-        """Where the result will be, None if that was not said."""
+        """Return where the result will be, None if that was not said."""
         return self.url or (None if self.out is None else str(self.out))
 
     @property
     def delivery(self) -> Delivery | None:
-        """How a result gets to its store, None for one that stays here or is streamed."""
+        """Return how a result gets to its store, None for one that stays here or is streamed."""
         if self.url is None or is_hub(self.url):
             return None
         from qconvert.run.delivery import Delivery
@@ -390,7 +390,7 @@ class Planned:
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """What a run with `shard` does of each part; empty without."""
+        """Return what a run with `shard` does of each part; empty without."""
         if all(folder.ready.options.shard is None for folder in self.folders):
             return ()
         from qconvert.run.sharing import share_of
@@ -399,8 +399,8 @@ class Planned:
         return tuple(share for share in found if share is not None)
 
     def foreseen(self) -> tuple[Outlook, ...]:
-        """What a run would find in each folder, and why it would refuse to start. Writes nothing. Empty
-        if no folder was named."""
+        """Return what a run would find in each folder, and why it would refuse to start. Writes nothing.
+        Empty if no folder was named."""
         return tuple(look for part in self.parts for look in _foreseen(part))
 
 
@@ -476,7 +476,7 @@ class Result:
 
     @property
     def name(self) -> str:
-        """Where the result is."""
+        """Return where the result is."""
         return self.url or str(self.folder)
 
 
@@ -878,7 +878,7 @@ def formats() -> dict[str, Encoding]:
 
 
 def rules() -> Mapping[str, Rule]:
-    """What each id of a finding means: title, cause and fix, by id.
+    """Return what each id of a finding means: title, cause and fix, by id.
 
     >>> api.rules()["QC015"].title
     'a grid of block scales does not fit its weight'
@@ -910,8 +910,8 @@ def check_foreseen(looks: Iterable[Outlook]) -> None:
 
 
 def status(out: str | Path) -> tuple[FolderStatus, ...]:
-    """Who did what in a folder that shards fill, or in each stage of a split. Raises OutputError where
-    qconvert has made nothing.
+    """Return who did what in a folder that shards fill, or in each stage of a split. Raises OutputError
+    where qconvert has made nothing.
 
         >>> [found.state for found in api.status(api.run("copy", sample, folder / "all").folder)]
         ['finished']
@@ -1032,7 +1032,7 @@ def advise(
     hotness: str | None = None,
     follow_links: bool = False,
 ) -> Advice:
-    """Which conversion a model needs for a runtime (`sglang`, `ktransformers`, optionally with
+    """Return which conversion a model needs for a runtime (`sglang`, `ktransformers`, optionally with
     `==VERSION`), if any: the first of several, in the order of what they lose, that the runtime's loader
     takes whole and the machine holds. From headers alone; the loader is simulated.
 
@@ -1073,8 +1073,8 @@ def evaluate(
     events: Events | Callback | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> Evaluation:
-    """What a conversion cost in quality: the folder's model and its source run on the same tokens, a
-    decoder layer of each in memory at a time, as transformers computes them in BF16.
+    """Return what a conversion cost in quality: the folder's model and its source run on the same
+    tokens, a decoder layer of each in memory at a time, as transformers computes them in BF16.
 
     `data` is what a calibration takes (text, JSONL, tokenized safetensors, hf-dataset:NAME), of which
     the first `samples` of at most `length` tokens are used, or those that a `seed` draws; `column` is
@@ -1412,7 +1412,8 @@ def _states_of(ready: Prepared) -> int:
 
 
 def _backend(parts: Sequence[tuple[Prepared, Path]]) -> Backend | None:
-    """What calibrates for plans that are run together; None, without its imports, where nothing does."""
+    """Return what calibrates for plans that are run together; None, without its imports, where nothing
+    does."""
     plans = [ready.plan for ready, _ in parts]
     if all(plan.calibration is None for plan in plans):
         return None
@@ -1443,7 +1444,7 @@ def _foreseen(planned: Planned) -> list[Outlook]:
 
 
 def _foreseen_there(folder: PlannedFolder, look: Outlook) -> Outlook:
-    """What a run finds of a result that goes to a store."""
+    """Return what a run finds of a result that goes to a store."""
     place = folder.delivery or folder.outlet
     if place is None:
         return look

@@ -1,1 +1,1 @@
-"""Which conversion a model needs for a runtime, if any."""
+"""The conversion that a model needs for a runtime, if any."""

@@ -1,4 +1,4 @@
-"""What to do with a model for a runtime and a machine: of several conversions, in the order of what they
+"""Advice for a model, a runtime and a machine: of several conversions, in the order of what they
 lose, the first that the runtime loads whole and the machine holds."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Advice:
 
     @property
     def assumes(self) -> str:
-        """What the answer rests on."""
+        """Return what the answer rests on."""
         one = self.machine
         memory = "" if one.cpu_memory is None else f", {format_size(one.cpu_memory)} of main memory"
         return (

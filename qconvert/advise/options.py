@@ -38,7 +38,7 @@ class Candidate:
     passes: tuple[Pass, ...] = ()
 
     def is_coarser(self, other: Candidate) -> bool:
-        """Whether it is another's conversion in larger groups."""
+        """Return whether it is another's conversion in larger groups."""
         mine, theirs = self.passes, other.passes
         pairs = zip(mine, theirs, strict=False)
         return bool(mine) and len(mine) == len(theirs) and all(type(a) is type(b) for a, b in pairs)
@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a candidate gives. `refused`: why it cannot be made. `answers`: what the runtime's loader
+    """Result of a candidate. `refused`: why it cannot be made. `answers`: what the runtime's loader
     would do, by tensor-parallel size; `unknown`: why it was not asked. `read` and `written` are bytes of
     the conversion, `loses` what it rounds, by number of times."""
 

@@ -85,17 +85,17 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """What to call it in a message."""
+        """Return what to call it in a message."""
         return str(self.path) if self.remote is None else self.remote.url
 
     @property
     def stat(self) -> list[int | str]:
-        """What tells it from the file that it was."""
+        """Return what tells it from the file that it was."""
         return [self.size, self.mtime_ns if self.remote is None else self.remote.object.mark]
 
     @property
     def seen(self) -> list[int | str]:
-        """What tells that it was written to, even where `stat` is as it was."""
+        """Return what tells that it was written to, even where `stat` is as it was."""
         if self.remote is not None:
             return [self.remote.object.time, 0]
         return [self.ctime_ns, self.inode]
@@ -124,7 +124,7 @@ class QuantConfig:
 
 
 class _Index(NamedTuple):
-    """What an index says: a file for each tensor, and a total size (unchecked)."""
+    """Content of an index: a file for each tensor, and a total size (unchecked)."""
 
     weight_map: dict[str, str]
     total_size: Any
@@ -233,7 +233,7 @@ class Checkpoint(Mapping[str, Source]):
 
     @property
     def name(self) -> str:
-        """What the user calls it: its folder, or its URL."""
+        """Return what the user calls it: its folder, or its URL."""
         return named(str(self.root))
 
     def real(self, name: str) -> Path:
@@ -283,13 +283,14 @@ class Checkpoint(Mapping[str, Source]):
 
     @cached_property
     def says_prepared(self) -> bool:
-        """Whether anything in the folder says that experts were prepared for one kernel library."""
+        """Return whether anything in the folder says that experts were prepared for one kernel
+        library."""
         return says_prepared(self)
 
     @cached_property
     def ends(self) -> frozenset[str]:
-        """How names end: last components, each with the dot before it. There are few, and whether any
-        name has a certain one is asked by many rules."""
+        """Return how names end: last components, each with the dot before it. There are few, and whether
+        any name has a certain one is asked by many rules."""
         return frozenset(map("".join, {name.rpartition(".")[1:] for name in self.sources}))
 
     @cached_property
@@ -299,7 +300,7 @@ class Checkpoint(Mapping[str, Source]):
 
     @cached_property
     def reading(self) -> Reading | None:
-        """Whose layout it has, by the user or by the manifest; None: the config says it."""
+        """Return whose layout it has, by the user or by the manifest; None: the config says it."""
         return self.asked or of_manifest(self.manifest)
 
     @cached_property
@@ -718,8 +719,8 @@ def _unreadable(error: OSError) -> None:
 
 
 def _is_denied(path: str) -> bool:
-    """Whether a file, at `path` below the root, is left behind. Only the root's own config.json and
-    manifest are regenerated: a nested config.json belongs to something else."""
+    """Return whether a file, at `path` below the root, is left behind. Only the root's own config.json
+    and manifest are regenerated: a nested config.json belongs to something else."""
     name = path.rpartition("/")[2]
     # A worktree's .git is a file, and a file .qconvert would be in the way of the work folder.
     if path in DENIED_PATHS or name in DENIED_NAMES or is_denied_folder(name):
@@ -730,14 +731,14 @@ def _is_denied(path: str) -> bool:
 
 
 def is_denied_folder(name: str) -> bool:
-    """Whether a folder of this name is left behind: caches, version control, and all that qconvert keeps
-    beside its results. A later command would take up what lies there as its own, so none comes from a
-    source, on file systems that do not tell cases apart neither."""
+    """Return whether a folder of this name is left behind: caches, version control, and all that
+    qconvert keeps beside its results. A later command would take up what lies there as its own, so none
+    comes from a source, on file systems that do not tell cases apart neither."""
     return name in _DENIED_FOLDERS or name.lower().startswith(WORK_DIR)
 
 
 def _is_special(real: Path) -> bool:
-    """Whether something is not a readable file: a pipe, a socket, a device."""
+    """Return whether something is not a readable file: a pipe, a socket, a device."""
     return real.exists() and not real.is_file()
 
 

@@ -1,4 +1,4 @@
-"""What a model family's checkpoints hold: which tensor has which role, in which layers.
+"""Model families: which tensor of a checkpoint has which role, in which layers.
 
 A family is data, one file in `layouts/`. The engine asks it for three things: the model's dimensions,
 the role of a tensor name, and which layers a role must cover. The last turns "35 of 36 layers
@@ -96,7 +96,7 @@ class Role:
 
 
 class Place(NamedTuple):
-    """Where a tensor belongs: its role, layer, expert and parameter ("" for a bare parameter)."""
+    """Place of a tensor: its role, layer, expert and parameter ("" for a bare parameter)."""
 
     role: Role
     layer: int | None
@@ -166,8 +166,8 @@ class Family:
 
     @cached_property
     def expert_paths(self) -> tuple[str, ...]:
-        """Where routed experts are below their layer (`.mlp.experts`), also by the class's own name, ()
-        for a family without any and for one without a description."""
+        """Return where routed experts are below their layer (`.mlp.experts`), also by the class's own
+        name, () for a family without any and for one without a description."""
         routed = [
             role.module
             for role in self.roles
@@ -194,7 +194,7 @@ class Family:
 
     @cached_property
     def _by_template(self) -> dict[str, tuple[tuple[Role, ...], str]]:
-        """What `_of_template` found: a model has many names of few templates."""
+        """Return what `_of_template` found: a model has many names of few templates."""
         return {}
 
     def _of_template(self, template: str) -> tuple[tuple[Role, ...], str]:
@@ -214,9 +214,9 @@ class Family:
         return roles, parameter
 
     def describes(self, names: Iterable[str]) -> bool:
-        """Whether names of layers are this family's. transformers saves some models with another word
-        for `layers` (`blocks` for Kimi-K2.5) than is published; such a checkpoint does not belong to
-        it."""
+        """Return whether names of layers are this family's. transformers saves some models with another
+        word for `layers` (`blocks` for Kimi-K2.5) than is published; such a checkpoint does not belong
+        to it."""
         other = False
         seen: set[str] = set()
         openings = self.openings
@@ -253,7 +253,7 @@ class Family:
         return None
 
     def is_mtp(self, name: str, dims: Dims) -> bool:
-        """Whether a tensor belongs to the multi-token-prediction (draft) layers."""
+        """Return whether a tensor belongs to the multi-token-prediction (draft) layers."""
         if name.startswith(self.mtp):
             return True
         if not dims.mtp_layers:
@@ -270,7 +270,7 @@ class Family:
         )
 
     def any_mtp(self, names: Iterable[str], dims: Dims) -> bool:
-        """Whether any of these tensors belongs to the draft layers."""
+        """Return whether any of these tensors belongs to the draft layers."""
         if not self.mtp and not dims.mtp_layers:
             return False
         return any(self.is_mtp(name, dims) for name in names)
@@ -299,7 +299,7 @@ class RoleIndex:
         return replace(self, places=places, unknown=unknown)
 
     def kind(self, name: str) -> Kind:
-        """What a tensor's module is. A name that fits no role is UNKNOWN, or EXPERT_UNKNOWN if
+        """Return what a tensor's module is. A name that fits no role is UNKNOWN, or EXPERT_UNKNOWN if
         the name says that it belongs to experts."""
         place = self.places.get(name)
         if place is not None:
@@ -393,7 +393,7 @@ _ROWS = {"weight": 0, "weight_packed": 0, "qweight": 1}
 
 
 class _Alike(NamedTuple):
-    """What is true of one expert's tensor and of those of the others."""
+    """Properties that one expert's tensor shares with those of the others."""
 
     role: Role
     layer: int | None
@@ -533,9 +533,9 @@ def counted(config: Config, *keys: str) -> int:
 
 
 def is_tied(config: Config) -> bool:
-    """Whether head and embeddings share one tensor. transformers 5.17 uses the root's flag
-    (modeling_utils.py, get_expanded_tied_weights_keys); a nested flag counts only if the root
-    has none."""
+    """Return whether head and embeddings share one tensor. transformers 5.17 uses the root's flag
+    (modeling_utils.py, get_expanded_tied_weights_keys); a nested flag counts only if the root has
+    none."""
     text = text_config(config)
     root = config.get("tie_word_embeddings")
     return bool(text.get("tie_word_embeddings", False) if root is None else root)

@@ -179,8 +179,8 @@ def _s3_range(fs: Any, path: str, mark: str, start: int, stop: int) -> tuple[str
 
 
 def _is_same(found: Stored, info: Mapping[str, Any]) -> bool:
-    """Whether an object is the one that was found: by its mark, or where times stand for one by all of
-    them."""
+    """Return whether an object is the one that was found: by its mark, or where times stand for one by
+    all of them."""
     now = stored(found.name, info)
     return now == found if not _first(info, _MARKS) else replace(now, time=found.time) == found
 

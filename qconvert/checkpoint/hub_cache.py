@@ -30,7 +30,7 @@ class Repo:
 
     @property
     def is_commit(self) -> bool:
-        """Whether the revision is a commit, which never stands for anything else."""
+        """Return whether the revision is a commit, which never stands for anything else."""
         return self.revision is not None and bool(_COMMIT.fullmatch(self.revision))
 
     @property
@@ -76,7 +76,7 @@ def cached_folder(repo: Repo, where: str) -> Path:
 
 
 def snapshot(repo: Repo) -> Path | None:
-    """What the client's cache has of the repo's revision, None for nothing."""
+    """Return what the client's cache has of the repo's revision, None for nothing."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

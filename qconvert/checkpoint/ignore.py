@@ -71,7 +71,7 @@ def _completed(names: list[Any]) -> list[Any]:
 
 
 def _ends(name: str, member: str) -> bool:
-    """Whether the last component of a dotted name or pattern is `member`."""
+    """Return whether the last component of a dotted name or pattern is `member`."""
     return name == member or name.endswith(("." + member, "*" + member))
 
 

@@ -1,5 +1,5 @@
-"""What a config's quantization blocks say of integer weights: read from the config, never inferred from
-shapes."""
+"""Integer weights as a config's quantization blocks state them: read from the config, never inferred
+from shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IntFormat = Literal["pack-quantized", "int-quantized"]
 
 @dataclass(frozen=True, slots=True)
 class GptqForm:
-    """How matrices in GPTQ's own form are stored: `version` 1 stores zero points minus one, 2 stores
+    """GPTQ's own form of matrices: `version` 1 stores zero points minus one, 2 stores
     them unchanged."""
 
     scheme: IntScheme
@@ -96,7 +96,7 @@ def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
 
 @dataclass(frozen=True, slots=True)
 class AwqForm:
-    """How matrices in AutoAWQ's own form are stored: `group` columns share a scale (None: all), and a
+    """AutoAWQ's own form of matrices: `group` columns share a scale (None: all), and a
     zero point where `zero_point`."""
 
     group: int | None
@@ -104,8 +104,8 @@ class AwqForm:
 
 
 def awq_form(checkpoint: Checkpoint) -> AwqForm | None:
-    """What the config's `awq` block states (AutoAWQ 0.2, its `quantization_config`), None without one.
-    Raises PlanError for another version or number of bits than is read here."""
+    """Return what the config's `awq` block states (AutoAWQ 0.2, its `quantization_config`), None without
+    one. Raises PlanError for another version or number of bits than is read here."""
     found = next((c for c in checkpoint.quantization_configs if c.method == "awq"), None)
     if found is None:
         return None
@@ -133,8 +133,8 @@ def _fits(pattern: str, module: str) -> bool:
 
 
 def gptq_form(checkpoint: Checkpoint, module: str) -> GptqForm:
-    """How a matrix in GPTQ's own form is stored, by the config's `gptq` block. Raises PlanError if
-    there is none, or one that qconvert does not read."""
+    """Return how a matrix in GPTQ's own form is stored, by the config's `gptq` block. Raises PlanError
+    if there is none, or one that qconvert does not read."""
     blocks = [c for c in checkpoint.quantization_configs if c.method == "gptq"]
     if not blocks:
         raise PlanError(f"{module!r} has a qweight, but no quantization block states gptq")

@@ -169,7 +169,8 @@ def _fetch(
 
 
 class _Budget:
-    """How many bytes of headers may still be fetched: each may claim MAX_HEADER, of many shards."""
+    """Number of bytes of headers that may still be fetched: each may claim MAX_HEADER, of many
+    shards."""
 
     def __init__(self, url: str) -> None:
         self._url, self._left, self._lock = url, _MOST_TOGETHER, Lock()

@@ -127,7 +127,7 @@ def _facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _parent(checkpoint: Checkpoint) -> list[Any]:
-    """What all stages of one split have in common."""
+    """Return what all stages of one split have in common."""
     manifest = checkpoint.manifest or {}
     identity = manifest.get("identity", {})
     keys = ("source", "source_sample", "passes", "qconvert")
@@ -179,8 +179,8 @@ def named_repo(where: str | Path) -> Repo | None:
 
 
 def _is_finished(snapshot: Path) -> bool:
-    """Whether a snapshot in the client's cache has its config and every file of weights that its index,
-    or the shards' names, speak of. Of one that is broken otherwise, who opens it says so."""
+    """Return whether a snapshot in the client's cache has its config and every file of weights that its
+    index, or the shards' names, speak of. Of one that is broken otherwise, who opens it says so."""
     if not (snapshot / "config.json").exists():
         counts = [_STAGE.fullmatch(path.name) for path in stage_folders(snapshot)]
         return bool(counts) and all(n is not None and int(n[1]) == len(counts) for n in counts)

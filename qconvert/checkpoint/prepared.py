@@ -24,9 +24,9 @@ DERIVED = ("g1_alphas", "g2_alphas", "g1_scale_c", "w13_input_scale_quant", "w2_
 
 
 def says_prepared(checkpoint: Checkpoint) -> bool:
-    """Whether anything in a folder says that experts were prepared: its marker, the metadata of shards,
-    the manifest, or scalars that only preparing makes. Names of weights do not: others publish experts
-    as `experts.w13_weight` too (Inkling)."""
+    """Return whether anything in a folder says that experts were prepared: its marker, the metadata of
+    shards, the manifest, or scalars that only preparing makes. Names of weights do not: others publish
+    experts as `experts.w13_weight` too (Inkling)."""
     return (
         any(config.method == QUANT_METHOD for config in checkpoint.quantization_configs)
         or FACT in checkpoint.metadata

@@ -1,4 +1,4 @@
-"""What a config's quantization blocks state: which compressed-tensors group covers a module, and how
+"""Quantization blocks of a config: which compressed-tensors group covers a module, and how
 FP8 weights are scaled. Read from the config, never inferred from shapes: dividing rows by scale rows
 is silently wrong for hundreds of ragged row counts.
 """
@@ -25,7 +25,7 @@ _MXFP4 = "mxfp4-pack-quantized"
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """How the config says weights are scaled: in blocks, or (block None) per channel or tensor.
+    """FP8 scales as the config states them: in blocks, or (block None) per channel or tensor.
     `u8_exponents` says whether U8 scales are E8M0."""
 
     block: tuple[int, int] | None
@@ -47,7 +47,7 @@ def stated_block(configs: Sequence[QuantConfig]) -> tuple[int, int] | None:
 
 
 def grid_fault(weight: TensorType, scale: TensorType, block: tuple[int, int]) -> str | None:
-    """What is wrong with a block-scale grid, None if it is ceil(shape / block). Per-tensor and
+    """Return what is wrong with a block-scale grid, None if it is ceil(shape / block). Per-tensor and
     per-channel scales, which have another form, are not checked."""
     *lead, rows, columns = weight.shape
     grid = (*lead, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
@@ -112,8 +112,8 @@ class Groups:
     ignore: Entries
 
     def weights(self, module: str) -> Mapping[str, Any] | None:
-        """What the group that covers a linear layer states about its weights, None if none does or the
-        block leaves the layer out. For a target in two groups the last group applies."""
+        """Return what the group that covers a linear layer states about its weights, None if none does
+        or the block leaves the layer out. For a target in two groups the last group applies."""
         if self.ignore.find(module) is not None:
             return None
         found: Mapping[str, Any] | None = self.targets.find(module)
@@ -151,7 +151,7 @@ def fp8_scheme(checkpoint: Checkpoint, module: str | None = None) -> Fp8Scheme:
 
 @lru_cache(maxsize=8)  # asked once for each matrix
 def has_groups(checkpoint: Checkpoint) -> bool:
-    """Whether a block is of compressed-tensors, whose groups may differ."""
+    """Return whether a block is of compressed-tensors, whose groups may differ."""
     return any(config.method == "compressed-tensors" for config in checkpoint.quantization_configs)
 
 
@@ -232,7 +232,7 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
 
 
 def states_mxfp4(block: Mapping[str, Any]) -> bool:
-    """Whether a quantization block, or a group in it, is of compressed-tensors' MXFP4 format."""
+    """Return whether a quantization block, or a group in it, is of compressed-tensors' MXFP4 format."""
     groups = block.get("config_groups")
     every = [block, *(groups.values() if isinstance(groups, Mapping) else ())]
     return any(isinstance(one, Mapping) and one.get("format") == _MXFP4 for one in every)

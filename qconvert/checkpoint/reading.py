@@ -1,4 +1,4 @@
-"""Whose layout a checkpoint has, where its config does not say: that of a class of transformers
+"""Layout that a checkpoint is read with, where its config does not say: that of a class of transformers
 (`--architecture`), or that of a family in a file of the user's (`--family`).
 
 Who opens a checkpoint states it once, with `reading_as`; `Checkpoint.open` keeps it. What is made from
@@ -39,7 +39,7 @@ class Reading:
 
     @property
     def fact(self) -> dict[str, str]:
-        """What a manifest keeps of it."""
+        """Return what a manifest keeps of it."""
         if self.architecture:
             return {"architecture": self.architecture}
         return {"family_file": self.file, "sha256": self.digest}
@@ -73,12 +73,12 @@ def reading_as(architecture: str | None = None, family: str | Path | None = None
 
 
 def stated() -> Reading | None:
-    """What `reading_as` states here."""
+    """Return what `reading_as` states here."""
     return _STATED.get()
 
 
 def of_manifest(manifest: Mapping[str, Any] | None) -> Reading | None:
-    """What a folder that qconvert made says of it."""
+    """Return what a folder that qconvert made says of it."""
     fact = (manifest or {}).get(FACT)
     if fact is None:
         return None

@@ -57,8 +57,8 @@ def digest(data: bytes) -> str:
 
 
 def is_own_name(name: object) -> bool:
-    """Whether a name read from a file is a plain relative path inside its folder, as we write them, and
-    outside the work folder."""
+    """Return whether a name read from a file is a plain relative path inside its folder, as we write
+    them, and outside the work folder."""
     return isinstance(name, str) and _is_own(name)
 
 
@@ -94,7 +94,7 @@ def sealed_manifest(content: Mapping[str, Any]) -> bytes:
 
 
 def manifest_seal(data: bytes) -> Seal:
-    """Whether a manifest has a seal that matches its bytes."""
+    """Return whether a manifest has a seal that matches its bytes."""
     found = _MANIFEST_SEAL.search(data)
     if found is None:
         return "broken" if b'"seal"' in data[-80:] else "none"
@@ -170,7 +170,7 @@ def _judged(data: bytes, lines: int) -> Seal:
 
 
 def _is_line(line: Any) -> bool:
-    """Whether a line's keys have the right types; rules check their values."""
+    """Return whether a line's keys have the right types; rules check their values."""
     if not isinstance(line, dict):
         return False
     if "name" not in line:

@@ -207,7 +207,7 @@ class _Table:
 
 
 def _backslashes(raw: bytes, start: int, stop: int) -> int:
-    """How many stand directly before `stop`."""
+    """Return how many stand directly before `stop`."""
     at = stop
     while at > start and raw[at - 1] == 0x5C:
         at -= 1
@@ -349,7 +349,7 @@ def build_header(
 def header_places(
     tensors: Sequence[tuple[str, TensorType]], metadata: Mapping[str, str]
 ) -> tuple[int, tuple[int, ...]]:
-    """How long the header of `build_header` is, and its offsets, without the header: of Kimi-K2's
+    """Return how long the header of `build_header` is, and its offsets, without the header: of Kimi-K2's
     276,480 tiles it is 28 MB of text, which takes twice as long to make as to measure."""
     length = 8 + len(_metadata_text(metadata).encode()) + len("}")
     at, digits = 0, 1

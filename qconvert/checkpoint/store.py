@@ -54,7 +54,7 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """What the user named it by."""
+        """Return what the user named it by."""
 
     def listed(self) -> Sequence[Stored]:
         """All objects below the folder, as they are now."""
@@ -86,7 +86,7 @@ class WritableStore(Store, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Where a shard's bytes are: an object of a store, as it was when its header was read."""
+    """Place of a shard's bytes: an object of a store, as it was when its header was read."""
 
     store: Store
     object: Stored
@@ -109,7 +109,8 @@ def has_changed(url: str, name: str) -> CheckpointError:
 
 
 def is_url(where: str | Path) -> bool:
-    """Whether a text names a folder in a store; repos on the Hub (`hf://`) are named otherwise."""
+    """Return whether a text names a folder in a store; repos on the Hub (`hf://`) are named
+    otherwise."""
     found = _URL.fullmatch(str(where)) if isinstance(where, str) else None
     return found is not None and found[1] != "hf"
 
@@ -153,14 +154,14 @@ def stores_root() -> Path:
 
 
 def place_of(url: str, state: str) -> Path:
-    """Where the mirror of a store in one state lies."""
+    """Return where the mirror of a store in one state lies."""
     found = _URL.fullmatch(url)
     assert found is not None
     return stores_root().joinpath(found[1], *_parts(found[2]), f"@{state}")
 
 
 def work_folder(url: str, below: str | Path | None) -> Path:
-    """Where the folder is made that is sent to a store."""
+    """Return where the folder is made that is sent to a store."""
     found = _URL.fullmatch(url)
     assert found is not None
     root = stores_root().with_name("outputs") if below is None else Path(below)
@@ -224,7 +225,7 @@ def mirrored_at(root: Path) -> Mirrored | None:
 
 
 def objects_text(url: str, objects: Sequence[Stored]) -> bytes:
-    """What a mirror's list of objects holds."""
+    """Return what a mirror's list of objects holds."""
     listed = [[each.name, each.size, each.mark, each.time] for each in objects]
     return (json.dumps({"url": url, "objects": listed}) + "\n").encode()
 

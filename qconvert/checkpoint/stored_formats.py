@@ -1,5 +1,5 @@
-"""What a tensor stores, if its dtype does not say: a matrix of 4-bit codes in I32 words or U8 bytes is
-shown by its format, with its stored bytes."""
+"""Stored format of a tensor, if its dtype does not say: a matrix of 4-bit codes in I32 words or U8 bytes
+is shown by its format, with its stored bytes."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def checked(
     pair: Path | None = None,
     draft: str | None = None,
 ) -> Report:
-    """What --validate finds in a folder that was made from `source`; printed, unless as JSON."""
+    """Return what --validate finds in a folder that was made from `source`; printed, unless as JSON."""
     from qconvert import api
     from qconvert.cli.progress import Bar
     from qconvert.validation.reports import render

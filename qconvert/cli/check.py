@@ -146,7 +146,7 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
 
 
 def _offline() -> bool:
-    """Whether the client must not reach the Hub: a repo is then what the cache has."""
+    """Return whether the client must not reach the Hub: a repo is then what the cache has."""
     from huggingface_hub import is_offline_mode
 
     return is_offline_mode()

@@ -1,4 +1,4 @@
-"""What a shell completes, beside the names of commands, options and choices: files, recipes, runtimes,
+"""Shell completion, beside the names of commands, options and choices: files, recipes, runtimes,
 targets, passes, rules. Each is listed by the module that knows it; none needs numpy or torch."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def of_words(words: Iterable[tuple[str, str]], incomplete: str) -> list[Completi
 
 
 def paths(incomplete: str, kind: str = "file") -> list[CompletionItem]:
-    """What the shell itself completes: `file`, or `dir` for folders alone."""
+    """Return what the shell itself completes: `file`, or `dir` for folders alone."""
     return [CompletionItem(incomplete, type=kind)]
 
 

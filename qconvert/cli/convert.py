@@ -424,7 +424,7 @@ def show_plan(planned: Planned, options: RunOptions) -> None:
 
 
 def share_line(share: Share) -> str:
-    """What a shard does, in a line of the plan."""
+    """Return what a shard does, in a line of the plan."""
     from qconvert.core.shown import count
     from qconvert.core.sizes import format_size
 

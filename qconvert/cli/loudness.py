@@ -17,7 +17,7 @@ _KEY = "qconvert.loudness"
 
 
 class Loudness(Enum):
-    """What is told beside results, warnings and errors."""
+    """Level of what is printed beside results, warnings and errors."""
 
     QUIET = "-q"
     USUAL = ""

@@ -12,8 +12,8 @@ _MOST = 6
 
 
 def made_lines(manifest: Mapping[str, Any], base: str | None) -> Iterator[str]:
-    """Which conversion made a folder, from what, and what a user must know about the result. `base` is
-    the source's repo, if the folder's card names it."""
+    """Return which conversion made a folder, from what, and what a user must know about the result.
+    `base` is the source's repo, if the folder's card names it."""
     identity = _map(manifest, "identity")
     steps = [step for step in _list(manifest, "passes") if isinstance(step, Mapping)]
     specs = "; ".join(map(recipe_line, steps)) or "none: a plain copy"

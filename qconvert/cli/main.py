@@ -123,7 +123,8 @@ def _command(arguments: list[str] | None) -> str:
 
 
 def _say_usage(error: click.ClickException) -> None:
-    """What click prints, line by line: its messages quote arguments, which may be names of files."""
+    """Return what click prints, line by line: its messages quote arguments, which may be names of
+    files."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         say(*error.format_message().splitlines(), err=True)  # the help is our own text
         return

@@ -1,4 +1,4 @@
-"""What to do with a result: the line after a conversion."""
+"""Advice on a result: the line after a conversion."""
 
 from __future__ import annotations
 

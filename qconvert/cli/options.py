@@ -201,7 +201,7 @@ class ShardName(_Text):
 
 
 class Time(_Text):
-    """How long a command may take."""
+    """Time that a command may take."""
 
     name = "time"
 
@@ -363,7 +363,7 @@ FOLLOW_LINKS = click.option(
 def _read_as(
     ctx: click.Context, param: click.Parameter, value: str | Path | None
 ) -> str | Path | None:
-    """Whose layout checkpoints have that this command opens, until it ends."""
+    """Return whose layout checkpoints have that this command opens, until it ends."""
     from qconvert.checkpoint.reading import reading_as
 
     if value is not None:
@@ -502,7 +502,7 @@ SOURCE_GROUPS = click.option(
 
 
 def targets(default: str) -> Callable[[F], F]:
-    """What a conversion quantizes, and what it does where nothing is said."""
+    """Return what a conversion quantizes, and what it does where nothing is said."""
     return click.option(
         "--targets", multiple=True, type=Pattern(),
         metavar="NAME", shell_complete=completion.targets,

@@ -142,7 +142,7 @@ def unknown_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def outlook_lines(look: Outlook | None) -> list[str]:
-    """What the output folder already holds of the result; nothing for a new one."""
+    """Return what the output folder already holds of the result; nothing for a new one."""
     if look is None or look.state in (None, "new"):
         return []
     if look.damaged:
@@ -171,7 +171,7 @@ def outlook_json(look: Outlook | None) -> dict[str, Any]:
 
 
 def _unmet(plan: Plan) -> tuple[str, ...]:
-    """What a plan's calibration lacks on this machine."""
+    """Return what a plan's calibration lacks on this machine."""
     if plan.calibration is None:
         return ()
     from qconvert.calibrate.backend import unmet
@@ -252,8 +252,8 @@ def _rows(plan: Plan) -> dict[tuple[str, str], _Row]:
 
 @dataclass(frozen=True, slots=True)
 class _Becomes:
-    """What a tensor becomes, in words: its formats before and after. `by_kind` remembers what kinds of
-    nodes read, by the identity of their types, where no name decides."""
+    """Description of what a tensor becomes: its formats before and after. `by_kind` remembers what kinds
+    of nodes read, by the identity of their types, where no name decides."""
 
     stored: Formats
     planned: Formats

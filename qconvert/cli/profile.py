@@ -54,7 +54,8 @@ _asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
 
 
 def profile_json() -> dict[str, Any]:
-    """What the command adds to the object that it prints with --json; nothing without --profile."""
+    """Return what the command adds to the object that it prints with --json; nothing without
+    --profile."""
     asked = _asked.get()
     if asked is None:
         return {}

@@ -33,7 +33,7 @@ _BY_WORK = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
 
 
 class _Unseen:
-    """What of tqdm's bar is used, where none is drawn: its import takes 30 ms of CPU."""
+    """Part of tqdm's bar that is used where none is drawn: its import takes 30 ms of CPU."""
 
     n: float = 0
     initial: float = 0

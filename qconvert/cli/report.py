@@ -95,7 +95,8 @@ def _version(package: str) -> str | None:
 
 
 def _folder(source: str, *, paths: bool, follow_links: bool) -> dict[str, Any]:
-    """What headers, manifest and header rules say. Raises CheckpointError if there is no such folder."""
+    """Return what headers, manifest and header rules say. Raises CheckpointError if there is no such
+    folder."""
     from qconvert import api
     from qconvert.core.errors import CheckpointError
 
@@ -152,7 +153,7 @@ def _made(checkpoint: Checkpoint, *, paths: bool) -> Iterator[str]:
 
 
 def _state(source: str) -> str:
-    """What an unfinished run has left there."""
+    """Return what an unfinished run has left there."""
     from qconvert import api
     from qconvert.core.errors import QConvertError
 

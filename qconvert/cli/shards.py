@@ -98,7 +98,8 @@ def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
 
 
 def _is_conversion(group: click.Group, words: Sequence[str]) -> bool:
-    """Whether words name a conversion, which takes --shard: no other command is run from a journal."""
+    """Return whether words name a conversion, which takes --shard: no other command is run from a
+    journal."""
     command: click.Command | None = group
     for word in words:
         if not isinstance(command, click.Group):

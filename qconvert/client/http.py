@@ -24,7 +24,7 @@ def library() -> ModuleType:
 
 
 def own_headers() -> dict[str, str]:
-    """What the Hub itself is told, with the token."""
+    """Return what the Hub itself is told, with the token."""
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     from qconvert import __version__
@@ -34,7 +34,8 @@ def own_headers() -> dict[str, str]:
 
 
 def is_at(endpoint: str, url: str) -> bool:
-    """Whether an address is at an endpoint: scheme, host and port, which is what a token is for."""
+    """Return whether an address is at an endpoint: scheme, host and port, which is what a token is
+    for."""
     return _place(url) == _place(endpoint)
 
 

@@ -1,4 +1,4 @@
-"""What the Hub says of a repo that is read: its commit, and a commit's files.
+"""Listing of a repo that is read: its commit, and a commit's files.
 
 huggingface_hub's own functions follow a page's `Link` with the token to whichever host it names, read
 answers of any length, and end in errors of Python where a field is missing. Here a page is the Hub's
@@ -34,7 +34,7 @@ _ADVICE = "check HF_ENDPOINT"
 
 @dataclass(frozen=True, slots=True)
 class Lfs:
-    """What is listed of a file that git knows by a pointer."""
+    """Listing of a file that git knows by a pointer."""
 
     size: int
     sha256: str

@@ -41,7 +41,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Link:
-    """Where a file redirects to, and how often that has been used again."""
+    """Address that a file redirects to, and how often that has been used again."""
 
     url: str
     used: int = 0

@@ -1,4 +1,4 @@
-"""Which failures of a request are transient, and which stop an upload at once.
+"""Failures of requests: which are transient, and which stop an upload at once.
 
 huggingface_hub 1.33 retries some requests by itself (preupload, LFS batch, PUT) and not others
 (creating a repo, commits, listings). A wrong token, a missing permission or a file that is too large
@@ -83,8 +83,8 @@ class Fault:
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """What went wrong with a request, found in the chain of causes (the client wraps failures of LFS
-    uploads in RuntimeError). None for errors that are not a request's."""
+    """Return what went wrong with a request, found in the chain of causes (the client wraps failures of
+    LFS uploads in RuntimeError). None for errors that are not a request's."""
     http = library()
     for cause in _causes(error):
         if isinstance(cause, json.JSONDecodeError):
@@ -198,7 +198,7 @@ def _translated(error: Exception, what: str) -> Exception:
 
 
 def _in_client(error: Exception) -> bool:
-    """Whether the client itself stumbled: it takes an answer for what the Hub sends."""
+    """Return whether the client itself stumbled: it takes an answer for what the Hub sends."""
     step, names = error.__traceback__, []
     while step is not None:
         names.append(str(step.tb_frame.f_globals.get("__name__", "")).partition(".")[0])

@@ -1,4 +1,4 @@
-"""Whether a run computes in compiled loops: the one place that decides, for ops and for validators.
+"""Choice of compiled loops for a run: the one place that decides, for ops and for validators.
 
 QCONVERT_KERNELS says it outright (`numpy`, `numba`); `auto`, the default, takes loops where numba is
 installed and the run is long enough to pay for compiling them once.
@@ -44,9 +44,9 @@ _SOURCES = ("compiled/*.py", "ops/compiled/loops/*.py", "validators/loops/*.py")
 
 
 def wanted(nbytes: int, enough: int | None = None) -> bool:
-    """Whether a run over this many bytes should compute in compiled loops; `enough` (ENOUGH_BYTES) pay
-    for them. Raises RunError for a choice
-    that is none, or that this environment cannot follow."""
+    """Return whether a run over this many bytes should compute in compiled loops; `enough`
+    (ENOUGH_BYTES) pay for them. Raises RunError for a choice that is none, or that this environment
+    cannot follow."""
     asked = os.environ.get(VARIABLE) or "auto"
     if asked not in _CHOICES:
         raise RunError(f"{VARIABLE} is {asked!r}; expected one of {', '.join(_CHOICES)}")
@@ -77,7 +77,7 @@ class Loops:
         self._package, self.on = package, False
 
     def use(self, on: bool) -> None:
-        """What this process computes in from now on."""
+        """Return what this process computes in from now on."""
         self.on = on
 
     def in_use(self) -> ModuleType | None:

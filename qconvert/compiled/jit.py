@@ -70,7 +70,7 @@ class Argument:
         return fit
 
     def refused(self, value: Any) -> str:
-        """What is wrong with an array that a loop declines."""
+        """Return what is wrong with an array that a loop declines."""
         written = "" if self.read_only else " that can be written"
         dtype = getattr(value, "dtype", None)
         found = repr(type(value).__name__)
@@ -102,7 +102,7 @@ def inner(function: F) -> F:
 
 
 class _Inner:
-    """What numba, once it is there, takes for its own."""
+    """Attributes that numba, once it is there, takes for its own."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.plain = function
@@ -112,7 +112,7 @@ class _Inner:
 
     @property
     def _numba_type_(self) -> Any:
-        """What numba asks an object for that it does not know."""
+        """Return what numba asks an object for that it does not know."""
         return self._made._numba_type_
 
     @cached_property
@@ -141,8 +141,8 @@ class _Lazy:
         self.arguments = tuple(map(Argument, signature))
 
     def __call__(self, *args: Any) -> bool:
-        """Whether the loop made its results. The one way in: whatever arrays a caller has, the loop gets
-        those that it is typed for, or declines."""
+        """Return whether the loop made its results. The one way in: whatever arrays a caller has, the
+        loop gets those that it is typed for, or declines."""
         given = [one.fitted(value) for one, value in zip(self.arguments, args, strict=True)]
         if any(value is None for value in given):
             return False
@@ -184,7 +184,7 @@ class _Lazy:
 
     @property
     def _folder(self) -> Path | None:
-        """Where it is kept. What a test made of other lines is in no file."""
+        """Return where it is kept. What a test made of other lines is in no file."""
         there = all(Path(one.__code__.co_filename).is_file() for one in _functions(self.plain))
         return cache_folder() if there else None
 

@@ -108,7 +108,7 @@ class TensorType:
 
 
 class Typed(Protocol):
-    """What has a type, as the tensor of a shard and an output have."""
+    """Object with a type, as the tensor of a shard and an output have."""
 
     @property
     def type(self) -> TensorType: ...

@@ -1,4 +1,4 @@
-"""What each encoding of a stored weight is: the names of its tensors, where it is decoded, made and
+"""Encodings of stored weights: the names of its tensors, where it is decoded, made and
 stated in a config, in what units its rows and columns may be cut, and whose bytes it equals.
 
 Names are data that readers, passes and rules share. Decoders and encoders are named, not imported: they
@@ -16,7 +16,7 @@ Dialect = Literal["compressed-tensors", "modelopt"]
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4Names:
-    """What a dialect of NVFP4 calls a matrix's tensors, and the shape of its scalars."""
+    """Names that a dialect of NVFP4 has for a matrix's tensors, and the shape of its scalars."""
 
     weight: str
     scale: str

@@ -38,7 +38,7 @@ def pip_line(extra: Extra) -> str:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found, without importing it."""
+    """Return whether a package can be found, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):  # ValueError: a module of that name that no file made
@@ -46,8 +46,8 @@ def is_installed(package: str) -> bool:
 
 
 def lacking(extra: Extra, *packages: str) -> str:
-    """Which of some packages (all of the extra's, if none is named) are missing, and the command that
-    installs them; empty where all are there."""
+    """Return which of some packages (all of the extra's, if none is named) are missing, and the command
+    that installs them; empty where all are there."""
     missing = [name for name in packages or EXTRAS[extra] if not is_installed(name)]
     if not missing:
         return ""

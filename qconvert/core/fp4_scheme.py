@@ -1,4 +1,4 @@
-"""How a matrix is quantized to NVFP4: what a calibration must know of it (formats/nvfp4/encode.py has
+"""NVFP4 scheme of a matrix: what a calibration must know of it (formats/nvfp4/encode.py has
 the format)."""
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def count_gpus() -> int:
-    """How many GPUs torch will probably find: 0 where that is not known."""
+    """Return how many GPUs torch will probably find: 0 where that is not known."""
     named = _named()
     if named is not None:
         return len(named)
@@ -23,6 +23,6 @@ def count_gpus() -> int:
 
 
 def _named() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names, if it is set."""
+    """Return what CUDA_VISIBLE_DEVICES names, if it is set."""
     asked = os.environ.get(_VARIABLE)
     return None if asked is None else [part.strip() for part in asked.split(",") if part.strip()]

@@ -88,7 +88,7 @@ class Op(Protocol):
         data."""
 
     def loss(self, *args: TensorType) -> str | None:
-        """What is lost, as one phrase, or None if the step is exact."""
+        """Return what is lost, as one phrase, or None if the step is exact."""
 
 
 @runtime_checkable
@@ -98,7 +98,7 @@ class Several(Protocol):
 
     @property
     def several(self) -> bool:
-        """Whether this one does."""
+        """Return whether this one does."""
 
     def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
         """As `Op.loss`, for these results."""
@@ -274,7 +274,7 @@ class Output:
 
     @property
     def reads_sources(self) -> bool:
-        """Whether no byte of it is computed."""
+        """Return whether no byte of it is computed."""
         origin = self._from
         if isinstance(origin, tuple):
             return not any(isinstance(piece.origin, Value) for piece in origin)

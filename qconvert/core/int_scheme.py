@@ -1,4 +1,4 @@
-"""What all integer formats share: how a matrix is cut into groups, its codes, and the packers. NVFP4's
+"""Integer schemes: how a matrix is cut into groups, its codes, and the packers. NVFP4's
 calibrated codes go the same way.
 
 Codes are counted as compressed-tensors 0.19 counts them
@@ -35,7 +35,7 @@ WORD_BITS = 32  # codes are packed into I32 words by all formats here
 
 @dataclass(frozen=True, slots=True)
 class IntScheme:
-    """How one matrix [N, K] is quantized to integers.
+    """Integer scheme of one matrix [N, K].
 
     `group` columns share a scale; None: a whole row does. Asymmetric groups also have a zero point.
     `actorder` says in which order columns were quantized: None: as stored; "static" (also called
@@ -78,9 +78,9 @@ class IntScheme:
 
     @property
     def gains_by_signs(self) -> bool:
-        """Whether scales below 0 are of use: they turn the range of codes around, -8 to 7, so that the
-        end with one code more is where a group's largest weights are. Narrow codes are the same turned
-        around, zero points move the range anyway, and of 256 codes one more is nothing."""
+        """Return whether scales below 0 are of use: they turn the range of codes around, -8 to 7, so
+        that the end with one code more is where a group's largest weights are. Narrow codes are the same
+        turned around, zero points move the range anyway, and of 256 codes one more is nothing."""
         return self.symmetric and self.bits == 4 and not self.narrow
 
     def width(self, columns: int) -> int:
@@ -130,10 +130,10 @@ class CodePacker(Protocol):
     def row_step(self) -> int: ...
 
     def scheme_of(self, columns: int) -> Scheme:
-        """How a matrix with that many columns is to be quantized for it."""
+        """Return how a matrix with that many columns is to be quantized for it."""
 
     def loss(self, weight: TensorType) -> str | None:
-        """What is lost, as one phrase."""
+        """Return what is lost, as one phrase."""
 
     def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
         """Types of the results for a matrix of that shape [N, K]. Raises PlanError if the format

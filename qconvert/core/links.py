@@ -20,8 +20,8 @@ _REPO = re.compile(r"(?:models|datasets|spaces)--.+")
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name, as an index or a receipt gives it, is a path below a folder: relative, without
-    `..`, not empty."""
+    """Return whether a name, as an index or a receipt gives it, is a path below a folder: relative,
+    without `..`, not empty."""
     path = PurePosixPath(name)
     return not (path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name)
 
@@ -83,7 +83,7 @@ def _below(real: str, home: str) -> bool:
 
 
 def _is_blob(real: str, home: str) -> bool:
-    """Whether a file is a blob of the repo whose snapshot `home` is."""
+    """Return whether a file is a blob of the repo whose snapshot `home` is."""
     snapshots = Path(home).parent
     if snapshots.name != "snapshots" or not _REPO.fullmatch(snapshots.parent.name):
         return False

@@ -82,8 +82,8 @@ class Parsed(NamedTuple):
 # A model has many names made of few different components: each component is parsed once.
 @lru_cache(maxsize=4096)
 def is_number(part: str) -> bool:
-    """Whether a name's component is a layer or expert number. isdecimal() accepts other scripts' digits
-    too; a number of more than nine digits is not a count."""
+    """Return whether a name's component is a layer or expert number. isdecimal() accepts other scripts'
+    digits too; a number of more than nine digits is not a count."""
     return part.isascii() and part.isdecimal() and len(part) <= 9
 
 
@@ -192,7 +192,7 @@ def scale_candidates(weight: str) -> tuple[str, ...]:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a name is that of a weight's scale: whether it has `weight_candidates`."""
+    """Return whether a name is that of a weight's scale: whether it has `weight_candidates`."""
     _, dot, last = name.rpartition(".")
     return _WEIGHTS[dot + last] is not None
 
@@ -230,17 +230,18 @@ def activations_of(name: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=4096)
 def _end_of_activations(last: str) -> str | None:
-    """How a last component ends that describes activations."""
+    """Return how a last component ends that describes activations."""
     return next((end for end in _BY_LENGTH if last == end or last.endswith(f"_{end}")), None)
 
 
 def is_ambiguous(scale: str) -> bool:
-    """Whether models also have parameters of their own under a scale's name."""
+    """Return whether models also have parameters of their own under a scale's name."""
     return scale.endswith(_OWN_TOO)
 
 
 def scale_end(scale: str) -> str:
-    """What a scale's name has behind its weight's module or stack: `weight_scale_inv`, `_scale`."""
+    """Return what a scale's name has behind its weight's module or stack: `weight_scale_inv`,
+    `_scale`."""
     last = scale.rpartition(".")[2]
     _, stack, end = last.rpartition("_proj")
     return end if stack else last
@@ -248,8 +249,8 @@ def scale_end(scale: str) -> str:
 
 # No suffix of a scale has a second dot, so that a name's last component decides.
 def _weights_at(last: str) -> tuple[str, ...] | None:
-    """What a scale's last component, with the dot before it, becomes in the names of its weights; None
-    where it is not a scale's."""
+    """Return what a scale's last component, with the dot before it, becomes in the names of its weights;
+    None where it is not a scale's."""
     for suffix, weights in _WEIGHT_OF_SCALE:
         if last.endswith(suffix):
             return tuple(last.removesuffix(suffix) + weight for weight in weights)
@@ -330,8 +331,8 @@ def in_model_order(names: Iterable[str]) -> list[str]:
 
 
 def _tells_rank(name: str, *, numbered: bool) -> bool:
-    """Whether a word decides about a name's rank wherever it stands in it: `vision` or `visual`; and
-    where it has no layer's number."""
+    """Return whether a word decides about a name's rank wherever it stands in it: `vision` or `visual`;
+    and where it has no layer's number."""
     return "vis" in name or not (numbered or (".layers." not in name and "embed" not in name))
 
 

@@ -84,15 +84,15 @@ def make_folder(folder: Path) -> None:
 
 
 class Start(TypedDict):
-    """What `subprocess` starts an interpreter by."""
+    """Arguments by which `subprocess` starts an interpreter."""
 
     args: list[str]
     env: dict[str, str]
 
 
 def python(*words: str, **variables: str) -> Start:
-    """How an interpreter is started that imports what this one imports, and nothing from the current
-    folder; `variables` are set in its environment."""
+    """Return how an interpreter is started that imports what this one imports, and nothing from the
+    current folder; `variables` are set in its environment."""
     path = os.pathsep.join(_import_path())
     env = {**os.environ, "PYTHONPATH": path, _SAFE: "1", **variables}
     return {"args": [sys.executable, "-P", *words], "env": env}
@@ -114,7 +114,7 @@ def without_current_folder() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """What interpreters inherit: PYTHONPATH without entries that mean the current folder."""
+    """Return what interpreters inherit: PYTHONPATH without entries that mean the current folder."""
     entries = os.environ.get("PYTHONPATH")
     if entries is None:
         return {_SAFE: "1"}

@@ -55,7 +55,7 @@ def _is_unbounded(kind: Any, value: Any) -> bool:
 
 
 def _is_digits(body: Any) -> bool:
-    """Whether a repeat is of digits: names have few in a row."""
+    """Return whether a repeat is of digits: names have few in a row."""
     if len(body) != 1 or body[0][0] is not _constants.IN:
         return False
     digits = (
@@ -66,7 +66,7 @@ def _is_digits(body: Any) -> bool:
 
 
 def _depths(tree: Any, above: int) -> Iterator[int]:
-    """How many unbounded repeats each is in, including itself."""
+    """Return how many unbounded repeats each is in, including itself."""
     for kind, value in tree:
         here = above + _is_unbounded(kind, value)
         yield here

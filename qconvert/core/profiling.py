@@ -1,4 +1,4 @@
-"""Where time goes: seconds, CPU seconds and bytes of steps, recorded where somebody asked for it.
+"""Profiling: seconds, CPU seconds and bytes of steps, recorded where somebody asked for it.
 
 Without a record, a phase is one look at a context variable, and there are a few dozen in a run; a step
 (a read, a part of an op) asks its meter, which is off: .2 us, where its clocks take 7.
@@ -23,7 +23,7 @@ STEPS = (READ, COPY, HASH, AGAIN, FOR_DISK, FOR_WORK)
 
 @dataclass(slots=True)
 class Spent:
-    """What a step took, over all times it was done: seconds by the clock, seconds of CPU, and bytes."""
+    """Cost of a step, over all times it was done: seconds by the clock, seconds of CPU, and bytes."""
 
     times: int = 0
     seconds: float = 0.0
@@ -102,7 +102,7 @@ class _Step(AbstractContextManager[None]):
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a worker process spent since its last word: `steps`, some of them `beside` the others in
+    """Time of a worker process since its last word: `steps`, some of them `beside` the others in
     threads of their own, and `seconds` and `cpu` of the whole process. `computes` says what its ops
     ran in."""
 
@@ -116,7 +116,7 @@ class Word:
 
 @dataclass
 class Record:
-    """What is recorded of a conversion or a validation: `main` has the phases of this process, `steps`
+    """Profile of a conversion or a validation: `main` has the phases of this process, `steps`
     and `beside` those of all workers. `runs` says what was run. `slots` are seconds of workers: their
     number times the time that they were there for; `seconds` and `cpu` what workers told of, `own_cpu`
     what of that was this process's, where it ran units itself."""

@@ -17,7 +17,7 @@ EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_nu
 
 
 class Kind(Enum):
-    """What a module is. Matrices are [outputs, inputs], unless stated otherwise."""
+    """Kind of a module. Matrices are [outputs, inputs], unless stated otherwise."""
 
     # Enum's own hashes the name, in Python: kinds of 140,000 tensors are looked up a few times each.
     __hash__ = object.__hash__
@@ -84,40 +84,41 @@ class Kind(Enum):
 
     @property
     def quantizable(self) -> bool:
-        """Whether runtimes build it as a linear layer, or as experts, and load it quantized."""
+        """Return whether runtimes build it as a linear layer, or as experts, and load it quantized."""
         return self in _QUANTIZABLE
 
     @property
     def linear(self) -> bool:
-        """Whether runtimes build it as a linear layer or as experts, so that they look up in the
+        """Return whether runtimes build it as a linear layer or as experts, so that they look up in the
         quantization config how it is stored. Not all of them load quantized."""
         return self in _LINEAR
 
     @property
     def routed(self) -> bool:
-        """Whether it belongs to routed experts."""
+        """Return whether it belongs to routed experts."""
         return self in _ROUTED
 
     @property
     def stacked(self) -> bool:
-        """Whether it holds all routed experts of a layer."""
+        """Return whether it holds all routed experts of a layer."""
         return self in _STACKED
 
     @property
     def never_quantized(self) -> bool:
-        """Whether none of the runtimes here loads it quantized: codes would be read as numbers."""
+        """Return whether none of the runtimes here loads it quantized: codes would be read as
+        numbers."""
         return self in _NEVER_QUANTIZED
 
     @property
     def cut(self) -> Cut:
-        """Which part of it each rank of tensor parallelism gets."""
+        """Return which part of it each rank of tensor parallelism gets."""
         if self in _BY_COLUMNS:
             return Cut.COLUMNS
         return Cut.ROWS if self in _BY_ROWS else Cut.WHOLE
 
 
 class Cut(Enum):
-    """How tensor parallelism cuts a matrix [outputs, inputs]: each rank has some rows, some columns, or
+    """Cut of a matrix [outputs, inputs] by tensor parallelism: each rank has some rows, some columns, or
     all of it."""
 
     ROWS = auto()

@@ -65,8 +65,9 @@ class RowOrder:
         return tuple(concat(found) for found in runs)
 
     def scales_may_move(self, block_rows: int) -> bool:
-        """Whether block scales can move with their rows: every run must be whole block rows. Otherwise
-        the scales would belong to rows of several segments, and only requantizing could help."""
+        """Return whether block scales can move with their rows: every run must be whole block rows.
+        Otherwise the scales would belong to rows of several segments, and only requantizing could
+        help."""
         return all(rows // self.groups % block_rows == 0 for rows in self.segments)
 
     def of_blocks(self, block_rows: int) -> RowOrder:

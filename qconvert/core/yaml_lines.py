@@ -73,7 +73,7 @@ def _weigh(
     above: set[int],
     error: type[QConvertError],
 ) -> tuple[int, int]:
-    """How many nodes a node is and how deep, with aliases expanded. An anchor comes before its
+    """Return how many nodes a node is and how deep, with aliases expanded. An anchor comes before its
     aliases, so the target of an alias is already measured and this recurses no deeper than the text."""
     if id(node) in known:
         return known[id(node)]

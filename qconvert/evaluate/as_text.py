@@ -41,7 +41,7 @@ def _lines(found: Evaluation) -> Iterator[str]:
 
 
 def figures(found: Evaluation) -> Iterator[tuple[str, str]]:
-    """What is said of the logits, a label and a figure each."""
+    """Return what is said of the logits, a label and a figure each."""
     logits = found.logits
     if logits is None:
         yield "layers run", f"{found.layers} of {found.of_layers}"

@@ -134,7 +134,7 @@ def _file(opened: Opened, name: str, rows: int) -> InFile:
 
 
 def _embedded(opened: Opened, tokens: Sequence[Tokens]) -> InFile:
-    """What goes into the first layer."""
+    """Return what goes into the first layer."""
     states = _file(opened, "hidden.0", opened.layers.total)
     at = 0
     for sample in tokens:
@@ -146,7 +146,7 @@ def _embedded(opened: Opened, tokens: Sequence[Tokens]) -> InFile:
 def _advanced(
     sides: Sequence[Opened], number: int, states: list[InFile], budget: Budget, events: Events
 ) -> list[InFile]:
-    """What goes into the next layer of each side."""
+    """Return what goes into the next layer of each side."""
     together = [budget.experts(device) for device in sides[0].devices]
     found = []
     for opened, before in zip(sides, states, strict=True):
@@ -207,7 +207,7 @@ def _logits(
 
 
 def _finals(opened: Opened, states: InFile, tokens: Sequence[Tokens]) -> InFile:
-    """What goes into the head, of all tokens but the last of each sample."""
+    """Return what goes into the head, of all tokens but the last of each sample."""
     layers = opened.layers
     finals = _file(opened, "finals", sum(sample.size - 1 for sample in tokens))
     at = start = 0

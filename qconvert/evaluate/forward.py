@@ -72,7 +72,7 @@ def _answer(
     together: Sequence[int],
     tell: Tell,
 ) -> None:
-    """What every expert answers to its tokens, added up in the order of their numbers."""
+    """Return what every expert answers to its tokens, added up in the order of their numbers."""
     layers = opened.layers
     benches = [
         Bench(device, layer, layer.middle(device), (), layers.settings, layers.reader, layers.clock)

@@ -1,4 +1,4 @@
-"""How much of two models fits in memory: the user's --memory, and what the larger of two stages
+"""Memory of an evaluation, of two models: the user's --memory, and what the larger of two stages
 takes.
 """
 
@@ -19,7 +19,7 @@ SLICE, CHUNK = 2048, 512
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a side takes, of the larger one of both. Bytes: `layer` without routed experts, its largest
+    """Memory of a side, of the larger one of both. Bytes: `layer` without routed experts, its largest
     `parameter`. Numbers: `hidden` and `middle` sizes of an expert (`middle` 0: a dense model), `widest`
     output of a linear layer, tokens of the `longest` sample."""
 
@@ -76,7 +76,7 @@ class Budget:
         return cls(memory, base, sizes)
 
     def experts(self, device: str) -> int:
-        """How many experts are in memory together."""
+        """Return how many experts are in memory together."""
         if not self.sizes.expert:
             return 0
         if device != "cpu":
@@ -87,6 +87,6 @@ class Budget:
         return max(1, (self.memory - self.base - self.sizes.one_layer) // self.sizes.expert)
 
     def tokens(self) -> int:
-        """How many tokens' hidden states are in memory while the head is read once."""
+        """Return how many tokens' hidden states are in memory while the head is read once."""
         left = self.memory - self.base - self.sizes.head(0)
         return max(CHUNK, left // (2 * self.sizes.hidden * 4) // CHUNK * CHUNK)

@@ -42,7 +42,7 @@ class Head:
 
 
 class _Outputs:
-    """What a model without its head returns: hidden states, and nothing else that anybody asks for."""
+    """Result of a model without its head: hidden states, and nothing else that anybody asks for."""
 
     def __init__(self, states: torch.Tensor) -> None:
         self.last_hidden_state = states
@@ -78,8 +78,8 @@ class Whole(Model):
         )
 
     def finished(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """What goes into the head [B, T, H], of the last layer's result. Raises PlanError for a class
-        that does more than a norm of each token."""
+        """Return what goes into the head [B, T, H], of the last layer's result. Raises PlanError for a
+        class that does more than a norm of each token."""
         self._settle(str(states.device), weights)
         try:
             found: torch.Tensor = finished(self._decoder, states)
@@ -122,7 +122,7 @@ class Whole(Model):
         )
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the class makes of its head's result [T, V]: a scale or a cap, in some; itself, in
+        """Return what the class makes of its head's result [T, V]: a scale or a cap, in some; itself, in
         most."""
         import torch
 
@@ -140,7 +140,8 @@ class Whole(Model):
 
     @cached_property
     def shapes(self) -> bool:
-        """Whether `shaped` does anything. Raises PlanError where it is not done to each logit alone."""
+        """Return whether `shaped` does anything. Raises PlanError where it is not done to each logit
+        alone."""
         import torch
 
         probe = torch.linspace(-60, 60, 128).reshape(2, 64)

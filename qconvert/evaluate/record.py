@@ -1,4 +1,4 @@
-"""What an evaluation found, written into the folder that it is about: manifest, model card, receipt.
+"""Result of an evaluation, written into the folder that it is about: manifest, model card, receipt.
 
 All three are replaced together, as a repair replaces files: an interrupted one is finished by the next,
 or leaves no trace. The same conversion, run again, takes the folder for its own result as before.

@@ -1,4 +1,4 @@
-"""What an evaluation found."""
+"""Result of an evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHTS_ONLY = (
 
 @dataclass(frozen=True)
 class Logits:
-    """How far predictions are apart, over `predicted` tokens. `perplexity` is the folder's,
+    """Distance of predictions, over `predicted` tokens. `perplexity` is the folder's,
     `source_perplexity` the source's; `kl` the mean of KL(SRC || REPO) in nats a token, `kl_error` its
     standard error over samples (None: there is one sample alone); `agreement` the part of tokens after
     which both prefer the same one."""
@@ -36,7 +36,7 @@ class Logits:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a conversion cost in quality. `folder` and `against` are the places of both models, as they
+    """Quality lost by a conversion. `folder` and `against` are the places of both models, as they
     were named, `model` says what they are. `data` is the data's name without its folder, `digest` a hash
     of its content, tokenizer and choice; `samples` of at most `length` tokens were drawn by `seed`,
     `tokens` in all.
@@ -61,7 +61,7 @@ class Evaluation:
 
     @property
     def layers(self) -> int:
-        """How many layers were run."""
+        """Return how many layers were run."""
         return len(self.hidden)
 
     def as_object(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Evaluation:
         return {**found, "hidden": list(self.hidden), "notes": list(self.notes)}
 
     def fact(self) -> dict[str, Any]:
-        """What a manifest keeps: no place on a disk."""
+        """Return what a manifest keeps: no place on a disk."""
         left = ("folder", "against", "model", "notes")
         return {key: value for key, value in self.as_object().items() if key not in left}
 

@@ -1,4 +1,5 @@
-"""What interrupted runs that go to the Hub leave: branches with shards there, and a work folder here."""
+"""Leftovers of interrupted runs that go to the Hub: branches with shards there, and a work folder
+here."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Leftovers:
 def leftovers_of(
     where: str, work_dir: str | Path | None = None, *, say: Say = to_stderr
 ) -> Leftovers:
-    """What runs to `hf://ORG/NAME[@BRANCH]` left. Nothing is changed. Raises OutputError and RunError
-    where the Hub refuses or fails."""
+    """Return what runs to `hf://ORG/NAME[@BRANCH]` left. Nothing is changed. Raises OutputError and
+    RunError where the Hub refuses or fails."""
     repo = hub_destination(where)
     folder = hub_work_folder(repo, work_dir)
     api = client()

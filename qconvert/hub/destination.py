@@ -26,7 +26,8 @@ _BRANCH = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]{1,200}")
 
 
 def is_hub(where: str | Path) -> bool:
-    """Whether a text names a repo on the Hub as a place to write to: without `hf://` it is a folder."""
+    """Return whether a text names a repo on the Hub as a place to write to: without `hf://` it is a
+    folder."""
     return isinstance(where, str) and where.startswith(_SCHEME)
 
 
@@ -56,7 +57,7 @@ def check_streamed(repo: Repo, shard: str | None, engine: EngineName) -> None:
 
 
 def hub_work_folder(repo: Repo, below: str | Path | None) -> Path:
-    """Where shards are made that go to a repo."""
+    """Return where shards are made that go to a repo."""
     root = stores_root().with_name("outputs") if below is None else Path(below)
     branch = "" if repo.revision is None else f"@{quote(repo.revision, safe='')}"
     return root / "hf" / f"{repo.id}{branch}"

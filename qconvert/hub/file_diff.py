@@ -30,7 +30,7 @@ class FileDifference:
 
 @dataclass(frozen=True, slots=True)
 class FilesCompared:
-    """How many files both sides have, and those that differ, in the order of their names."""
+    """Number of files that both sides have, and those that differ, in the order of their names."""
 
     equal: int
     differences: tuple[FileDifference, ...]

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a checkpoint can be opened, and what to call it. For headers from the Hub `folder` is one
-    that goes with the context, `name` the repo with its commit; with the bytes and requests they took,
-    and the files that were left as holes."""
+    """Place where a checkpoint can be opened, and what to call it. For headers from the Hub `folder` is
+    one that goes with the context, `name` the repo with its commit; with the bytes and requests they
+    took, and the files that were left as holes."""
 
     folder: str | Path
     name: str
@@ -46,7 +46,7 @@ class Place:
 
     @property
     def summary(self) -> str:
-        """What was fetched, in a line."""
+        """Return what was fetched, in a line."""
         size, requests = format_size(self.nbytes), count(self.requests, "request")
         return f"{self.name}: {size} fetched in {requests}"
 
@@ -66,10 +66,10 @@ def _naming_the_store() -> Iterator[None]:
 
 @contextmanager
 def place_of(where: str, *, weights: bool = False) -> Iterator[Place]:
-    """Where to open what a user named. What lies in a store is opened through its mirror, which knows
-    where the weights are. A repo's headers are fetched at its current commit, whatever
-    of it is in the client's cache taken from there; offline, and where the Hub is out of reach, it is
-    the snapshot in the cache. Where `weights` are wanted too, it is what any command opens of a repo.
+    """Return where to open what a user named. What lies in a store is opened through its mirror, which
+    knows where the weights are. A repo's headers are fetched at its current commit, whatever of it is in
+    the client's cache taken from there; offline, and where the Hub is out of reach, it is the snapshot
+    in the cache. Where `weights` are wanted too, it is what any command opens of a repo.
 
     Raises CheckpointError for a repo that is not there (its text names the repo, also where it comes
     from within the context), RunError where the Hub fails for too long.

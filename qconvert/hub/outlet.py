@@ -76,12 +76,13 @@ class HubOutlet:
 
     @property
     def branch(self) -> str:
-        """Where the result is shown in the end."""
+        """Return where the result is shown in the end."""
         return self.repo.revision or MAIN
 
     @property
     def side(self) -> str:
-        """Where shards are kept until then: a branch for each result and each branch it is for."""
+        """Return where shards are kept until then: a branch for each result and each branch it is
+        for."""
         spelled = json.dumps([self._identity, self.branch], sort_keys=True)
         return UNFINISHED + sha256(spelled.encode()).hexdigest()[:16]
 
@@ -96,8 +97,8 @@ class HubOutlet:
     # --- What is there ----------------------------------------------------------------------------
 
     def look(self) -> Found:
-        """What is there. Raises OutputError for what is not of this result, and for a repo that is
-        public where a private one was asked for."""
+        """Return what is there. Raises OutputError for what is not of this result, and for a repo that
+        is public where a private one was asked for."""
         head = self._head()
         if head is None:
             return "new"
@@ -110,7 +111,7 @@ class HubOutlet:
         return "finished" if MANIFEST in there and whole else "begun"
 
     def _info(self, revision: str | None) -> Any:
-        """What the Hub knows of the repo at a revision, None where it has none of that name."""
+        """Return what the Hub knows of the repo at a revision, None where it has none of that name."""
         name = self.repo.id
         try:
             return self._ask(
@@ -367,7 +368,8 @@ def drop_branch(api: HfApi, repo: str, branch: str, say: Say) -> None:
 
 
 def _again(made: CommitOperationAdd) -> CommitOperationAdd:
-    """What was uploaded, as an operation that no commit has had: a lost answer is asked for again."""
+    """Return what was uploaded, as an operation that no commit has had: a lost answer is asked for
+    again."""
     from copy import copy
 
     return copy(made)

@@ -58,7 +58,7 @@ class Uploaded:
 
     @property
     def complete(self) -> bool:
-        """Whether every file is on the Hub as it is here."""
+        """Return whether every file is on the Hub as it is here."""
         return not self.arrived.differences
 
 
@@ -165,7 +165,7 @@ def refusal(checked: CheckedFolder) -> str:
 
 
 def _message(folder: Path) -> str:
-    """What made the folder, as the commit's first line."""
+    """Return what made the folder, as the commit's first line."""
     manifest = read_manifest(folder)
     if manifest is None:
         return f"Upload with qconvert {__version__}"

@@ -144,8 +144,8 @@ def new_card(folder: Path, report: Report, base_model: str | None, *, forced: bo
 
 
 def _loads(folder: Path, config: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Loading]:
-    """What simulated runtimes say; nothing of a folder whose headers cannot be read, which the report
-    on it says."""
+    """Return what simulated runtimes say; nothing of a folder whose headers cannot be read, which the
+    report on it says."""
     try:
         found = Checkpoint.open(folder, follow_links=True)
     except CheckpointError:

@@ -50,7 +50,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What an upload would do: `files` of the folder with their sizes, `changed` those that the repo
+    """Plan of an upload: `files` of the folder with their sizes, `changed` those that the repo
     lacks or has with other content, `stale` weights that only the repo has. `exists` and `private` are
     the repo's."""
 
@@ -135,7 +135,7 @@ class Upload:
         return Pending(self._files, changed, stale, True, bool(info.private), str(info.sha))
 
     def _look(self, revision: str | None) -> Any:
-        """What the Hub knows of the repo, None where it has none of that name."""
+        """Return what the Hub knows of the repo, None where it has none of that name."""
         name = self.target.repo.id
         try:
             return self._ask(

@@ -108,7 +108,7 @@ def latent_attention(
 
 
 def deepseek_draft(at: str) -> tuple[Role, ...]:
-    """What a draft layer has in addition to a decoder layer. Optional, like all of a draft layer:
+    """Return what a draft layer has in addition to a decoder layer. Optional, like all of a draft layer:
     transformers drops it on saving and leaves its count in the config."""
     kinds = {
         "embed_tokens": Kind.EMBEDDING, "enorm": Kind.NORM, "hnorm": Kind.NORM,

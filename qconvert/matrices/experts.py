@@ -171,8 +171,8 @@ def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
 def _expected(
     plan: Plan, found: Sequence[Projection], drafts: Sequence[int] = ()
 ) -> tuple[int, tuple[str, ...]]:
-    """How many matrices the experts of all the config's layers have, and of these draft layers, and the
-    modules of those found that are in no such layer."""
+    """Return how many matrices the experts of all the config's layers have, and of these draft layers,
+    and the modules of those found that are in no such layer."""
     dims = plan.role_index.dims
     layers = {*dims.groups.get("moe", ()), *drafts}
     expected = len(layers) * dims.num_experts * len(projections_of(plan))
@@ -217,8 +217,8 @@ def check_not_computed(module: str, weight: Stored) -> None:
 
 
 def solved_by(op: Calibrated, module: str, weight: Stored) -> tuple[tuple[Output, ...], ...]:
-    """What each packer of an op makes of a matrix. Raises PlanError where it is of no size that one
-    takes."""
+    """Return what each packer of an op makes of a matrix. Raises PlanError where it is of no size that
+    one takes."""
     try:
         results = iter(apply(op, *weight.args))
         kind = TensorType("BF16", (weight.rows, weight.columns))
@@ -276,9 +276,9 @@ def _read(
 
 
 def is_transposed(plan: Plan) -> bool:
-    """Whether stacks hold columns before rows. transformers 5.17 saves Qwen3-VL-MoE, which is published
-    so, the other way round: gate_up [E, 2I, H], not [E, H, 2I]. Only shapes tell, and of a square matrix
-    (H = I, or H = 2I) only those of the other stack."""
+    """Return whether stacks hold columns before rows. transformers 5.17 saves Qwen3-VL-MoE, which is
+    published so, the other way round: gate_up [E, 2I, H], not [E, H, 2I]. Only shapes tell, and of a
+    square matrix (H = I, or H = 2I) only those of the other stack."""
     if not plan.family.stacked_transposed:
         return False
     hidden = plan.role_index.dims.hidden_size

@@ -1,4 +1,4 @@
-"""How any module's weight is read as BF16: each encoding is asked, those of other packages first."""
+"""Reading of any module's weight as BF16: each encoding is asked, those of other packages first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stored matrix is read as BF16: the op that decodes it and its arguments; rows of it without
+"""Stored matrix, read as BF16: the op that decodes it and its arguments; rows of it without
 reading the others. Which encodings there are: matrices/encodings/.
 """
 

@@ -58,8 +58,8 @@ def experts_of_class(plan: Plan) -> list[str]:
 
 
 def shared_paths(plan: Plan) -> list[str]:
-    """Where shared experts are below their layer, with a dot at the end (`.mlp.shared_expert.`, which
-    their gate's name does not contain)."""
+    """Return where shared experts are below their layer, with a dot at the end (`.mlp.shared_expert.`,
+    which their gate's name does not contain)."""
     found: dict[str, None] = {}
     for role in plan.family.roles:
         if role.kind in SHARED:
@@ -187,7 +187,7 @@ def _layer(module: str) -> str:
 
 
 def tower_of(name: str) -> str:
-    """What a vision or audio tower is called in its tensor's name: runtimes put it elsewhere."""
+    """Return what a vision or audio tower is called in its tensor's name: runtimes put it elsewhere."""
     parts = name.split(".")
     return _VISION if _VISION in parts else next(part for part in parts if part != "model")
 
@@ -198,7 +198,7 @@ def renamed_towers(names: Iterable[str]) -> list[str]:
 
 
 def renames_lists(plan: Plan) -> bool:
-    """Whether sglang's class of the model does not find the names that a config lists."""
+    """Return whether sglang's class of the model does not find the names that a config lists."""
     return plan.family.name in _RENAMING
 
 
@@ -207,8 +207,8 @@ def _below_layer(module: str) -> str:
 
 
 def draft_as_first_layer(plan: Plan) -> bool:
-    """Whether sglang's draft model calls its layer as the model calls its first: a config cannot tell
-    the two apart."""
+    """Return whether sglang's draft model calls its layer as the model calls its first: a config cannot
+    tell the two apart."""
     dims, family = plan.role_index.dims, plan.family
     return family.name in _DRAFT_AS_FIRST_LAYER and any(
         family.is_mtp(name, dims) for name in plan.tensors
@@ -216,7 +216,7 @@ def draft_as_first_layer(plan: Plan) -> bool:
 
 
 def _drafts_first_layer(plan: Plan, left: Iterable[str]) -> bool:
-    """Whether attention of such a draft is unquantized, and the model has none of that name."""
+    """Return whether attention of such a draft is unquantized, and the model has none of that name."""
     inside = any(
         ".self_attn." in module and plan.family.is_mtp(module, plan.role_index.dims)
         for module in left
@@ -276,7 +276,7 @@ def check_nothing_packed(others: Named) -> None:
 
 
 def has_exponents(others: Named) -> bool:
-    """Whether block scales are exponents, not numbers."""
+    """Return whether block scales are exponents, not numbers."""
     return any(
         name.endswith(".weight_scale_inv") and output.type.dtype in _EXPONENTS
         for name, output in others.items()

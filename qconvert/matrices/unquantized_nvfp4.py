@@ -30,7 +30,7 @@ _DRAFT_ATTENTION = "model.layers.0.self_attn.*"
 
 
 def draft_prefixes(plan: Plan) -> list[str]:
-    """How names of draft layers begin, [] where there is none."""
+    """Return how names of draft layers begin, [] where there is none."""
     dims, family = plan.role_index.dims, plan.family
     found: dict[str, None] = {}
     for name in plan.tensors:
@@ -145,7 +145,7 @@ def _parents(module: str) -> Iterable[str]:
 
 
 def _is_matrix(plan: Plan, name: str, output: Output) -> bool:
-    """Whether it is an unquantized linear's weight, or a stack of experts'."""
+    """Return whether it is an unquantized linear's weight, or a stack of experts'."""
     kind = output.type
     if kind.dtype in WEIGHT_DTYPES:
         return False

@@ -1,4 +1,4 @@
-"""What many ops answer alike.
+"""Base classes of ops: answers that many share.
 
 Mixins without fields: the repr of an op is its identity, and these leave it as it is."""
 

@@ -98,7 +98,8 @@ def from_e4m3(codes: UInt8s) -> Float32s:
 
 
 def factors(scale: UInt8s, global_scale: float, dialect: Dialect) -> Float32s:
-    """What the codes of each block are multiplied with: E4M3 scales and the global one, float32."""
+    """Return what the codes of each block are multiplied with: E4M3 scales and the global one,
+    float32."""
     import numpy as np
 
     found = from_e4m3(scale)

@@ -221,7 +221,7 @@ class DequantFp8:
         return {what: count for what, count in counts.items() if count}
 
     def _in_loops(self, source: Int8s, scale: Buffer, target: UInt16s, scratch: memoryview) -> bool:
-        """Whether the compiled loop made the result: it looks at the scales itself."""
+        """Return whether the compiled loop made the result: it looks at the scales itself."""
         import numpy as np
 
         if not may_be_done():
@@ -260,7 +260,7 @@ class DequantFp8:
 def _beyond(
     span: Int8s, dtype: str, bits: Int32s
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Which products, as float32 bits, become infinite in bf16; NaN codes are not among them."""
+    """Return which products, as float32 bits, become infinite in bf16; NaN codes are not among them."""
     import numpy as np
 
     numbers = (span.view(np.uint8) & 0x7F) <= _LARGEST_CODE[dtype]
@@ -321,7 +321,7 @@ def _scale_rows(values: Float32s, scale: Float32s, block_columns: int) -> None:
 
 
 def _may_tie(scale: Float32s) -> bool:
-    """Whether a product with one of these scales may lie halfway between two bf16 values. An e4m3
+    """Return whether a product with one of these scales may lie halfway between two bf16 values. An e4m3
     code is 8 to 15 times a power of two (or zero), and a power of two leaves a product's mantissa
     unchanged unless the product is subnormal: eight products per scale decide it. Of float32 scales
     (DeepSeek's) one in eight thousand can tie; of bfloat16 scales (Qwen's) most can."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Order(Protocol):
-    """How a tile is ordered. A frozen dataclass: its repr is part of the op's identity."""
+    """Order of a tile. A frozen dataclass: its repr is part of the op's identity."""
 
     def __hash__(self) -> int: ...
 

@@ -94,7 +94,7 @@ class DequantMxfp4:
         return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
-        """Where a tile's bytes are looked up."""
+        """Return where a tile's bytes are looked up."""
         return 8 * min(aligned(args[0].numel), _TILE)
 
     def loss(self, *args: TensorType) -> str | None:

@@ -209,8 +209,8 @@ class Recode:
 
 
 class _Needs(NamedTuple):
-    """What a chain decodes to, the working memory of decoding, and of each encoder how many results it
-    has and its working memory."""
+    """Types within a chain: what it decodes to, the working memory of decoding, and of each encoder how
+    many results it has and its working memory."""
 
     decoded: TensorType
     decoding: int

@@ -1,4 +1,4 @@
-"""What passes share whose encoder looks at a row at a time and whose result is compressed-tensors'
+"""Base of passes whose encoder looks at a row at a time and whose result is compressed-tensors'
 alone: choose matrices, encode them, state it.
 
 Linears in block FP8 that are no target stay so, as a second group of the config. Draft (MTP) layers'
@@ -38,7 +38,7 @@ Group = Callable[[Iterable[str]], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ByRow:
-    """What a pass does to the matrices that it chooses: the op that encodes them, the names of its
+    """Quantization of the matrices that a pass chooses: the op that encodes them, the names of its
     results, the group of the config for targets, and rows and columns of which ranks get whole ones.
     `form` is what the encoding is called."""
 
@@ -52,7 +52,8 @@ class ByRow:
     tp: int | None
 
     def chosen(self, plan: Plan) -> Selection:
-        """What the targets select of a plan; linears whose columns are no whole blocks are left."""
+        """Return what the targets select of a plan; linears whose columns are no whole blocks are
+        left."""
         keep = self.shared_experts == "keep"
         found, _ = select(plan, self.linears, self._fits, keep_shared=keep)
         experts = found.experts

@@ -133,7 +133,7 @@ def _whole(plan: Plan) -> dict[str, Any]:
 
 
 def _is_quantized(name: str, plan: Plan) -> bool:
-    """Whether a tensor is a weight in codes, or a part of one that is no number."""
+    """Return whether a tensor is a weight in codes, or a part of one that is no number."""
     return plan.tensors[name].type.dtype not in (*FLOAT_DTYPES, "F64", "I64", "BOOL")
 
 

@@ -146,7 +146,7 @@ class ToFp8:
 
     @property
     def _by_blocks(self) -> bool:
-        """Whether the result is what DeepSeek and Qwen publish."""
+        """Return whether the result is what DeepSeek and Qwen publish."""
         return self.dialect == "fp8" and not self.tensor
 
     def __call__(self, plan: Plan) -> Plan:
@@ -250,7 +250,7 @@ class ToFp8:
         return made
 
     def chosen(self, plan: Plan) -> Selection:
-        """What the targets select of a plan."""
+        """Return what the targets select of a plan."""
         found, unwanted = select(
             plan, takes_linears(self.targets), keep_shared=self.shared_experts == "keep"
         )
@@ -275,10 +275,11 @@ class ToFp8:
 
     @property
     def _plain_kinds(self) -> tuple[Kind, ...]:
-        """What stays in BF16. But for scales by block kv_b_proj does: sglang splits it after loading,
-        and would round scales of rows to one (`deepseek_weight_loader.py`). With a scale a matrix, what
-        sglang 0.5.23 fuses in classes of its own does too: those take no two scales (`deepseek_v2.py`
-        concatenates them, `qwen3_next.py` `_make_packed_weight_loader` looks for four)."""
+        """Return what stays in BF16. But for scales by block kv_b_proj does: sglang splits it after
+        loading, and would round scales of rows to one (`deepseek_weight_loader.py`). With a scale a
+        matrix, what sglang 0.5.23 fuses in classes of its own does too: those take no two scales
+        (`deepseek_v2.py` concatenates them, `qwen3_next.py` `_make_packed_weight_loader` looks for
+        four)."""
         if self._by_blocks:
             return ()
         return (Kind.KV_UP, *_PUBLISHED) if self.tensor else (Kind.KV_UP,)
@@ -327,7 +328,7 @@ class ToFp8:
             )
 
     def _is_same(self, plan: Plan, module: str) -> bool:
-        """Whether an FP8 module's scales are as this pass would write them."""
+        """Return whether an FP8 module's scales are as this pass would write them."""
         scheme = fp8_scheme(plan.checkpoint, module)
         formats = [config.block.get("scale_fmt") for config in plan.checkpoint.quantization_configs]
         return scheme.block == self._block_size and ("ue8m0" in formats) == self.exponents
@@ -371,7 +372,7 @@ class ToFp8:
 
 
 def _misread(consumer: str, made: Plan) -> Misread:
-    """What a runtime's class is known to misread of a plan's result."""
+    """Return what a runtime's class is known to misread of a plan's result."""
     types = {name: output.type for name, output in made.tensors.items()}
     return misread(parse_consumer(consumer).name, made.config, types)
 

@@ -297,7 +297,8 @@ def _modules(plan: Plan, dims: Dims) -> list[str]:
 
 
 def _is_fused(plan: Plan, modules: list[str]) -> bool:
-    """Whether all layers are fused (or all split). A layer with half a set, or both, is refused."""
+    """Return whether all layers are fused (or all split). A layer with half a set, or both, is
+    refused."""
     states: dict[bool, str] = {}
     for at in modules:
         have = {

@@ -100,14 +100,14 @@ def fuse_module(
 
 
 def _known(scalar: Output, read: Callable[[Output], bytes]) -> bytes | tuple[int, int]:
-    """What tells equal scalars: their bytes, or of computed ones the result that they are."""
+    """Return what tells equal scalars: their bytes, or of computed ones the result that they are."""
     origin = scalar.pieces[0].origin
     return (id(origin.node), origin.port) if isinstance(origin, Value) else read(scalar)
 
 
 def is_per_tensor(parameter: str, output: Output, block: Block) -> bool:
-    """Whether a parameter is one scale for a whole tensor: by its name, or of one element, where the
-    config states no block (a small tensor's only block has one element too)."""
+    """Return whether a parameter is one scale for a whole tensor: by its name, or of one element, where
+    the config states no block (a small tensor's only block has one element too)."""
     if parameter in _SCALARS:
         return True
     return parameter in _SCALES and block is None and output.type.numel == 1

@@ -199,13 +199,13 @@ class ToNvfp4:
         return as_nvfp4(plan, step, found, self.dialect, self.input_scale)
 
     def _facts(self, maxima: InputMaxima | None) -> dict[str, Any]:
-        """What input scales follow from."""
+        """Return what input scales follow from."""
         if maxima is not None:
             return {"input_maxima": maxima.recorded}
         return {} if self.input_scale is None else {"input_scale": self.input_scale}
 
     def chosen(self, plan: Plan) -> Selection:
-        """What the targets select of a plan."""
+        """Return what the targets select of a plan."""
         keep = self.shared_experts == "keep"
         found, _ = select(plan, takes_linears(self.targets), _in_blocks, keep_shared=keep)
         experts = found.experts
@@ -219,8 +219,8 @@ class ToNvfp4:
         return found
 
     def _takes_drafts(self, plan: Plan) -> bool:
-        """Whether experts of draft layers are quantized too: where a config cannot tell them from the
-        model's own. There are no statistics of theirs."""
+        """Return whether experts of draft layers are quantized too: where a config cannot tell them from
+        the model's own. There are no statistics of theirs."""
         return self.stats is None and draft_as_first_layer(plan)
 
     def _with_shared(self, plan: Plan, chosen: Selection) -> Selection:

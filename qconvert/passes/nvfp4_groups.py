@@ -49,7 +49,7 @@ def quantized(
 
 
 def _decoder(stored: Stored) -> RowOp | None:
-    """How the matrix is read: F16 and F32 as they are, since bf16 would round them once more."""
+    """Return how the matrix is read: F16 and F32 as they are, since bf16 would round them once more."""
     return None if isinstance(stored.decoder, ToBf16) else stored.decoder
 
 

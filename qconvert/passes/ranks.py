@@ -29,8 +29,8 @@ def _sized(chosen: Selection) -> list[Sized]:
 
 
 def _is_cut(matrix: Sized, block: Block, tp: int) -> bool:
-    """Whether each of `tp` ranks would not get whole blocks of a matrix, or of its part of a fused
-    one."""
+    """Return whether each of `tp` ranks would not get whole blocks of a matrix, or of its part of a
+    fused one."""
     _, kind, rows, columns = matrix
     high, wide = block
     if kind.cut is Cut.COLUMNS:
@@ -71,7 +71,7 @@ def loads_note(sizes: Iterable[int], what: str = "blocks") -> str:
 
 
 def cut_notes(chosen: Selection, block: Block) -> list[str]:
-    """What happens to a part of a fused matrix that is no whole blocks, even at one rank."""
+    """Return what happens to a part of a fused matrix that is no whole blocks, even at one rank."""
     cut = [one for one in _sized(chosen) if _is_cut(one, block, 1)]
     if not cut:
         return []

@@ -338,7 +338,7 @@ _HINTS: Mapping[type | None, str] = {
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Which kinds of modules are quantized: routed experts, shared ones, linears of neither, draft
+    """Kinds of modules that are quantized: routed experts, shared ones, linears of neither, draft
     layers."""
 
     experts: bool
@@ -372,7 +372,7 @@ def _form_of(decoder: object) -> Packing | None:
 
 
 def _scheme(plan: Plan, stored: Stored) -> IntScheme:
-    """How a matrix is quantized, but for the dtype of its scales."""
+    """Return how a matrix is quantized, but for the dtype of its scales."""
     decoder = stored.decoder
     if isinstance(decoder, DequantAwq):
         return IntScheme(BITS, decoder.group, not decoder.zeros)  # type: ignore[arg-type]

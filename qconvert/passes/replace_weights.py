@@ -1,5 +1,5 @@
-"""What every pass that replaces weights does: choose matrices, put new tensors in place of the old
-ones, and drop what is stale.
+"""Replacing of weights, as every quantizing pass does it: choose matrices, put new tensors in place of
+the old ones, and drop what is stale.
 
 Stale is what describes the old weights alone: scales of their activations, shapes of packed weights, and
 the config blocks and side files of an earlier quantization.
@@ -67,7 +67,7 @@ class Selection:
 
     @property
     def names_shared(self) -> bool:
-        """Whether targets name shared experts."""
+        """Return whether targets name shared experts."""
         return any(one.kind in SHARED and m not in self.shared for m, one in self.linears.items())
 
     def __iter__(self) -> Iterator[tuple[str, Kind, Stored]]:
@@ -99,7 +99,7 @@ class Selection:
         return sources_of(plan, names, STALE_RULE)
 
     def entry(self, name: str, options: Mapping[str, Any], notes: Iterable[str]) -> LogEntry:
-        """What the pass did. Linears are chosen by targets, so that only experts are counted."""
+        """Return what the pass did. Linears are chosen by targets, so that only experts are counted."""
         matrices = len(self.experts.projections) if self.experts else 0
         what = "matrices" if self.plain else "expert matrices"
         counted = self.experts is not None and not self.plain

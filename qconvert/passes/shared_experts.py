@@ -57,8 +57,8 @@ def with_shared(
 
 
 def shared_notes(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> list[str]:
-    """What the plan says of shared experts: which were quantized for the routed ones' sake and what
-    keeping them would take, or with which option sglang reads those that are kept."""
+    """Return what the plan says of shared experts: which were quantized for the routed ones' sake and
+    what keeping them would take, or with which option sglang reads those that are kept."""
     if chosen.shared:
         names = [n for m, one in chosen.linears.items() if m in chosen.shared for n in one.names]
         held = format_size(sum(plan.tensors[name].type.nbytes for name in names))

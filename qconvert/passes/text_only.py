@@ -135,9 +135,9 @@ def _apart(plan: Plan, found: Description, kind: str) -> Plan:
 
 
 def _names(plan: Plan, found: Description, names: Iterable[str]) -> dict[str, str]:
-    """What each tensor of the text model is called in its class. Drafts, and buffers that the class does
-    not have, follow the names that begin alike; drafts stay where none does. Raises PlanError for any
-    other name, and where layers of two blocks would be one."""
+    """Return what each tensor of the text model is called in its class. Drafts, and buffers that the
+    class does not have, follow the names that begin alike; drafts stay where none does. Raises PlanError
+    for any other name, and where layers of two blocks would be one."""
     dims, family = plan.role_index.dims, plan.family
     cut: dict[str, tuple[int, str] | None] = {}
     known: dict[str, str] = {}
@@ -171,7 +171,7 @@ def _names(plan: Plan, found: Description, names: Iterable[str]) -> dict[str, st
 
 
 def _cut(found: Description, template: str) -> tuple[int, str] | None:
-    """How many parts of a name are left out at its front, and what is put there."""
+    """Return how many parts of a name are left out at its front, and what is put there."""
     parts = template.split(".")
     for start in range(len(parts) - 1):
         rest = ".".join(parts[start:])
@@ -182,7 +182,7 @@ def _cut(found: Description, template: str) -> tuple[int, str] | None:
 
 
 def _prefixes(names: Mapping[str, str]) -> list[tuple[str, str]]:
-    """How names began before and after, without what is alike, longest first."""
+    """Return how names began before and after, without what is alike, longest first."""
     found: dict[tuple[str, str], None] = {}
     for old, new in names.items():
         if old == new or ".layers." not in old:

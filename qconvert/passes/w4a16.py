@@ -134,8 +134,8 @@ class ExpertsToW4A16:
         return IntScheme(self.bits, self.group_size, self.symmetric, self.actorder, dtype)
 
     def packer(self, *, draft: bool = False) -> Packer:
-        """What packs a matrix's codes. Raises PlanError for asymmetric codes in GPTQ's first version:
-        which zero points new codes need is not known before they are made."""
+        """Return what packs a matrix's codes. Raises PlanError for asymmetric codes in GPTQ's first
+        version: which zero points new codes need is not known before they are made."""
         if self.packing == "gptq" and not self.symmetric:
             raise PlanError(
                 "GPTQ's first version stores zero points less one and has no room for 0, which "
@@ -215,7 +215,7 @@ class ExpertsToW4A16:
         return found
 
     def chosen(self, plan: Plan) -> Selection:
-        """What the targets select of a plan, checked for groups, sets and tensor parallelism."""
+        """Return what the targets select of a plan, checked for groups, sets and tensor parallelism."""
         everyone = self._routed(plan)
         experts = everyone if everyone is not None and self._takes(everyone) else None
         linears, left, unwanted = select_linears(
@@ -284,7 +284,8 @@ class ExpertsToW4A16:
         return listed(self.targets) and not listed(self.ignore)
 
     def _takes(self, experts: Experts) -> bool:
-        """Whether the targets take the routed experts. Raises PlanError where they take a part."""
+        """Return whether the targets take the routed experts. Raises PlanError where they take a
+        part."""
         wanted = [self._wants(p.module, expert=True) for p in experts.projections]
         if any(wanted) and not all(wanted):
             kept = experts.projections[wanted.index(False)].module
@@ -436,8 +437,8 @@ class ExpertsToW4A16:
 
 
 def _linear_fp8_config(plan: Plan, fp8: tuple[int, int]) -> dict[str, Any]:
-    """What says that every linear beside packed experts is block FP8, as the source stores it (sglang
-    0.5.23, `compressed_tensors.py`)."""
+    """Return what says that every linear beside packed experts is block FP8, as the source stores it
+    (sglang 0.5.23, `compressed_tensors.py`)."""
     formats = [config.block.get("scale_fmt") for config in plan.checkpoint.quantization_configs]
     stated = next(filter(None, formats), None)
     return {
@@ -450,7 +451,8 @@ def _linear_fp8_config(plan: Plan, fp8: tuple[int, int]) -> dict[str, Any]:
 
 
 def _solved_beside(plan: Plan, chosen: Selection) -> bool:
-    """Whether linears beside the routed experts are calibrated: those of draft layers never are."""
+    """Return whether linears beside the routed experts are calibrated: those of draft layers never
+    are."""
     dims, is_mtp = plan.role_index.dims, plan.family.is_mtp
     return not all(is_mtp(f"{module}.weight", dims) for module in chosen.linears)
 

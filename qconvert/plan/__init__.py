@@ -1,1 +1,1 @@
-"""What shall exist, proved to account for every source byte before any is read."""
+"""Plans: what shall exist, proved to account for every source byte before any is read."""

@@ -1,4 +1,4 @@
-"""What qconvert.json says of a plan: all of it but the run's identity."""
+"""Content of qconvert.json that follows from a plan: all of it but the run's identity."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from qconvert.plan.plan import Plan
 
 
 def described(plan: Plan) -> dict[str, Any]:
-    """What is made, by which passes, what is lost and left out. It holds no time and no path, so the
-    same plan is described by the same bytes anywhere."""
+    """Return what is made, by which passes, what is lost and left out. It holds no time and no path, so
+    the same plan is described by the same bytes anywhere."""
     dims = plan.checkpoint.role_index.dims
     rules: dict[str, list[str]] = {}
     for name, rule in sorted(plan.dropped.items()):

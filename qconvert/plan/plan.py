@@ -209,8 +209,8 @@ class Plan:
         return tuple(nodes(self.tensors.values()))
 
     def losses(self) -> dict[str, int]:
-        """What the plan's steps lose, each with the number of nodes that do. Of a node whose results go
-        to several folders only what becomes of those that this plan wants."""
+        """Return what the plan's steps lose, each with the number of nodes that do. Of a node whose
+        results go to several folders only what becomes of those that this plan wants."""
         return dict(self._losses)
 
     @cached_property
@@ -317,7 +317,8 @@ class Plan:
 
 
 def _loss(node: Apply, ports: frozenset[int] | None) -> str | None:
-    """What a node loses; of one whose results go to several folders, with those of these `ports`."""
+    """Return what a node loses; of one whose results go to several folders, with those of these
+    `ports`."""
     types = [arg.type for arg in node.args]
     if ports is not None and isinstance(node.op, Several):
         return node.op.loss_of(ports, *types)
@@ -598,7 +599,7 @@ def _check_whole_groups(plan: Plan) -> None:
 
 
 def _is_stale(rule: str) -> bool:
-    """Whether a rule drops what a conversion makes stale (activation scales of weights that are no
-    longer quantized), what is derived from other parameters, or what another folder holds: the module
+    """Return whether a rule drops what a conversion makes stale (activation scales of weights that are
+    no longer quantized), what is derived from other parameters, or what another folder holds: the module
     stays whole."""
     return rule.startswith(("dequant:", "derived:", ELSEWHERE))

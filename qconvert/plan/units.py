@@ -93,7 +93,7 @@ class Unit:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What makes the outputs, in order."""
+        """Return what makes the outputs, in order."""
         return self.cut if self.node is None else (_of_results(self.node, self.made),)
 
 
@@ -149,14 +149,14 @@ def reread(step: Compute, most: int = REREAD_BYTES) -> dict[Piece, int]:
 
 
 def kept_in(step: Compute, room: int, most: int = REREAD_BYTES) -> dict[Piece, int]:
-    """What of `reread` is kept where a step has so much room: all of it, or nothing."""
+    """Return what of `reread` is kept where a step has so much room: all of it, or nothing."""
     wanted = reread(step, most)
     beside = compute_bytes(step) + gathered_bytes(step) if wanted else 0
     return wanted if sum(map(aligned, wanted.values())) + beside <= room else {}
 
 
 def read_whole(arg: Output) -> bool:
-    """Whether an argument is one range of a source."""
+    """Return whether an argument is one range of a source."""
     return len(arg.pieces) == 1 and isinstance(arg.pieces[0].origin, Source)
 
 

@@ -24,7 +24,7 @@ _MODIFIERS: dict[str, type[Rtn]] = {"GPTQModifier": Gptq, "QuantizationModifier"
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What a recipe asks for. `kind` is how codes are found: by GPTQ or rounding to nearest;
+    """Request of a recipe. `kind` is how codes are found: by GPTQ or rounding to nearest;
     `dampening_frac` and `block_size` are GPTQ's. Lines are those of the recipe."""
 
     kind: Literal["gptq", "rtn"]
@@ -36,7 +36,7 @@ class Foreign:
 
 
 def is_foreign(node: Any) -> bool:
-    """Whether a recipe's root node has llm-compressor's keys."""
+    """Return whether a recipe's root node has llm-compressor's keys."""
     keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
     return "passes" not in keys and any(
         key.endswith(("_stage", "_modifiers", "Modifier")) for key in keys

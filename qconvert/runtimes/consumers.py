@@ -1,4 +1,4 @@
-"""Which layouts each consumer's loader takes. `--for NAME[==VERSION]` names a consumer.
+"""Layouts that each consumer's loader takes. `--for NAME[==VERSION]` names a consumer.
 
 Checked against the loaders of sglang 0.5.23, vLLM 0.33 and transformers 5.17. Wrong orders have the
 right shape and load silently, so an order that is not in this table is refused, and a version that the

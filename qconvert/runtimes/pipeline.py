@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage owns, and which stages hold a tensor, by each runtime's rules.
+"""Layers that a pipeline stage owns, and which stages hold a tensor, by each runtime's rules.
 
 Stage s of a partition p owns layers [sum(p[:s]), sum(p[:s]) + p[s]). Layers keep their global numbers
 and config.json keeps the global count: the runtime is told the partition by an environment variable.

@@ -1,1 +1,1 @@
-"""What a calibration is asked for, and the samples it reads. No torch."""
+"""Request for a calibration, and the samples it reads. No torch."""

@@ -1,4 +1,4 @@
-"""Which tokens a model is calibrated with, and a hash of everything that decides it.
+"""Data of a calibration: its tokens, and a hash of everything that decides it.
 
 | data | a sample is |
 |---|---|
@@ -71,7 +71,7 @@ class DataSpec:
 
     @property
     def kind(self) -> Kind:
-        """Which form of data it is, from its name."""
+        """Return which form of data it is, from its name."""
         if self.synthetic:
             return "synthetic"
         if self.data is None:

@@ -1,4 +1,4 @@
-"""What a calibration is asked for: data, and how layers are solved. No torch here: a plan names it, and
+"""Request for a calibration: data, and how layers are solved. No torch here: a plan names it, and
 only a run computes (`qconvert/calibrate/`)."""
 
 from __future__ import annotations

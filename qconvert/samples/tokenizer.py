@@ -78,7 +78,7 @@ class Tokenizer:
         return ids
 
     def prefix(self) -> list[int]:
-        """What the tokenizer puts before every text: DeepSeek's BOS, nothing for Qwen."""
+        """Return what the tokenizer puts before every text: DeepSeek's BOS, nothing for Qwen."""
         (plain,), (full,) = self._ids(["a"], special=False), self._ids(["a"], special=True)
         starts = range(len(full) - len(plain) + 1)
         return full[: next((at for at in starts if full[at : at + len(plain)] == plain), 0)]

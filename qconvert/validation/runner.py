@@ -195,7 +195,7 @@ class Report:
 
     @property
     def not_known(self) -> str:
-        """What `--for` asked and nobody knows, "" where it was answered or not asked."""
+        """Return what `--for` asked and nobody knows, "" where it was answered or not asked."""
         for text in self.not_checked:
             at = text.find(f"({NOT_KNOWN}")
             if at >= 0:
@@ -323,8 +323,8 @@ def _work(
 
 
 def judge_headers(folder: Folder) -> list[Finding]:
-    """What the header rules find in a folder, which may be a planned one; source and partner are used
-    if there are any. Only headers and configs are read. Raises CheckpointError if the files that
+    """Return what the header rules find in a folder, which may be a planned one; source and partner are
+    used if there are any. Only headers and configs are read. Raises CheckpointError if the files that
     the rules rely on are broken."""
     report, ran = Report(), list[Ran]()
     for validator in _validators_with(_at_hand(folder)):
@@ -349,7 +349,8 @@ def validate_kernels() -> Report:
 
 
 def _at_hand(folder: Folder) -> set[Need]:
-    """What validators may need and have. Raises CheckpointError if the files they rely on are broken."""
+    """Return what validators may need and have. Raises CheckpointError if the files they rely on are
+    broken."""
     checkpoint, request = folder.checkpoint, folder.request
     manifest, stated = checkpoint.manifest, checkpoint.quantization_configs
     found: dict[Need, bool] = {
@@ -431,14 +432,14 @@ def _gathered(folder: Folder, have: set[Need], report: Report) -> list[Ran]:
 
 
 def _not_asked(need: Need) -> str:
-    """What an option would prove, and what it takes on this machine."""
+    """Return what an option would prove, and what it takes on this machine."""
     what, option, extra, packages = _OPTIONS[need]
     missing = lacking(extra, *packages)
     return f"{what} (give {option}{f'; {missing}' if missing else ''})"
 
 
 def _conclude(ran: Sequence[Ran], report: Report, level: Level = "headers") -> None:
-    """What was proved: every validator that found no error and checked something."""
+    """Return what was proved: every validator that found no error and checked something."""
     for run in ran:
         proves = run.validator.proves
         report.findings += run.findings

@@ -170,7 +170,7 @@ def _faults(checkpoint: Checkpoint, layers: list[Layer]) -> Iterator[Finding]:
 
 
 def _has_others(checkpoint: Checkpoint) -> bool:
-    """Whether some experts are separate matrices: layers in other formats stay unchanged."""
+    """Return whether some experts are separate matrices: layers in other formats stay unchanged."""
     return any(".experts.0." in name for name in checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""What kt-kernel's AMX kernels can hold: their two formats, and the sizes of matrices in NUMA shards.
+"""Limits of kt-kernel's AMX kernels: their two formats, and the sizes of matrices in NUMA shards.
 
 Format source: kt-kernel 0.7.2.
 """

@@ -203,7 +203,7 @@ class RoundToNearest:
         return {}
 
     def _packed_at_once(self, source: UInt16s, outs: Sequence[Buffer]) -> bool:
-        """Whether one compiled loop rounded and packed: INT4 in compressed-tensors' form."""
+        """Return whether one compiled loop rounded and packed: INT4 in compressed-tensors' form."""
         import numpy as np
 
         plain = self.scales == "amax" and _is_plain(self.scheme) and self.scheme.bits == 4
@@ -257,7 +257,8 @@ class RoundToNearest:
 
 
 def _is_plain(scheme: IntScheme) -> bool:
-    """Whether codes are rounded as `_round_plain` does: symmetric, to the whole range, BF16 scales."""
+    """Return whether codes are rounded as `_round_plain` does: symmetric, to the whole range, BF16
+    scales."""
     return scheme.symmetric and scheme.scale_dtype == "BF16" and not scheme.narrow
 
 

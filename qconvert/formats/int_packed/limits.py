@@ -1,4 +1,4 @@
-"""Which group sizes hold a model's matrices, and at which tensor-parallel sizes they load, as sglang
+"""Group sizes that hold a model's matrices, and at which tensor-parallel sizes they load, as sglang
 0.5.23 and vLLM 0.33 cut them.
 """
 
@@ -27,8 +27,8 @@ class Matrix:
 
 
 def loads_at(matrices: Iterable[Matrix], scheme: IntScheme, tp: int, words: bool = False) -> bool:
-    """Whether each of `tp` ranks gets whole groups of every matrix, and whole words of zero points where
-    the format packs those along rows: `words`, or asymmetric."""
+    """Return whether each of `tp` ranks gets whole groups of every matrix, and whole words of zero
+    points where the format packs those along rows: `words`, or asymmetric."""
     for matrix in matrices:
         if matrix.cut is Cut.COLUMNS:
             step = _CHANNEL_STEP if scheme.group is None else scheme.group

@@ -1,4 +1,4 @@
-"""How integer codes are kept: compressed-tensors' pack-quantized, and GPTQ's own form.
+"""Packing of integer codes: compressed-tensors' pack-quantized, and GPTQ's own form.
 
 Sources: compressed-tensors 0.19, `compressors/pack_quantized/` (words and zero points), llm-compressor
 0.14, `modeling/moe/linear_experts.py` (`weight_g_idx`); AutoGPTQ 0.7 and GPTQModel, which write and

@@ -60,15 +60,15 @@ def _rungs(bits: int, short: bool) -> tuple[float, ...]:
 
 
 def ladder(bits: int, width: int) -> Float32s:
-    """What the ends of a group of `width` columns are multiplied with, [_RUNGS]: 1 first."""
+    """Return what the ends of a group of `width` columns are multiplied with, [_RUNGS]: 1 first."""
     import numpy as np
 
     return np.array(_rungs(bits, width <= _SHORT), np.float32)
 
 
 def searched(weight: UInt16s, scheme: IntScheme, made: Codes, *, signed: bool) -> bool:
-    """Whether a loop searched rows [n, K] of BF16 bits, into `made` with zero points; else `search_rows`
-    is to. `signed`: scales below 0 are tried, too."""
+    """Return whether a loop searched rows [n, K] of BF16 bits, into `made` with zero points; else
+    `search_rows` is to. `signed`: scales below 0 are tried, too."""
     assert made.zero is not None
     shape = made.scale.size, -1
     lines, dtype = made.codes.reshape(shape), ("BF16", "F16", "F32").index(scheme.scale_dtype)

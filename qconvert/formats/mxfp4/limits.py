@@ -1,4 +1,4 @@
-"""What can be MXFP4: E2M1 codes, two a byte, under an exponent for each 32 columns."""
+"""Limits of MXFP4: E2M1 codes, two a byte, under an exponent for each 32 columns."""
 
 from __future__ import annotations
 

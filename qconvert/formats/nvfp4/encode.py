@@ -222,8 +222,8 @@ def check_columns(columns: int) -> None:
 
 
 def inverse(packed: UInt8s, scale: UInt8s, own: float, dialect: Dialect) -> Float32s:
-    """What the bytes mean: packed [N, K/2] and scale codes [N, K/16] -> float32 [N, K], not rounded
-    to bf16. Written from the definitions of E2M1 and E4M3, number by number."""
+    """Return what the bytes mean: packed [N, K/2] and scale codes [N, K/16] -> float32 [N, K], not
+    rounded to bf16. Written from the definitions of E2M1 and E4M3, number by number."""
     import numpy as np
 
     rows = packed.shape[0]

@@ -127,8 +127,8 @@ def _dump(front: Mapping[str, Any]) -> str:
 
 
 def plain_yaml(front: Mapping[str, Any]) -> str | None:
-    """What yaml.safe_dump writes of words and lists of words, None where anything else is there: a
-    conversion's card has no more, and yaml's import takes 18 ms of CPU."""
+    """Return what yaml.safe_dump writes of words and lists of words, None where anything else is there:
+    a conversion's card has no more, and yaml's import takes 18 ms of CPU."""
     lines = []
     for key, value in front.items():
         items = value if isinstance(value, list) else [value]

@@ -31,7 +31,7 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def has_signed_scales(manifest: Mapping[str, Any]) -> bool:
-    """Whether scales of its INT4 weights were searched for below 0, too."""
+    """Return whether scales of its INT4 weights were searched for below 0, too."""
     for step in manifest["passes"]:
         options = step["options"]
         searched = options.get("calibrate") or options

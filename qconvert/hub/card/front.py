@@ -123,6 +123,6 @@ def base_of(root: Path, source: Mapping[str, Any]) -> str | None:
 
 
 def is_id(name: Any) -> bool:
-    """Whether a text can be a repo's id, by the Hub's rules (huggingface_hub 1.33, validate_repo_id;
-    asked here without the client, whose import every conversion would pay for)."""
+    """Return whether a text can be a repo's id, by the Hub's rules (huggingface_hub 1.33,
+    validate_repo_id; asked here without the client, whose import every conversion would pay for)."""
     return isinstance(name, str) and len(name) <= 96 and bool(_ID.fullmatch(name))

@@ -1,4 +1,4 @@
-"""Which runtimes load a folder, and how they are started on it: as runtimes/serving.py says, for the
+"""Runtimes that load a folder, and their launch lines: as runtimes/serving.py says, for the
 class and the version. A runtime that is known to load it whole at some size is started as it does at the
 smallest; of one whose loader nobody simulated for the class, the line is there to try. KTransformers'
 line: runtimes/ktransformers.py."""
@@ -39,7 +39,7 @@ def takers(
 
 
 def said_of(runtime: str, said: Loads) -> Loading:
-    """What is said of a runtime, or that nobody asked."""
+    """Return what is said of a runtime, or that nobody asked."""
     nobody = "not known: its headers were not read"
     return said.get(runtime) or Loading(runtime, CHECKED[runtime], {}, unknown=nobody)
 

@@ -193,14 +193,15 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
 
 
 def _to_try(runtimes: Sequence[str], config: Mapping[str, Any], said: Loads) -> list[str]:
-    """What stands before lines of runtimes that are not known to load the folder."""
+    """Return what stands before lines of runtimes that are not known to load the folder."""
     each = " and ".join(f"{name} {said_of(name, said).version}" for name in runtimes)
     doubt = f"Not known for {_code(class_of(config))}: whether {each} load it whole."
     return [f"{doubt} To try, with REPO as this repo's id or folder:", ""]
 
 
 def _draft_lines(config: Mapping[str, Any], said: Loads) -> Iterator[str]:
-    """How each runtime is started on a model with this draft, unless it is known not to load it."""
+    """Return how each runtime is started on a model with this draft, unless it is known not to load
+    it."""
     for verdict in ("loads", "not known"):
         names = [name for name in _DRAFT_OPTIONS if said_of(name, said).verdict == verdict]
         if names and verdict == "not known":
@@ -226,7 +227,7 @@ def _repo(name: str) -> str:
 
 
 def _sizes(said: Loads) -> list[str]:
-    """What simulated loaders do with it at which sizes, a paragraph each."""
+    """Return what simulated loaders do with it at which sizes, a paragraph each."""
     lines: list[str] = []
     for one in said.values():
         who = f"{one.runtime} {one.version}"
@@ -245,7 +246,7 @@ def _sizes(said: Loads) -> list[str]:
 
 
 def proof(report: Report | None, *, forced: bool) -> str:
-    """What a validation proved, only read, and did not check; its findings, if any."""
+    """Return what a validation proved, only read, and did not check; its findings, if any."""
     head = ["## What was checked", ""]
     if report is None:
         return "\n".join(

@@ -29,7 +29,7 @@ _JOINS = {
 
 
 def is_draft(template: str) -> bool:
-    """Whether a name template is of a block of its own."""
+    """Return whether a name template is of a block of its own."""
     return template.startswith(PREFIXES)
 
 

@@ -104,14 +104,15 @@ def _classes() -> Mapping[str, str]:
 
 
 def _akin(description: Description, names: Iterable[str]) -> bool:
-    """Whether any module is called as one of the class: a folder of kernels' tiles holds none, and a
-    class takes seconds to build."""
+    """Return whether any module is called as one of the class: a folder of kernels' tiles holds none,
+    and a class takes seconds to build."""
     known = {module.rpartition(".")[2] for module in description.modules}
     return any(split_parameter(name)[0].rpartition(".")[2] in known for name in names)
 
 
 def _any(description: Description, names: Iterable[str]) -> bool:
-    """Whether any module of a layer is described: names of another order of things are not its own."""
+    """Return whether any module of a layer is described: names of another order of things are not its
+    own."""
     templates = {parse(name).template for name in names}
     return any("{L}" in template and described(description, template) for template in templates)
 
@@ -125,7 +126,7 @@ def _shipped(model_type: str) -> Description | None:
 
 
 def _asked(config: Config, names: list[str]) -> Description | str:
-    """What the class in the installed transformers says of these names, or why nothing."""
+    """Return what the class in the installed transformers says of these names, or why nothing."""
     kind = config.get("model_type")
     unknown = f"model_type {kind!r} is not known"
     try:
@@ -158,8 +159,8 @@ def _asked(config: Config, names: list[str]) -> Description | str:
 
 @lru_cache(maxsize=8)
 def _has_class(model_type: str) -> bool:
-    """Whether the installed transformers names the model_type in its tables, read as text: importing
-    them takes seconds, and most models that are not known are not known there either."""
+    """Return whether the installed transformers names the model_type in its tables, read as text:
+    importing them takes seconds, and most models that are not known are not known there either."""
     return any(f'("{model_type}", ' in text for text in _tables())
 
 

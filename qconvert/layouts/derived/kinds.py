@@ -1,4 +1,4 @@
-"""What a parameter of a transformers class is, by the module that owns it and, for the projections of
+"""Kinds of parameters of a transformers class, by the module that owns it and, for the projections of
 one block, by the names that transformers' classes share.
 
 The owner decides whether a parameter may be quantized at all: `nn.Linear` may, an embedding, the head, a

@@ -1,4 +1,4 @@
-"""How a class of transformers calls its decoder layers, and these their routed experts.
+"""Calls of decoder layers by a class of transformers, and these their routed experts.
 
 A calibration has one layer in memory at a time, and must know this to run them. It is found on the
 built class, by running its own forward over layers that only record their calls (transformers 5.17).
@@ -18,7 +18,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a layer is called with, but for the hidden states, which come first."""
+    """Arguments of a layer, but for the hidden states, which come first."""
 
     rest: tuple[Any, ...]
     named: Mapping[str, Any]
@@ -43,12 +43,13 @@ class Decoder:
         return self.module.get_submodule(self.list_name)
 
     def at(self, layer: int) -> str:
-        """What names of a layer's parameters begin with in the class."""
+        """Return what names of a layer's parameters begin with in the class."""
         return f"{self.name}{self.list_name}.{layer}."
 
 
 def is_marked(module: Any) -> bool:
-    """Whether it holds stacks of experts and says how: transformers' `use_experts_implementation`."""
+    """Return whether it holds stacks of experts and says how: transformers'
+    `use_experts_implementation`."""
     return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
@@ -143,9 +144,9 @@ def replaced(module: Any, forward: Callable[..., Any]) -> contextlib.AbstractCon
 
 
 def calls(decoder: Decoder, states: Any, *, first: bool = False) -> tuple[Any, list[Call]]:
-    """What the first layer is given for inputs [B, T, H], and what else every layer (the first alone, if
-    so asked) is called with. Raises CannotRun where layers are not called in turn, each with what the
-    one before it returns."""
+    """Return what the first layer is given for inputs [B, T, H], and what else every layer (the first
+    alone, if so asked) is called with. Raises CannotRun where layers are not called in turn, each with
+    what the one before it returns."""
     import torch
 
     layers = list(decoder.layers)
@@ -187,8 +188,8 @@ def calls(decoder: Decoder, states: Any, *, first: bool = False) -> tuple[Any, l
 
 
 def finished(decoder: Decoder, states: Any) -> Any:
-    """What the decoder makes of its last layer's result [B, T, H]: [B, T, H] after the final norm.
-    Raises CannotRun where the class does something else with it."""
+    """Return what the decoder makes of its last layer's result [B, T, H]: [B, T, H] after the final
+    norm. Raises CannotRun where the class does something else with it."""
     import torch
 
     layers = list(decoder.layers)

@@ -250,7 +250,7 @@ def _sizes(text: Any, experts: Any | None, modules: Mapping[str, Any]) -> dict[s
 
 
 def kind(found: Class, name: str) -> Kind | None:
-    """What a published tensor is; None for one that the class has no place for."""
+    """Return what a published tensor is; None for one that the class has no place for."""
     target, converter, source = found.read(name)
     parameter = found.parameters.get(target)
     if parameter is None:
@@ -290,8 +290,8 @@ def kind(found: Class, name: str) -> Kind | None:
 
 
 def _is_transposed(experts: Any) -> bool:
-    """Whether stacks hold inputs before outputs: [E, H, 2I] and [E, I, H]. A class without the decorator
-    says it by their shapes."""
+    """Return whether stacks hold inputs before outputs: [E, H, 2I] and [E, I, H]. A class without the
+    decorator says it by their shapes."""
     if is_marked(experts):
         return bool(experts.is_transposed)
     both, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
@@ -301,8 +301,8 @@ def _is_transposed(experts: Any) -> bool:
 
 
 def _says_its_order(experts: Any) -> bool:
-    """Whether a class without the decorator computes gate from the first half of `gate_up_proj` and has
-    no other parameters: Llama4TextExperts and LongcatFlashExperts do (transformers 5.17)."""
+    """Return whether a class without the decorator computes gate from the first half of `gate_up_proj`
+    and has no other parameters: Llama4TextExperts and LongcatFlashExperts do (transformers 5.17)."""
     held = dict(experts.named_parameters(recurse=False))
     return held.keys() == {"gate_up_proj", "down_proj"} and bool(
         _GATE_FIRST.search(inspect.getsource(type(experts)))
@@ -328,7 +328,8 @@ def why_not_read(found: Class) -> str:
 
 
 def is_ungated(found: Class) -> bool:
-    """Whether experts are down(act(up)), as Nemotron-H's: two matrices each, and no stack of both."""
+    """Return whether experts are down(act(up)), as Nemotron-H's: two matrices each, and no stack of
+    both."""
     experts = found.experts
     return experts is not None and is_marked(experts) and not experts.has_gate
 
@@ -441,7 +442,7 @@ def _not_run(found: Class, unread_experts: str) -> dict[str, str]:
 
 
 def _number(layers: set[int], sets: list[set[int]]) -> int:
-    """Which of the sets it is; a new one is added."""
+    """Return which of the sets it is; a new one is added."""
     if layers not in sets:
         sets.append(layers)
     return sets.index(layers)

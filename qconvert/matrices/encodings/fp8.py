@@ -26,8 +26,8 @@ def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
 
 
 def fp8_scheme_of(plan: Plan, scale: str) -> Fp8Scheme:
-    """How the config says the weight of this scale is scaled. Raises PlanError for U8 scales it does not
-    call exponents."""
+    """Return how the config says the weight of this scale is scaled. Raises PlanError for U8 scales it
+    does not call exponents."""
     module = None
     if has_groups(plan.checkpoint):  # which alone tell modules apart
         weight = next(iter(weight_candidates(scale)), scale)

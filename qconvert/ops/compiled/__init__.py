@@ -14,12 +14,12 @@ from qconvert.ops.compiled.choice import in_use
 
 
 def done(name: str, *args: Any) -> bool:
-    """Whether the loop of this name made the results; else they are undefined, and numpy's form is to
-    make them."""
+    """Return whether the loop of this name made the results; else they are undefined, and numpy's form
+    is to make them."""
     found = in_use()
     return found is not None and bool(getattr(found, name)(*args))
 
 
 def may_be_done() -> bool:
-    """Whether `done` has anything to ask, for what would be prepared for it alone."""
+    """Return whether `done` has anything to ask, for what would be prepared for it alone."""
     return in_use() is not None

@@ -1,4 +1,4 @@
-"""Whether ops compute in their compiled loops: see qconvert/compiled/choice.py, which decides."""
+"""Choice of compiled loops for ops: see qconvert/compiled/choice.py, which decides."""
 
 from __future__ import annotations
 

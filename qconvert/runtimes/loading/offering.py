@@ -111,7 +111,7 @@ class Tensors(dict[str, TensorType]):
         return {}
 
     def once(self, what: str, config: Config, make: Callable[[Config, Tensors], T]) -> T:
-        """What `make` says of these tensors under a config, asked at each size."""
+        """Return what `make` says of these tensors under a config, asked at each size."""
         known = self._said.get(what)
         if known is None or known[0] is not config:
             known = self._said[what] = config, make(config, self)

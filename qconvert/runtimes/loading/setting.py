@@ -51,8 +51,8 @@ class Setting:
         return self.stage == self.pp - 1
 
     def layers(self, count: int) -> range:
-        """Which layers of `count` the stage owns (distributed/utils.py, get_pp_indices): without a
-        stated partition the last stages own one more each."""
+        """Return which layers of `count` the stage owns (distributed/utils.py, get_pp_indices): without
+        a stated partition the last stages own one more each."""
         if self.pp == 1:
             return range(count)  # a stated partition is not looked at
         if self.partition is not None:

@@ -97,7 +97,7 @@ def _code_fault(start: int, data: memoryview, method: Method) -> str | None:
 
 
 def _out_of_range(data: Bytes, method: Method) -> Bools:
-    """Which bytes hold the code that two's complement has but the format does not."""
+    """Return which bytes hold the code that two's complement has but the format does not."""
     int4 = method == "int4"
     wrong: Bools = ((data & 0x0F == 0x08) | (data & 0xF0 == 0x80)) if int4 else data == 0x80
     return wrong

@@ -293,8 +293,8 @@ def mx_fits(expected: Floats, found: Floats, factor: Floats) -> tuple[Bools, str
 
 
 def halfway(expected: Floats, found: Floats, factor: Floats, unit: float) -> tuple[Bools, str]:
-    """Which weights [n, K] are within half a step of the expected ones, and what is wrong with block
-    scales that are coarser than their blocks need. `factor` [n, K / 16] are block scales times the
+    """Return which weights [n, K] are within half a step of the expected ones, and what is wrong with
+    block scales that are coarser than their blocks need. `factor` [n, K / 16] are block scales times the
     global one, `unit` is the global one. Half a step is a quarter, a half or one of a factor; beyond 6
     there is only the rest that a rounded-down block scale leaves."""
     import numpy as np

@@ -234,7 +234,7 @@ def _stated_for(
 def _all_stated(
     checkpoint: Checkpoint, read: Callable[[Mapping[str, Any]], T | None]
 ) -> tuple[frozenset[T], ...]:
-    """What `read` makes of all that each block states."""
+    """Return what `read` makes of all that each block states."""
     return tuple(
         frozenset(one for g in block.stated if (one := read(g)) is not None)
         for block in _blocks(checkpoint)
@@ -293,7 +293,7 @@ def _comes_last(config: QuantConfig) -> bool:
 
 
 def group_names(config: QuantConfig) -> Callable[[str], str | None]:
-    """Which of compressed-tensors' groups covers a module, by name; None: no group does."""
+    """Return which of compressed-tensors' groups covers a module, by name; None: no group does."""
     groups = config.block.get("config_groups")
     by_target: dict[str, str] = {}
     for name, group in groups.items() if isinstance(groups, Mapping) else ():

@@ -254,7 +254,7 @@ class Compare:
         expected: Floats,
         found: Floats,
     ) -> Bools | None:
-        """Which weights are right; None: all."""
+        """Return which weights are right; None: all."""
         import numpy as np
 
         with np.errstate(all="ignore"):

@@ -112,7 +112,7 @@ def span_if_near(tile: Tile) -> Floats | None:
 
 
 def nearest_fits(tile: Tile) -> Bools:
-    """Which weights are within rounding to nearest of the source's."""
+    """Return which weights are within rounding to nearest of the source's."""
     import numpy as np
 
     half, least, part = _bounds(tile.form)

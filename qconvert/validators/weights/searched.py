@@ -86,8 +86,8 @@ def _at(why: tuple[int, int, str] | None, first: int) -> str:
 
 
 def ints_fit(tile: Tile) -> tuple[Bools, tuple[int, int, str] | None]:
-    """Which weights are the nearest codes of their scales (the tile's `step`, with its sign), and the
-    first group whose scale loses more than that of its largest weight: row, group and how much."""
+    """Return which weights are the nearest codes of their scales (the tile's `step`, with its sign), and
+    the first group whose scale loses more than that of its largest weight: row, group and how much."""
     import numpy as np
 
     steps, symmetric, dtype = code_range(tile.form)

@@ -170,7 +170,7 @@ class _Numbers:
             self._note(raw, at)
 
     def _note(self, data: Bytes, start: int) -> None:
-        """Which matrices are shown by some bytes not to be zero, if any."""
+        """Return which matrices are shown by some bytes not to be zero, if any."""
         if self._task.parts == 1:
             self._zero[0] = False
             return

@@ -78,7 +78,7 @@ def _any_codes(pairs: Any, inverses: Any, packed: Any) -> None:
 
 @inner
 def _spread(exponents: Any, inverses: Any) -> None:
-    """What the words of groups [n, 16] are multiplied by."""
+    """Return what the words of groups [n, 16] are multiplied by."""
     for group in range(exponents.size):
         power = np.int32(exponents[group])
         inverse = np.int32(np.int32(np.int32(254) - power) << np.int32(23)).view(np.float32)
