@@ -156,7 +156,7 @@ def test_a_name_is_no_markup() -> None:
 
 
 def test_layers_alone(room: Path) -> None:
-    out = evaluated(room, room / "made", "--layers", "2").out
+    out = evaluated(room, room / "made", "--first-layers", "2").out
     assert re.search(r"^layers run +2 of 4$", out, re.M)
     assert "no perplexity, no KL, no agreement" in " ".join(out.split())
 
@@ -192,7 +192,8 @@ def test_source_and_data_are_needed(lacks: str) -> None:
     given = {"--against": "src", "--data": "x.txt"}
     words = [word for name, value in given.items() if name != lacks for word in (name, value)]
     done = run_cli("eval", "repo", *words)
-    assert (done.code, f"Missing option '{lacks}'" in done.out + done.err) == (2, True)
+    says = {"--against": "Missing option '--against'", "--data": "give --data FILE, or --synthetic"}
+    assert (done.code, says[lacks] in done.err) == (2, True)
 
 
 # --- What is written -------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ PASS = '''
 from dataclasses import dataclass
 from typing import ClassVar
 
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 
@@ -45,7 +46,7 @@ class Noted:
     text: str = "Acme"
 
     def __call__(self, plan: Plan) -> Plan:
-        entry = LogEntry(self.name, repr(self), 1, 1)
+        entry = LogEntry(self.name, options_of(self), 1, 1)
         return plan.logged(entry, new_files={**plan.new_files, "acme.txt": self.text})
 
 

@@ -293,15 +293,13 @@ def test_options_of_a_scale_a_matrix() -> None:
         ({"tensor": True, "exponents": True}, "by block only"),
         ({"input_scale": 1.0}, "add tensor"),
         ({"tensor": True, "input_scale": -1.0}, "above 0"),
-        ({"stats": "x", "targets": "experts"}, "add tensor"),
+        ({"stats": "x", "targets": ("experts",)}, "add tensor"),
         ({"stats": "x", "tensor": True}, "all other layers would need"),
         ({"stats": "x", "tensor": True, "input_scale": 1.0}, "stats says otherwise"),
         (
-            {"stats": "x", "tensor": True, "targets": "experts", "shared_experts": "quantize"},
+            {"stats": "x", "tensor": True, "targets": ("experts",), "shared_experts": "quantize"},
             "quantized shared experts would need",
         ),
     ):
         with pytest.raises(PlanError, match=said):
             ToFp8(**wrong)
-    # What stands in manifests of older versions is unchanged.
-    assert repr(ToFp8()).endswith("tp=None)")
