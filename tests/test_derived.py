@@ -244,7 +244,7 @@ def test_a_class_that_takes_too_long_is_said(
 ) -> None:
     """Of CPU, not of time by the clock."""
     (tmp_path / "transformers.py").write_text("while True:\n    pass\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(find, "_SECONDS", 1)
     assert find._run("{}") == {"failed": "it took more than 1 s of CPU"}
 
