@@ -73,13 +73,15 @@ def moved(text: str, at: str, files: set[str] | None = None) -> str:
 
 
 def all_commands() -> str:
-    """Every command's help, as the terminal shows it."""
+    """Every command's help, as --help-all shows it."""
+    from qconvert.cli.command import EVERY
     from qconvert.cli.main import cli
 
     said = "The help of every command and all its options, written from the code."
     lines = ["# All commands", "", f"{said} [Examples of each](commands.md)."]
     root = click.Context(cli, info_name="qconvert", max_content_width=100, terminal_width=100)
     for context in _contexts(cli, root):
+        context.meta[EVERY] = True
         # A group is formatted by its context's settings, which the root's parent would hand down.
         lines += ["", f"## {context.command_path}", "", "```text", context.get_help(), "```"]
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from qconvert import api
 _ROOT = Path(__file__).parent.parent
 _OTHER = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md",
           "benchmarks/README.md", "validators/RULES.md")  # fmt: skip
-PAGES = [*_OTHER, *sorted(f"docs/{file.name}" for file in (_ROOT / "docs").glob("*.md"))]
+PAGES = [*_OTHER, *sorted(str(file.relative_to(_ROOT)) for file in (_ROOT / "docs").rglob("*.md"))]
 
 
 def _site() -> ModuleType:

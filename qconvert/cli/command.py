@@ -18,7 +18,7 @@ _RARE = frozenset({
     "print_recipe", "private", "profile", "quiet", "save_stats", "seed", "settings", "sha256", "shard",
     "shared_experts", "solver", "synthetic", "verbose", "verify", "work_dir",
 })  # fmt: skip
-_EVERY = "qconvert.help_all"
+EVERY = "qconvert.help_all"  # of a context whose help shows every option
 MOST = 20  # options that --help shows
 
 
@@ -42,7 +42,7 @@ class Command(click.Command):
         return rare if len(options) > MOST else []
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        every = ctx.meta.get(_EVERY, False)
+        every = ctx.meta.get(EVERY, False)
         hidden = [] if every else self._hidden()
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         shown = [one for one in options if one not in hidden]
@@ -73,6 +73,6 @@ def _first_sentence(text: str) -> str:
 
 def _help_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        ctx.meta[_EVERY] = True
+        ctx.meta[EVERY] = True
         say(*ctx.get_help().splitlines())
         ctx.exit()
