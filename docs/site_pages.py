@@ -55,18 +55,19 @@ def moved(text: str, at: str, files: set[str] | None = None) -> str:
     """A page of the repository, `at` its path there, with its links as they are on the site. Files that
     are no page are noted in `files`: they are copied. Raises ValueError for a link to neither."""
 
+    home = posixpath.dirname(at.removeprefix("docs/")) if at.startswith("docs/") else ""
+
     def target(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(at), match[1]))
         anchor = match[2] or ""
-        if path in OUTSIDE:
-            return OUTSIDE[path] + anchor
-        if path.startswith("docs/"):
-            return path.removeprefix("docs/") + anchor
+        page = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if page is not None:
+            return posixpath.relpath(page, home or ".") + anchor
         if not (ROOT / path).is_file():
             raise ValueError(f"{at}: the site has no page or file for the link to {match[1]}")
         if files is not None:
             files.add(path)
-        return f"files/{path}"
+        return posixpath.relpath(f"files/{path}", home or ".")
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if n % 2 else _LINK.sub(target, part) for n, part in enumerate(parts))

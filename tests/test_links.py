@@ -57,7 +57,9 @@ def test_links_of_the_site(page: str) -> None:
         *(name[5:] for name in PAGES if name[:5] == "docs/"),
     }
     copied: set[str] = set()
-    for path, _ in site.links(site.moved(_text(page), page, copied)):
+    home = posixpath.dirname(page[5:]) if page[:5] == "docs/" else ""
+    for link, _ in site.links(site.moved(_text(page), page, copied)):
+        path = posixpath.normpath(posixpath.join(home, link)) if link else ""
         local = (_ROOT / "docs" / path).is_file() and not path.startswith("..")
         assert not path or path in known or local or path.removeprefix("files/") in copied, path
 
