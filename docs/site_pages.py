@@ -60,7 +60,9 @@ def moved(text: str, at: str, files: set[str] | None = None) -> str:
     def target(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(at), match[1]))
         anchor = match[2] or ""
-        page = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        page = OUTSIDE.get(path) or (
+            path.removeprefix("docs/") if path.startswith("docs/") else None
+        )
         if page is not None:
             return posixpath.relpath(page, home or ".") + anchor
         if not (ROOT / path).is_file():

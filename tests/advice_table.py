@@ -9,7 +9,7 @@ from pathlib import Path
 import headers
 
 from qconvert import api
-from qconvert.advise.hybrid import hybrids
+from qconvert.advise.advice import hybrids
 from qconvert.advise.machine import Machine
 from qconvert.advise.options import candidates, considered
 from qconvert.checkpoint.checkpoint import Checkpoint
@@ -71,7 +71,7 @@ def _cell(checkpoint: Checkpoint, runtime: str, machine: Machine) -> str:
         if choice.unknown:
             return "not known"
         if sizes := choice.fits_at(machine):
-            option = choice.answers[max(sizes)].mended_by
+            option = choice.answers[max(sizes)].required_flag
             return _said(candidate.command, f"TP {max(sizes)}") + (f" `{option}`" if option else "")
     return "does not fit"
 

@@ -11,8 +11,7 @@ import pytest
 from checkpoints import run_cli
 
 from qconvert import api
-from qconvert.advise.advice import as_json, lines_of
-from qconvert.advise.hybrid import Hybrid
+from qconvert.advise.advice import Hybrid, as_json, lines_of
 from qconvert.advise.machine import FOR_WEIGHTS
 from qconvert.advise.options import Choice, candidates, considered, cpu_candidates
 from qconvert.cli.main import cli
@@ -66,7 +65,7 @@ def test_what_does_not_fit_is_converted(models: Path) -> None:
     assert len([command for command in everyone if command.startswith("w4a16")]) == 1
     assert found.lines == (
         "python -m sglang.launch_server --model-path OUT --tp-size 1"
-        + (f" {best.answers[1].mended_by}" if best.answers[1].mended_by else ""),
+        + (f" {best.answers[1].required_flag}" if best.answers[1].required_flag else ""),
     )
 
 

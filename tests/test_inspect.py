@@ -11,7 +11,7 @@ from checkpoints import Model, edit_json, fp8_moe, run_cli, tensor
 from gdn_models import model as gdn_model
 from models import nvfp4_moe, qwen3_moe
 
-from qconvert.cli.made_by import made_lines
+from qconvert.cli.provenance import provenance_lines
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_folder_says_how_it_was_made(moe: Path, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_manifest_is_anyone_s_text(facts: dict[str, Any]) -> None:
     base = {"identity": {}, "passes": [5, {"options": 1}], "dropped": {"a": 1}}
-    assert list(made_lines({**base, **facts}, None))
+    assert list(provenance_lines({**base, **facts}, None))
 
 
 def test_a_config_that_says_nothing_of_packed_words(moe: Path, tmp_path: Path) -> None:

@@ -482,11 +482,11 @@ MUTANTS = (
         "np.multiply(each, global_scale, out=each)\n    else", "scale[:] = np.roll(scale, 1)\n    else",
     ),
     Mutant(
-        "the last block scale that was tried", "nvfp4 searched", "formats.nvfp4.search", "best_scales",
+        "the last block scale that was tried", "nvfp4 searched", "formats.nvfp4.encode", "best_scales",
         "better = usable & (error < best)", "better = usable",
     ),
     Mutant(
-        "searched block scales without their codes", "nvfp4 searched", "formats.nvfp4.search",
+        "searched block scales without their codes", "nvfp4 searched", "formats.nvfp4.encode",
         "best_scales", "np.copyto(scale, code, where=better", "np.copyto(scale, first, where=better",
     ),
     Mutant(

@@ -14,7 +14,6 @@ import click
 from qconvert.cli import completion
 from qconvert.cli.command import Command
 from qconvert.cli.consumer import made_for
-from qconvert.cli.loudness import LOUDNESS
 from qconvert.cli.options import (
     AGAINST,
     DRAFT,
@@ -33,6 +32,7 @@ from qconvert.cli.options import (
 )
 from qconvert.cli.profile import PROFILE, profile_json
 from qconvert.cli.progress import Bar
+from qconvert.cli.verbosity import VERBOSITY
 from qconvert.core.regular import writing
 from qconvert.core.say import say, say_all, say_json, say_report
 from qconvert.core.shown import shortened
@@ -246,7 +246,7 @@ class Layers(click.ParamType[tuple[int, ...]]):
 @report(".html .json .xml (junit) .sarif .md .txt")
 @PROFILE
 @OPENING
-@LOUDNESS
+@VERBOSITY
 @click.option(
     "--explain", metavar="RULE", shell_complete=completion.rules,
     help="Print what a rule means, its cause and its fix.",

@@ -16,11 +16,7 @@ _MODULES = {
     "layout": ("fuse", "unfuse", "experts"),
     "drafts": ("mtp", "text"),
     "kt": ("amx", "kt"),
-    "w4a16": ("w4a16",),
-    "nvfp4": ("nvfp4",),
-    "fp8": ("fp8",),
-    "int8": ("int8",),
-    "mx": ("mx",),
+    "quantize": ("w4a16", "nvfp4", "fp8", "int8", "mx"),
     "relabel": ("relabel",),
     "stages": ("split", "join"),
     "prepare": ("prepare", "unprepare"),
@@ -28,7 +24,7 @@ _MODULES = {
     "evaluate": ("evaluate",),
     "repair": ("repair",),
     "upload": ("upload",),
-    "house": ("recipes", "clean", "demo"),
+    "misc": ("recipes", "clean", "demo"),
     "report": ("report",),
 }
 _PLACES = {name: (module, name) for module, names in _MODULES.items() for name in names}

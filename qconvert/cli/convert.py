@@ -17,7 +17,6 @@ from qconvert.cli import completion
 from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import Started, carry_out
 from qconvert.cli.command import Command
-from qconvert.cli.loudness import LOUDNESS, columns, is_quiet, is_verbose, without_loudness
 from qconvert.cli.options import (
     DISK_BUDGET,
     DRY_RUN,
@@ -40,6 +39,7 @@ from qconvert.cli.options import (
     stacked,
 )
 from qconvert.cli.profile import PROFILE, without_profile
+from qconvert.cli.verbosity import VERBOSITY, columns, is_quiet, is_verbose, without_verbosity
 from qconvert.core.extras import pip_line
 from qconvert.core.say import say, say_all, say_json
 
@@ -105,7 +105,7 @@ _PLANNING: Callable[[F], F] = stacked(
     base_model("what the source names"),
     OPENING,
     JSON,
-    LOUDNESS,
+    VERBOSITY,
 )  # fmt: skip
 RUNNING: Callable[[F], F] = stacked(
     _PLANNING,
@@ -344,7 +344,7 @@ def plan_options(options: RunOptions) -> PlanOptions:
     words: Sequence[str] = without_profile(started.words)
     for option in ("--until", "--log-json"):  # of this start alone
         words = without_option(words, option)
-    words = without_loudness(words)
+    words = without_verbosity(words)
     return {
         "memory": options["memory"], "jobs": options["jobs"],
         "max_shard_size": options["max_shard_size"], "sha256": options["sha256"],

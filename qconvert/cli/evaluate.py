@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import click
 
 from qconvert.cli.command import Command
-from qconvert.cli.loudness import LOUDNESS
 from qconvert.cli.options import (
     DATA_HELP,
     DEVICE,
@@ -25,6 +24,7 @@ from qconvert.cli.options import (
     report,
 )
 from qconvert.cli.progress import Bar
+from qconvert.cli.verbosity import VERBOSITY
 from qconvert.core.regular import writing
 from qconvert.core.say import say, say_json, say_report
 
@@ -71,7 +71,7 @@ _FORMS = (".html", ".json", ".txt")
     help="Note the result in REPO's manifest and on its model card (`model-index`).",
 )
 @OPENING
-@LOUDNESS
+@VERBOSITY
 def evaluate(
     model: str,
     against: str,

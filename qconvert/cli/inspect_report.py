@@ -8,8 +8,8 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.stored_formats import Formats, own_role
-from qconvert.cli.made_by import made_lines
 from qconvert.cli.plan_report import MOST_ROWS, some, unknown_names
+from qconvert.cli.provenance import provenance_lines
 from qconvert.core.shown import count
 from qconvert.core.sizes import format_size
 from qconvert.hub.card.front import base_model_of
@@ -130,7 +130,7 @@ def inspect_lines(model_line: str, found: Mapping[str, Any]) -> list[str]:
             lines.append(f"{label}: {len(names)}: {some(names)}")
     lines += [f"warning: {text}" for text in found["warnings"]]
     if found["made_by"] is not None:
-        lines += made_lines(found["made_by"], found["made_from"])
+        lines += provenance_lines(found["made_by"], found["made_from"])
     return lines
 
 

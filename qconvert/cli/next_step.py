@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from qconvert.cli.loudness import is_quiet
+from qconvert.cli.verbosity import is_quiet
 from qconvert.core.say import say
 
 

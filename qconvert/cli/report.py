@@ -145,11 +145,11 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
 def _made(checkpoint: Checkpoint, *, paths: bool) -> Iterator[str]:
     """The lines of `inspect` on the manifest; the source's repo only with `paths`."""
     from qconvert.cli.inspect_report import inspect_json
-    from qconvert.cli.made_by import made_lines
+    from qconvert.cli.provenance import provenance_lines
 
     if checkpoint.manifest is not None:
         base = inspect_json(checkpoint)["made_from"] if paths else None
-        yield from made_lines(checkpoint.manifest, base)
+        yield from provenance_lines(checkpoint.manifest, base)
 
 
 def _state(source: str) -> str:

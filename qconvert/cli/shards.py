@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.command import Command
-from qconvert.cli.loudness import LOUDNESS, is_quiet
 from qconvert.cli.options import JSON, OUT_FOLDER
 from qconvert.cli.profile import PROFILE
+from qconvert.cli.verbosity import VERBOSITY, is_quiet
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ REFUSED = (
 @OUT_FOLDER
 @PROFILE
 @JSON
-@LOUDNESS
+@VERBOSITY
 @click.pass_context
 def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
     """Publish OUT when all shards of a conversion with --shard are done.

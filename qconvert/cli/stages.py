@@ -14,9 +14,9 @@ from qconvert.cli.carry_out import carry_out, checked, end_with
 from qconvert.cli.command import Command
 from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import RUNNING, RunOptions, convert, dump_after, plan_options, share_line
-from qconvert.cli.loudness import is_quiet, is_verbose
 from qconvert.cli.next_step import tell_next
 from qconvert.cli.options import OUT, SOURCE, FolderOrRepo, Partition, SourceName
+from qconvert.cli.verbosity import is_quiet, is_verbose
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from qconvert.cli.command import Command
-from qconvert.cli.loudness import LOUDNESS
 from qconvert.cli.options import (
     AGAINST,
     DRY_RUN,
@@ -23,6 +22,7 @@ from qconvert.cli.options import (
     level,
 )
 from qconvert.cli.progress import Bar
+from qconvert.cli.verbosity import VERBOSITY
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _MOST_LISTED = 12
 @click.option(
     "--force", is_flag=True, help="Upload a folder that fails validation; the card says so."
 )
-@LOUDNESS
+@VERBOSITY
 @DRY_RUN
 @JSON
 def upload(

@@ -25,7 +25,7 @@ _WHY = {
 _UNSEEN = "; nor could it be calibrated, because samples hold no images: nothing goes through it"
 
 
-def why_left(
+def skip_reason(
     plan: Plan, target: str, *, calibrated: bool, kept: Container[Kind] = ()
 ) -> str | None:
     """Why no linear that a target matches is quantized, with the first of them; None where it matches

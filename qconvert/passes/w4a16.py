@@ -36,7 +36,7 @@ from qconvert.matrices.experts import (
     check_described,
     routed_experts,
 )
-from qconvert.matrices.left_linears import why_left
+from qconvert.matrices.left_linears import skip_reason
 from qconvert.matrices.linears import check_sets, matches, runtime_linears
 from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
@@ -271,7 +271,7 @@ class ExpertsToW4A16:
             named = any(matches(module, (target,)) for module in (*modules, *first))
             if not named and not (target == EXPERTS and experts is not None):
                 kept = {*SHARED} if self.shared_experts == "keep" else set()
-                why = why_left(plan, target, calibrated=self.calibrate is not None, kept=kept)
+                why = skip_reason(plan, target, calibrated=self.calibrate is not None, kept=kept)
                 raise PlanError(
                     f"target {target!r} matches no weight that can be quantized"
                     + (f"; {why}: leave this target out" if why else "")

@@ -70,13 +70,13 @@ class Answer:
     """Answer of all ranks of a server together. `ignored` are tensors that no rank reads though one
     looked for their parameter, and `of_cache` the scales of a KV cache among all that none reads: it is
     served with a scale of 1 then; `unread`, all of those; `nbytes` is what the fullest rank holds;
-    `mended_by` is an option with which the folder loads whole, where it does not without; `cure` is
+    `required_flag` is an option with which the folder loads whole, where it does not without; `cure` is
     what to do about a folder that the class is known to misread (runtimes/misreadings.py), of which
     nothing else is said."""
 
     ranks: tuple[Simulated, ...]
     ignored: tuple[str, ...]
-    mended_by: str = ""
+    required_flag: str = ""
     of_cache: tuple[str, ...] = ()
     cure: str = ""
     unread: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Answer:
 
     @property
     def verdict(self) -> Verdict:
-        return "loads" if self.whole or self.mended_by else "does not load"
+        return "loads" if self.whole or self.required_flag else "does not load"
 
     @property
     def refused(self) -> Simulated | None:
@@ -213,7 +213,7 @@ def served(
         return answer
     split = replace(setting, disable_shared_experts_fusion=True)
     apart = _served(simulate, config, named, split, stage, every=every)
-    return replace(answer, mended_by=NO_FUSION) if apart.whole else answer
+    return replace(answer, required_flag=NO_FUSION) if apart.whole else answer
 
 
 def drafted(
@@ -236,7 +236,7 @@ def drafted(
         return None
     if setting.pp > 1:
         raise NotSimulated("a draft in pipeline stages")
-    if model.mended_by == NO_FUSION:
+    if model.required_flag == NO_FUSION:
         setting = replace(setting, disable_shared_experts_fusion=True)
     return served(config, own, setting, groups=groups, every=every, draft=True, runtime=runtime)
 
@@ -470,14 +470,14 @@ def _loading(
         except NotSimulated as reason:
             draft = draft or f"is not known to load its draft, which is not simulated: {reason}"
         if answer.verdict == "loads":
-            whole.setdefault(answer.mended_by, {})[tp] = answer.nbytes
+            whole.setdefault(answer.required_flag, {})[tp] = answer.nbytes
             if answer.of_cache and not cache:
                 cache = (
                     f"does not read {count(len(answer.of_cache), 'scale')} of the KV cache, such as "
                     f"{answer.of_cache[0]}, and takes 1"
                 )
             if beside is not None and not beside.whole and not draft:
-                option = f", but with {beside.mended_by}" if beside.mended_by else ""
+                option = f", but with {beside.required_flag}" if beside.required_flag else ""
                 draft = f"does not load its draft at tp {tp}{option}: {_why(beside)}"
         elif not failed:
             if answer.cure:

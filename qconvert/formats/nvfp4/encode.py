@@ -34,11 +34,10 @@ from qconvert.formats.nvfp4.scales import (
     check_matrix,
     to_bf16_values,
 )
-from qconvert.formats.nvfp4.search import best_scales
 from qconvert.ops.buffers import array
 from qconvert.ops.cast import TILE_ELEMENTS, decode
 from qconvert.ops.compiled import done
-from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, pack, to_codes
+from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, from_e4m3, pack, to_codes
 from qconvert.ops.rowwise import Scaled
 
 if TYPE_CHECKING:
@@ -48,6 +47,70 @@ if TYPE_CHECKING:
     Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
     Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
     Bits = np.ndarray[tuple[int, ...], np.dtype[np.int16 | np.int32]]
+
+
+# --- Block scales that lose less ------------------------------------------------------------------
+
+
+# Of E4M3 codes, eight of which are a factor of two.
+_OFFSETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -2, -3, -4, -5, -6, -7)
+_HIGHEST_CODE = 0x7E
+_FAR = 2.0**120
+_ONE, _FOUR = 127 << 23, 129 << 23
+
+
+def best_scales(
+    values: Float32s,
+    scale: UInt8s,
+    factor: Float32s,
+    global_scale: np.float32,
+    dialect: Dialect,
+    work: Float32s,
+    sizes: Float32s,
+    spare: Int32s,
+) -> None:
+    """Blocks [n, 16] of weights, their E4M3 codes and factors [n] -> better ones in place. `work`,
+    `sizes` and `spare` are working memory as large as the blocks."""
+    import numpy as np
+
+    best = np.full(factor.shape, np.inf)
+    first, own = scale.astype(np.int32), factor.copy()
+    usual = (own > 1 / _FAR) & (own < _FAR)
+    for offset in _OFFSETS:
+        code = first + offset
+        usable = usual & (code >= 1) & (code <= _HIGHEST_CODE)
+        each = from_e4m3(np.where(usable, code, 0x38).astype(np.uint8))
+        each = each * global_scale if dialect == "modelopt" else each / global_scale
+        if offset == 0:
+            each = own
+        error = _errors(values, each, work, sizes, spare) * np.square(each.astype(np.float64))
+        better = usable & (error < best)
+        np.copyto(best, error, where=better)
+        np.copyto(scale, code, where=better, casting="unsafe")
+        np.copyto(factor, each, where=better)
+
+
+def _errors(
+    values: Float32s, factor: Float32s, work: Float32s, sizes: Float32s, bits: Int32s
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Squared errors [n] of blocks, in units of their factors."""
+    import numpy as np
+
+    np.multiply(values, (np.float32(1) / factor)[:, None], out=work)
+    np.abs(work, out=work)
+    # E2M1's step is half of a number's own power of two, from 1 to 4. Adding 1.5 * 2^23 steps rounds to
+    # a step, ties to even.
+    np.bitwise_and(work.view(np.int32), 0x7F800000, out=bits)
+    np.clip(bits, _ONE, _FOUR, out=bits)
+    np.add(bits, (22 << 23) + (1 << 22), out=bits)
+    np.add(work, bits.view(np.float32), out=sizes)
+    np.subtract(sizes, bits.view(np.float32), out=sizes)
+    np.minimum(sizes, np.float32(6), out=sizes)
+    np.subtract(work, sizes, out=work)
+    np.multiply(work, work, out=work)
+    np.add.accumulate(work, axis=1, out=sizes)
+    return sizes[:, -1].astype(np.float64)
+
 
 _E2M1_MAX, _E4M3_MAX = SIZES[-1], 448.0
 _LEAST_E4M3 = 2.0**-9
@@ -62,7 +125,7 @@ class PackNvfp4(Scaled):
     """The decoder's arguments (a matrix [N, K] in BF16, F16 or F32 where there is none) and the
     global scale F32 [1] -> packed U8 [N, K/2] and block scales F8_E4M3 [N, K/16].
 
-    With `scales: search` each block's is the best of those around its own, see formats/nvfp4/search.py.
+    With `scales: search` each block's is the best of those around its own, see formats/nvfp4/encode.py.
     The matrix has no NaN and no infinity: `RowMaxima` looks. Raises PlanError where arguments do not fit
     or columns are not whole blocks of 16.
     """

@@ -7,6 +7,7 @@ checkpoint: modules of one block (`self_attn`, the experts and their router) mus
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,58 @@ from qconvert.checkpoint.family import (
 )
 from qconvert.core.names import apart_experts, layer_template, parse, split_parameter
 from qconvert.core.roles import SHARED, Kind
-from qconvert.layouts.derived import drafts
+
+# --- Draft layers (multi-token prediction), which no class of transformers builds -----------------
+
+
+# How names of a block of its own begin.
+PREFIXES = ("mtp.", "model.mtp.", "model.mtp_", "language_model.mtp.")
+_BLOCK = re.compile(r"(?:model\.|language_model\.)?mtp(?:_block)?(?:\.layers)?\.\{L\}\.(.+)")
+_JOINS = {
+    "eh_proj": Kind.DRAFT_JOIN, "e_proj": Kind.DRAFT_JOIN, "h_proj": Kind.DRAFT_JOIN,
+    "fc": Kind.DRAFT_JOIN, "mtp_linear_proj": Kind.DRAFT_JOIN, "enorm": Kind.NORM,
+    "hnorm": Kind.NORM, "norm": Kind.NORM, "final_layernorm": Kind.NORM,
+    "shared_head.norm": Kind.NORM, "shared_head.head": Kind.HEAD, "embed_tokens": Kind.EMBEDDING,
+    "pre_fc_norm_embedding": Kind.NORM, "pre_fc_norm_hidden": Kind.NORM,
+    "mtp_emb_norm": Kind.NORM, "mtp_hidden_norm": Kind.NORM,
+}  # fmt: skip
+
+
+def is_draft(template: str) -> bool:
+    """Return whether a name template is of a block of its own."""
+    return template.startswith(PREFIXES)
+
+
+def blocks(kinds: Mapping[str, Kind], names: Iterable[str]) -> dict[str, Kind]:
+    """The modules of drafts in a block of their own, by name template; `kinds` are those of the class's
+    modules, by theirs."""
+    of_layer = {name.partition(".{L}.")[2]: kind for name, kind in kinds.items() if "{L}" in name}
+    found: dict[str, Kind] = {}
+    for template in {parse(name).template for name in names}:
+        if not is_draft(template):
+            continue
+        for module in (split_parameter(template)[0], template):
+            block = _BLOCK.fullmatch(module)
+            own = block[1] if block else module.removesuffix(".{L}").rpartition(".")[2]
+            kind = of_layer.get(own, _JOINS.get(own)) if block else _JOINS.get(own)
+            if kind is not None:
+                found[module] = kind
+                break
+    return found
+
+
+def numbered_on(kinds: Mapping[str, Kind], names: Iterable[str]) -> dict[str, Kind]:
+    """The modules that drafts have beside those of the model's layers, where they are numbered on from
+    these: `model.layers.{L}.eh_proj`. Nothing for a checkpoint without such drafts."""
+    before = {name.partition("{L}.")[0] for name in kinds if ".layers.{L}." in f".{name}"}
+    found: dict[str, Kind] = {}
+    for template in {parse(name).template for name in names}:
+        module, _ = split_parameter(template)
+        start, _, own = module.partition("{L}.")
+        if start in before and own in _JOINS and module not in kinds:
+            found[module] = _JOINS[own]
+    return found if any(kind is Kind.DRAFT_JOIN for kind in found.values()) else {}
+
 
 _OF_EXPERTS = (*SHARED, Kind.ROUTER, Kind.SHARED_WEIGHT)
 
@@ -115,18 +167,18 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
         for name, module in modules.items()
     )
     kinds = {name: module.kind for name, module in modules.items() if not module.tower}
-    joins = drafts.numbered_on(kinds, names)
+    joins = numbered_on(kinds, names)
     on = tuple(
         replace(r, name=f"mtp.{r.name}", layers=_of_draft(r.layers)) for r in own if r.layers
     )
     separate = tuple(
         Role(f"mtp.{_role(name, module)}", name, kind, _of_draft(_group(name, module), name), True)
-        for name, kind in {**joins, **drafts.blocks(kinds, names)}.items()
+        for name, kind in {**joins, **blocks(kinds, names)}.items()
         for module in [Module(kind, 0, tower=False)]
     )
     family = Family(
         description.name, (), generic_dims, (*own, *(on if joins else ()), *separate),
-        mtp=drafts.PREFIXES,
+        mtp=PREFIXES,
     )  # fmt: skip
     every = set(description.modules)
     there = {role.module for name in names for role in family.candidates(name)[0]}
@@ -320,7 +372,7 @@ def unresolved(description: Description, names: Iterable[str], layers: int) -> l
     found: dict[str, str] = {}
     for name in names:
         template, layer, _ = parse(name)
-        if drafts.is_draft(template) or (layer is not None and layer >= layers > 0):
+        if is_draft(template) or (layer is not None and layer >= layers > 0):
             continue
         if not described(description, template):
             found.setdefault(template, name)

@@ -143,8 +143,8 @@ def ask(
 
 def findings(answer: Answer) -> Iterator[Finding]:
     """Findings about a load; warnings where an option of the runtime mends it."""
-    severity: Severity = "warning" if answer.mended_by else "error"
-    cure = f"; with {answer.mended_by} it loads whole" if answer.mended_by else ""
+    severity: Severity = "warning" if answer.required_flag else "error"
+    cure = f"; with {answer.required_flag} it loads whole" if answer.required_flag else ""
     cure = f"; {answer.cure}" if answer.cure else cure
     rank = answer.refused
     if rank is not None and rank.refused is not None:

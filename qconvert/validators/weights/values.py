@@ -10,21 +10,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import CHUNK, Folders, Watch
+from qconvert.validators.headers.conversions import FACT as CALIBRATION
 from qconvert.validators.reading.decode import FP8, code_floats, scale_floats
-from qconvert.validators.reading.forms import Grid
+from qconvert.validators.reading.forms import Form, Grid
 from qconvert.validators.reading.matrices import Matrix, matrices
 from qconvert.validators.reading.nvfp4 import FP4, is_part
 from qconvert.validators.reading.rows import group_of, row_bytes, zero_points
-from qconvert.validators.weights.signs import may_be_negative
 
 if TYPE_CHECKING:
     from qconvert.validators.reading.decode import Bytes, Floats
+
+
+# --- Rule for matrices whose scales may be below 0 ------------------------------------------------
+
+
+def may_be_negative(manifest: Mapping[str, Any] | None, form: Form) -> bool:
+    """Of a matrix that is stored so, in a folder with this manifest, or none."""
+    codes = form.codes
+    if codes is None or codes.bits != 4 or not codes.symmetric or codes.signed:
+        return False
+    made = [step for step in (manifest or {}).get("passes", ()) if step.get("name") == "w4a16"]
+    if not made:
+        return True
+    said = (manifest or {}).get(CALIBRATION)
+    if isinstance(said, dict) and said.get("signs") == "both" and said.get("scales") == "search":
+        return True
+    signed = {"scales": "search", "signs": "both", "symmetric": True, "bits": 4}
+    return any(signed.items() <= step["options"].items() for step in made)
+
 
 RULES = (
     Rule(

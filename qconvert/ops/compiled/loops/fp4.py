@@ -188,7 +188,7 @@ def row_maxima(weight: Any, maxima: Any) -> bool:
     return bool(most < NAN)
 
 
-# Of lanes 0 to 15, in E4M3 codes: formats/nvfp4/search.py.
+# Of lanes 0 to 15, in E4M3 codes: formats/nvfp4/encode.py.
 _TRIED = 16
 
 

@@ -11,7 +11,7 @@ from qconvert.plan.pass_options import recipe_line
 _MOST = 6
 
 
-def made_lines(manifest: Mapping[str, Any], base: str | None) -> Iterator[str]:
+def provenance_lines(manifest: Mapping[str, Any], base: str | None) -> Iterator[str]:
     """Return which conversion made a folder, from what, and what a user must know about the result.
     `base` is the source's repo, if the folder's card names it."""
     identity = _map(manifest, "identity")

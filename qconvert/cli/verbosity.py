@@ -39,7 +39,7 @@ def is_verbose() -> bool:
     return loudness() is Loudness.VERBOSE
 
 
-def without_loudness(words: Sequence[str]) -> list[str]:
+def without_verbosity(words: Sequence[str]) -> list[str]:
     """A command line without -q and -v, which are of one start alone."""
     return [word for word in words if word not in ("-q", "--quiet", "-v", "--verbose")]
 
@@ -59,7 +59,7 @@ def _set(context: click.Context, param: click.Parameter, value: bool) -> None:
         raise click.UsageError("-q and -v exclude one another", context)
 
 
-LOUDNESS: Callable[[F], F] = stacked(
+VERBOSITY: Callable[[F], F] = stacked(
     click.option(
         "-q", "--quiet", is_flag=True, expose_value=False, callback=_set,
         help="Tell no progress, plan or next step: results, warnings and errors alone.",

@@ -1,0 +1,406 @@
+"""The commands that quantize for GPUs: mx, int8, nvfp4, fp8 and w4a16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+import click
+
+from qconvert.cli.calibration import CALIBRATION, calibration_from, flag, split_options
+from qconvert.cli.command import Command
+from qconvert.cli.consumer import made_for
+from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
+from qconvert.cli.options import (
+    DIALECT_HELP,
+    IGNORE,
+    INPUT_SCALE,
+    KV_SCALE,
+    LINEAR_TARGETS,
+    OUT,
+    SHARED_EXPERTS,
+    SOURCE,
+    STATS,
+    TARGETS,
+    TP,
+    from_options,
+)
+
+if TYPE_CHECKING:
+    from qconvert.core.encodings import Dialect
+
+
+@click.command(cls=Command)
+@SOURCE
+@OUT
+@click.option(
+    "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per code."
+)
+@TARGETS
+@SHARED_EXPERTS
+@TP
+@CONVERSION
+def mx(
+    source: str,
+    out: Path | str,
+    bits: Literal["4", "8"],
+    targets: tuple[str, ...],
+    shared_experts: Literal["quantize", "keep"] | None,
+    tp: int | None,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Quantize the routed experts of SRC, or all its linear layers, to MXFP4 or MXFP8.
+
+    Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a power-of-two scale
+    for 32 columns, in compressed-tensors' form: MXFP4, or with --bits 8 MXFP8. They equal
+    llm-compressor's for the same weights in BF16, byte for byte. --targets takes `experts` (the default)
+    and `Linear` only. vLLM loads all of it; sglang only MXFP4, and that of Kimi-K3 and
+    DeepSeek-V4 alone.
+
+    \b
+    Examples:
+      qconvert mx Qwen/Qwen3-30B-A3B out --dry-run
+      qconvert mx Qwen/Qwen3-32B out --bits 8 --targets Linear
+      qconvert mx DeepSeek-V3 out --tp 8
+    """
+    from qconvert.passes.mx import ToMx
+    from qconvert.plan.pass_options import EXPERTS
+    from qconvert.recipe.recipe import Recipe
+
+    with from_options():
+        chosen = targets or (EXPERTS,)
+        step = ToMx("mxfp4" if bits == "4" else "mxfp8", chosen, shared_experts, tp)
+    convert(Recipe("mx", (step,), options["max_shard_size"]), source, out, options)
+
+
+@click.command(cls=Command)
+@SOURCE
+@OUT
+@LINEAR_TARGETS
+@SHARED_EXPERTS
+@TP
+@KV_SCALE
+@CONVERSION
+def int8(
+    source: str,
+    out: Path | str,
+    targets: tuple[str, ...],
+    shared_experts: Literal["quantize", "keep"] | None,
+    tp: int | None,
+    kv_scale: float | None,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Quantize all linear layers of SRC, or its routed experts, to INT8 for INT8 activations (W8A8).
+
+    Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a scale a row, in
+    compressed-tensors' int-quantized form. They equal llm-compressor's for the same weights in BF16,
+    byte for byte. Activations are scaled by token, by the runtime. (`w4a16 --bits 8` is packed, for BF16
+    activations.) --targets takes `experts` and `Linear` (the default) only; sglang loads no experts so.
+
+    \b
+    Examples:
+      qconvert int8 Qwen/Qwen3-32B out --dry-run
+      qconvert int8 Qwen/Qwen3-30B-A3B out --tp 2
+      qconvert int8 Qwen/Qwen3-30B-A3B out --targets experts
+    """
+    from qconvert.passes.int8 import ToInt8
+    from qconvert.plan.pass_options import LINEAR
+    from qconvert.recipe.recipe import Recipe
+
+    with from_options():
+        chosen = targets or (LINEAR,)
+        step = ToInt8(chosen, shared_experts, tp)
+    steps = with_kv_scale(step, kv_scale)
+    convert(Recipe("int8", steps, options["max_shard_size"]), source, out, options)
+
+
+@click.command(cls=Command)
+@SOURCE
+@OUT
+@click.option(
+    "--dialect", required=True, type=click.Choice(["compressed-tensors", "modelopt"]),
+    help=DIALECT_HELP,
+)  # fmt: skip
+@TARGETS
+@SHARED_EXPERTS
+@TP
+@STATS
+@click.option(
+    "--weight-only", is_flag=True,
+    help="Store no input scales: activations stay bf16, as without --stats and --input-scale.",
+)  # fmt: skip
+@INPUT_SCALE
+@KV_SCALE
+@CALIBRATION
+@CONVERSION
+def nvfp4(
+    source: str,
+    out: Path | str,
+    dialect: Dialect,
+    targets: tuple[str, ...],
+    shared_experts: Literal["quantize", "keep"] | None,
+    tp: int | None,
+    stats: Path | None,
+    weight_only: bool,
+    input_scale: float | None,
+    kv_scale: float | None,
+    **given: Any,
+) -> None:
+    """Quantize the routed experts of SRC, or all its linear layers, to NVFP4.
+
+    Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes what compressed-tensors or
+    nvidia-modelopt would, byte for byte but for --scales search and --gptq, with two exceptions. Gate
+    and up of an expert always share one global scale, which runtimes require. In the compressed-tensors
+    dialect FP16 weights are converted to FP32 first: that library's FP16 arithmetic overflows and loses
+    small weights. MXFP4 in the form of compressed-tensors is relabelled without loss, or refused. MTP
+    layers are unchanged, but for the experts of Qwen3-Next's, which sglang loads in NVFP4 alone. A model
+    whose family is not in layouts/ is refused, because its linear layers are not known. --targets takes
+    `experts` and `Linear` only.
+
+    \b
+    Examples:
+      qconvert nvfp4 DeepSeek-V3 out --dialect modelopt --stats V3-stats --dry-run
+      qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect compressed-tensors
+      qconvert nvfp4 GLM-4.5-Air out --dialect modelopt --input-scale 1.0
+      qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --gptq --data chats.jsonl
+      qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --targets Linear --weight-only
+    """
+    from qconvert.passes.nvfp4 import ToNvfp4
+    from qconvert.plan.pass_options import EXPERTS
+    from qconvert.recipe.recipe import Recipe
+
+    asked, options = split_options(given)
+    scales = None
+    if not asked["gptq"]:
+        scales, asked["scales"] = asked["scales"], None
+    elif asked["signs"] is not None:
+        raise click.UsageError(
+            "--set signs is of INT4: block scales of NVFP4 are above 0, so omit it"
+        )
+    if stats is not None and weight_only:
+        raise click.UsageError("--weight-only stores no input scales: omit --stats")
+    if input_scale is not None and (stats is not None or weight_only):
+        other = "--stats" if stats is not None else "--weight-only"
+        raise click.UsageError(f"--input-scale is a constant for all: omit {other}")
+    with from_options():
+        chosen = targets or (EXPERTS,)
+        step = ToNvfp4(
+            dialect, chosen, weight_only, None if stats is None else str(stats), shared_experts, tp,
+            input_scale, scales or "amax", calibration_from(asked),
+        )  # fmt: skip
+    steps = with_kv_scale(step, kv_scale)
+    convert(Recipe("nvfp4", steps, options["max_shard_size"]), source, out, options)
+
+
+@click.command(cls=Command)
+@SOURCE
+@OUT
+@click.option(
+    "--compressed-tensors", "packed", is_flag=True,
+    help="Write compressed-tensors' names, scales and config, not those that DeepSeek and Qwen publish "
+    "(implied by --channel).",
+)  # fmt: skip
+@click.option(
+    "--block", type=click.IntRange(min=1), default=None, show_default="128",
+    help="Rows and columns that share a scale.",
+)  # fmt: skip
+@click.option("--channel", is_flag=True, help="Store a scale for each row instead.")
+@click.option("--tensor", is_flag=True, help="Store a scale for each matrix instead.")
+@click.option(
+    "--ue8m0", is_flag=True,
+    help="Store scales that are powers of two, rounded up before codes are rounded (scale_fmt: ue8m0).",
+)  # fmt: skip
+@LINEAR_TARGETS
+@SHARED_EXPERTS
+@TP
+@STATS
+@INPUT_SCALE
+@KV_SCALE
+@made_for("sglang or vllm", "sglang", "vllm")
+@CONVERSION
+def fp8(
+    source: str,
+    out: Path | str,
+    packed: bool,
+    block: int | None,
+    channel: bool,
+    tensor: bool,
+    ue8m0: bool,
+    targets: tuple[str, ...],
+    shared_experts: Literal["quantize", "keep"] | None,
+    tp: int | None,
+    stats: Path | None,
+    input_scale: float | None,
+    kv_scale: float | None,
+    consumer: str | None,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Quantize all linear layers of SRC that runtimes load so, or its routed experts, to FP8.
+
+    Reads BF16, FP16, FP32, FP8 with other scales, or packed INT4, and writes E4M3 codes, rounded with
+    the scale that is stored. In compressed-tensors' dialect they equal llm-compressor's for the same
+    weights in BF16, byte for byte; but with --tensor q, k and v share a scale, as gate and up do, since
+    runtimes keep one of them. Embeddings, head, norms and routers are unchanged. Activations are scaled
+    by the runtime, by the constant of --input-scale, or, for `--targets experts`, by scales of inputs
+    that --stats saw. --targets takes `experts` and `Linear` (the default) only. With --for, a class of
+    that runtime that is known not to read scales of blocks as DeepSeek publishes them (sglang's of
+    Llama, Mistral and Phi-3) gets compressed-tensors' form.
+
+    \b
+    Examples:
+      qconvert fp8 Qwen/Qwen3-235B-A22B out --dry-run
+      qconvert fp8 meta-llama/Llama-3.3-70B-Instruct out --for sglang
+      qconvert fp8 DeepSeek-V3-bf16 out --ue8m0
+      qconvert fp8 Qwen/Qwen3-32B out --channel
+      qconvert fp8 Qwen/Qwen3-32B out --tensor --input-scale 1.0
+      qconvert fp8 GLM-4.5-Air out --targets experts --tp 8
+      qconvert fp8 Qwen/Qwen3-30B-A3B out --tensor --targets experts --stats Qwen3-stats
+    """
+    from qconvert.passes.fp8 import BLOCK, ToFp8
+    from qconvert.plan.pass_options import LINEAR
+    from qconvert.recipe.recipe import Recipe
+
+    if channel and block is not None:
+        raise click.UsageError("--channel stores a scale a row: omit --block")
+    if tensor and (channel or block is not None):
+        other = "--channel" if channel else "--block"
+        raise click.UsageError(f"--tensor stores a scale a matrix: omit {other}")
+    if input_scale is not None and not tensor:
+        raise click.UsageError(
+            "runtimes take --input-scale beside a scale a matrix only: add --tensor"
+        )
+    if stats is not None and not tensor:
+        raise click.UsageError("runtimes take --stats beside a scale a matrix only: add --tensor")
+    if stats is not None and input_scale is not None:
+        raise click.UsageError("--input-scale is a constant for all: omit --stats")
+    with from_options():
+        step = ToFp8(
+            dialect="compressed-tensors" if packed or channel else "fp8",
+            block=None if channel else block or BLOCK,
+            exponents=ue8m0,
+            targets=targets or (LINEAR,),
+            shared_experts=shared_experts,
+            tp=tp,
+            tensor=tensor,
+            input_scale=input_scale,
+            stats=None if stats is None else str(stats),
+            consumer=consumer,
+        )
+    steps = with_kv_scale(step, kv_scale)
+    convert(Recipe("fp8", steps, options["max_shard_size"]), source, out, options)
+
+
+def _group(context: click.Context, parameter: click.Parameter, text: str) -> int | None:
+    """A group size, None for `channel`."""
+    return None if text == "channel" else int(text)
+
+
+@click.command(cls=Command)
+@SOURCE
+@OUT
+@click.option(
+    "--rtn", is_flag=True, help="Round to nearest: needs no data, and reads the source once."
+)
+@click.option(
+    "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per code."
+)
+@click.option(
+    "--group-size", type=click.Choice(["32", "64", "128", "channel"]), default="128",
+    callback=_group, show_default=True, help="Columns that share a scale; `channel`: a whole row.",
+)  # fmt: skip
+@click.option("--asymmetric", is_flag=True, help="Store a zero point with each scale.")
+@click.option(
+    "--packing",
+    type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]), default="compressed-tensors",
+    show_default=True,
+    help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored.",
+)  # fmt: skip
+@TARGETS
+@IGNORE
+@SHARED_EXPERTS
+@TP
+@click.option(
+    "--leave-bf16", is_flag=True,
+    help="Leave a linear layer unquantized whose columns are not whole groups, instead of refusing.",
+)  # fmt: skip
+@click.option(
+    "--actorder", type=click.Choice(["static", "group"]), default=None,
+    help="Order in which --gptq solves columns: by importance within unchanged groups (static), or with "
+    "groups of columns of like importance, which needs g_idx and a runtime that supports it (group).",
+)  # fmt: skip
+@KV_SCALE
+@CALIBRATION
+@CONVERSION
+def w4a16(
+    source: str,
+    out: Path | str,
+    rtn: bool,
+    bits: Literal["4", "8"],
+    group_size: int | None,
+    asymmetric: bool,
+    packing: Literal["compressed-tensors", "gptq", "gptq-v2"],
+    targets: tuple[str, ...],
+    ignore: tuple[str, ...],
+    shared_experts: Literal["quantize", "keep"] | None,
+    tp: int | None,
+    leave_bf16: bool,
+    actorder: Literal["static", "group"] | None,
+    kv_scale: float | None,
+    **given: Any,
+) -> None:
+    """Quantize the routed experts of SRC, or what --targets names, to packed INT4 or INT8.
+
+    All other layers are unchanged, FP8 included, and the config says which is which. Compressed-tensors
+    results, symmetric and asymmetric, equal llm-compressor's for the same weights in BF16, byte for byte
+    (FP16 and FP32 are rounded to BF16 first), but for --scales search. The plan lists the
+    tensor-parallel sizes at which the result loads.
+
+    \b
+    Examples:
+      qconvert w4a16 Qwen/Qwen3-235B-A22B out --rtn --tp 4 --dry-run
+      qconvert w4a16 GLM-4.5-Air out --rtn --group-size 32 --scales search --tp 4
+      qconvert w4a16 Qwen3-30B-A3B out --rtn --packing gptq
+      qconvert w4a16 Qwen3-30B-A3B out --rtn --bits 8 --group-size channel --targets Linear
+      qconvert w4a16 Qwen/Qwen3-Next-80B-A3B-Instruct out --gptq --data chats.jsonl --memory 48GiB
+      qconvert w4a16 Qwen/Qwen3-32B out --gptq --targets Linear --data chats.jsonl
+    """
+    from qconvert.passes.w4a16 import ExpertsToW4A16
+    from qconvert.plan.pass_options import EXPERTS
+    from qconvert.recipe.recipe import Recipe
+
+    asked, options = split_options(given)
+    if rtn == asked["gptq"]:
+        raise click.UsageError("choose how weights are rounded: --rtn, or --gptq with --data")
+    if rtn and actorder is not None:
+        raise click.UsageError("--actorder needs --gptq")
+    scales, signs = None, None
+    if rtn:
+        scales, asked["scales"] = asked["scales"], None
+        signs, asked["signs"] = asked["signs"], None
+        if signs is not None and scales != "search":
+            raise click.UsageError("--set signs needs --gptq, or --rtn with --scales search")
+    if asymmetric and asked["gptq"]:
+        for name in ("scales", "signs", "refit"):
+            if asked[name] is not None:
+                raise click.UsageError(
+                    f"{flag(name)} is of symmetric codes: --gptq keeps an observer's scales and zero "
+                    "points of asymmetric ones, so omit one of the two"
+                )
+    with from_options():
+        step = ExpertsToW4A16(
+            group_size=group_size,
+            bits=8 if bits == "8" else 4,
+            symmetric=not asymmetric,
+            packing=packing,
+            targets=targets or (EXPERTS,),
+            ignore=ignore,
+            leave_bf16=leave_bf16,
+            tp=tp,
+            actorder=actorder,
+            calibrate=calibration_from(asked),
+            shared_experts=shared_experts,
+            scales=scales or "amax",
+            signs=signs or "both",
+        )
+    steps = with_kv_scale(step, kv_scale)
+    convert(Recipe("w4a16", steps, options["max_shard_size"]), source, out, options)
