@@ -10,19 +10,34 @@ from stat import S_ISREG
 
 from qconvert.core.errors import OutputError
 
-# Workers of a killed run die with it, but not in the same instant.
-_TRIES, _PAUSE_SECONDS = 20, 0.1
+# Workers of a killed run die with it, but not in the same instant: on a busy machine in seconds.
+_TRIES, _TRIES_OF_THE_DEAD, _PAUSE_SECONDS = 20, 300, 0.1
 
 
 def _patiently(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
-    for attempt in range(_TRIES):
+    for attempt in range(1, _TRIES_OF_THE_DEAD + 1):
         try:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            if attempt + 1 < _TRIES:
-                time.sleep(_PAUSE_SECONDS)
+            if attempt >= _TRIES and not _names_the_dead(fd):
+                break
+            time.sleep(_PAUSE_SECONDS)
         else:
             return True
+    return False
+
+
+def _names_the_dead(fd: int) -> bool:
+    """Whether the process that took a lock is no more, and its workers alone hold it."""
+    name = os.pread(fd, 32, 0)
+    if not name.isdigit() or not 0 < int(name) < 1 << 31:
+        return False
+    try:
+        os.kill(int(name), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
     return False
 
 

@@ -38,6 +38,7 @@ from qconvert.core.errors import OutputError
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
 from qconvert.plan.plan import Plan, run_passes
+from qconvert.run import lock
 from qconvert.run.executor import execute
 from qconvert.run.files import Files
 from qconvert.run.journal import read_journal
@@ -272,6 +273,27 @@ def test_the_lock_refuses_a_second_run(source: Path, unfinished: Path) -> None:
         clean(unfinished, Files())
     lock.close()
     convert(source, unfinished, faults.options("sharded"))
+
+
+def test_a_lock_that_workers_of_a_killed_run_still_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine they take longer to die than is waited for a run that is at work."""
+    monkeypatch.setattr(lock, "_TRIES", 2)
+
+    def killed() -> None:
+        assert take_lock(tmp_path / "lock") is not None
+        if os.fork() == 0:
+            time.sleep(1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(killed) == KILLED
+    taken = take_lock(tmp_path / "lock")
+    assert taken is not None
+    with pytest.raises(OutputError, match=f"process {os.getpid()}"):
+        take_lock(tmp_path / "lock")
+    taken.close()
 
 
 def test_a_lock_whose_folder_went_is_no_lock(tmp_path: Path) -> None:
