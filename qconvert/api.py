@@ -49,11 +49,17 @@ from qconvert.hub.destination import is_hub
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe
 from qconvert.run.cluster import check_engine
-from qconvert.run.disk import check_disk_budget, whole_result
 from qconvert.run.events import Events, Silent
 from qconvert.run.executor import RunResult, run_together
 from qconvert.run.files import Files
-from qconvert.run.prepare import Options, Prepared, disk_bytes, prepare_together
+from qconvert.run.prepare import (
+    Options,
+    Prepared,
+    check_disk_budget,
+    disk_bytes,
+    prepare_together,
+    whole_result,
+)
 from qconvert.run.shards import DEFAULT_SHARD_BYTES
 from qconvert.run.staging import publish_order
 from qconvert.run.until import Until
@@ -86,8 +92,8 @@ if TYPE_CHECKING:
     from qconvert.run.cluster import EngineName
     from qconvert.run.delivery import Delivery
     from qconvert.run.division import Shard
+    from qconvert.run.dry_run import Outlook
     from qconvert.run.in_memory import Converter
-    from qconvert.run.preview import Outlook
     from qconvert.run.profile import Profile, Profiling, profiled
     from qconvert.run.sharing import Share
     from qconvert.run.status import FolderStatus, ShardStatus
@@ -188,7 +194,7 @@ _LATER: Mapping[str, tuple[str, ...]] = {
     "recipe.recipe": ("load_recipe",),
     "repair.repair": ("Repair",),
     "run.in_memory": ("Converter",),
-    "run.preview": ("Outlook",),
+    "run.dry_run": ("Outlook",),
     "run.profile": ("Profile", "Profiling", "profiled"),
     "run.sharing": ("Share",),
     "run.status": ("FolderStatus", "ShardStatus"),
@@ -421,7 +427,7 @@ class PlannedStages(Planned):
 
     def foreseen(self) -> tuple[Outlook, ...]:
         """First for the folder of all stages, then for each stage."""
-        from qconvert.run.preview import Outlook
+        from qconvert.run.dry_run import Outlook
 
         refusals: tuple[str, ...] = ()
         try:
@@ -806,7 +812,7 @@ def clean(
         >>> api.clean(folder / "bf16")  # another example's result, which is finished
         ()
     """
-    from qconvert.run.preview import unfinished
+    from qconvert.run.dry_run import unfinished
     from qconvert.run.workspace import clean as _clean
 
     if is_hub(out):
@@ -1431,7 +1437,7 @@ def _named(planned: Planned) -> list[tuple[Prepared, Path]]:
 
 
 def _foreseen(planned: Planned) -> list[Outlook]:
-    from qconvert.run.preview import foreseen
+    from qconvert.run.dry_run import foreseen
 
     if any(folder.out is None for folder in planned.folders):
         return []

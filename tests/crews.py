@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from qconvert.run.backend import Backend
-from qconvert.run.crew import Lost, Node, Ready, run_by_crew
 from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events
 from qconvert.run.files import Files
 from qconvert.run.local import whole_run
 from qconvert.run.nodes import NodeWorker, Returned
+from qconvert.run.scheduler import Lost, Node, Ready, run_by_crew
 from qconvert.run.target import Target
 from qconvert.run.worker import Batch, Setup, Told
 from qconvert.run.workspace import Workspace

@@ -150,7 +150,7 @@ _OF_RUNS = {
     "qconvert.run.estimate": "time left, of Events",
     "qconvert.run.forkserver": "imports ahead of planning: faster, no other result",
     "qconvert.run.prepare": "types of Planned",
-    "qconvert.run.preview": "api.Outlook",
+    "qconvert.run.dry_run": "api.Outlook",
     "qconvert.run.probe": "this machine's speed, for a plan's time",
     "qconvert.run.profile": "api.profiled",
     "qconvert.run.sharing": "options of a command line",

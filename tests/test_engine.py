@@ -28,18 +28,17 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, QConvertError, RunError, UsageError
 from qconvert.core.graph import Output
 from qconvert.plan.units import Unit
-from qconvert.run import blocks, executor, on_ray
-from qconvert.run.blocks import BlockSink, own_blocks, parts_of
-from qconvert.run.crew import Node
+from qconvert.run import executor, nodes, on_ray
 from qconvert.run.division import BLOCK_BYTES, Shard
 from qconvert.run.engine import Engine
 from qconvert.run.executor import engine_of, execute
 from qconvert.run.files import Files
 from qconvert.run.local import LocalEngine
 from qconvert.run.memory import RAY_PROCESS_BYTES
-from qconvert.run.nodes import Probe, look
+from qconvert.run.nodes import BlockSink, Probe, check_node, own_blocks, parts_of
 from qconvert.run.on_ray import RayEngine
 from qconvert.run.prepare import Options, prepare
+from qconvert.run.scheduler import Node
 from qconvert.run.sharing import ShardEngine
 from qconvert.run.unit_runner import Place
 from qconvert.run.worker import Batch
@@ -67,7 +66,7 @@ def one(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tre
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that the small checkpoint has hundreds of."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(nodes, "BLOCK_BYTES", 4096)
 
 
 @dataclass
@@ -375,33 +374,33 @@ def probe(source: Path, tmp_path: Path) -> Probe:
 
 
 def test_a_node_that_sees_all(probe: Probe) -> None:
-    assert look(probe) is None
+    assert check_node(probe) is None
 
 
 def test_a_node_with_another_version(probe: Probe) -> None:
-    assert "expected 9.9: install the same" in str(look(replace(probe, version="9.9")))
+    assert "expected 9.9: install the same" in str(check_node(replace(probe, version="9.9")))
 
 
 def test_a_node_that_does_not_see_the_folder(probe: Probe, tmp_path: Path) -> None:
     ((path, wanted),) = probe.files
     path.write_bytes(b"that very folder")
-    assert f"sees another folder as {tmp_path / 'out'}" in str(look(probe))
+    assert f"sees another folder as {tmp_path / 'out'}" in str(check_node(probe))
     path.write_bytes(wanted + b", longer")
-    assert f"sees another folder as {tmp_path / 'out'}" in str(look(probe))
+    assert f"sees another folder as {tmp_path / 'out'}" in str(check_node(probe))
     path.unlink()
-    said = str(look(probe))
+    said = str(check_node(probe))
     assert f"does not see the output folder {tmp_path / 'out'}" in said
     assert "on a file system that all share" in said
     path.symlink_to(tmp_path)
-    assert "cannot write in" in str(look(probe))
+    assert "cannot write in" in str(check_node(probe))
 
 
 def test_a_node_that_does_not_see_the_source(probe: Probe, tmp_path: Path) -> None:
     first, *rest = probe.shards
     gone = replace(first, path=tmp_path / "gone", real=None)
-    assert "cannot read" in str(look(replace(probe, shards=[gone, *rest])))
+    assert "cannot read" in str(check_node(replace(probe, shards=[gone, *rest])))
     other = replace(first, mtime_ns=first.mtime_ns + 1)
-    assert "sees another file as" in str(look(replace(probe, shards=[*rest, other])))
+    assert "sees another file as" in str(check_node(replace(probe, shards=[*rest, other])))
 
 
 # --- blocks ---------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.core.errors import RunError
 from qconvert.run import on_ray
 from qconvert.run.executor import execute
-from qconvert.run.nodes import Probe, look
+from qconvert.run.nodes import Probe, check_node
 from qconvert.run.on_ray import connected
 from qconvert.run.prepare import Options, prepare
 from qconvert.run.worker import Setup
@@ -174,10 +174,10 @@ def _a_node_that_sees_another_folder_is_refused(bench: Bench) -> None:
 
     def elsewhere(probe: Probe) -> str | None:
         moved = [(path.parent / "elsewhere", wanted) for path, wanted in probe.files]
-        return look(replace(probe, files=moved))
+        return check_node(replace(probe, files=moved))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on_ray, "look", elsewhere)
+        patch.setattr(on_ray, "check_node", elsewhere)
         with pytest.raises(RunError, match=r"node .* does not see the output folder .*/unseen"):
             bench.convert(out, bench.ray("single"))
     assert os.listdir(out) == [WORK_DIR]

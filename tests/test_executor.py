@@ -535,7 +535,7 @@ def test_a_disk_that_fills_up_is_named_with_advice(
 ) -> None:
     """The first look at free room is made to lie, as it does when others write there too."""
     monkeypatch.setattr(workspace, "check_disk", lambda out, needed: None)
-    monkeypatch.setattr("qconvert.run.refusals.check_disk", lambda out, needed: None)
+    monkeypatch.setattr("qconvert.run.preflight.check_disk", lambda out, needed: None)
     out = tiny_disk / "out"
     with pytest.raises(OutputError, match="cannot write: No space left") as caught:
         convert(sample, out, HERE)

@@ -10,7 +10,7 @@ import pytest
 from qconvert.core.errors import OutputError
 from qconvert.run.files import Files
 from qconvert.run.journal import Journal, first_difference, lines_of, read_journal
-from qconvert.run.outlet import Sent
+from qconvert.run.upload_target import Sent
 
 HEADER: dict[str, Any] = {
     "source": "s", "passes": ["Dequant()"], "qconvert": "0.1.0", "sha256": False, "fingerprint": "a",

@@ -26,9 +26,9 @@ from qconvert.checkpoint.store import Stored, is_url, named, store_of
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import CheckpointError, OutputError, RunError, UsageError
 from qconvert.run import executor
-from qconvert.run.crew import Node
 from qconvert.run.journal import read_journal
-from qconvert.run.nodes import Probe, look
+from qconvert.run.nodes import Probe, check_node
+from qconvert.run.scheduler import Node
 from qconvert.run.workspace import JOURNAL
 
 SAMPLES, BLOCK, FIRST_READ = 16, 4096, 16 << 10
@@ -270,12 +270,14 @@ def test_nodes_of_a_cluster_read_the_store_themselves(
     assert tree(tmp_path / "far") == tree(near.folder)
     assert engine.crew is not None
     probe = Probe(__version__, [], planned.source.shards)
-    assert look(probe) is None
+    assert check_node(probe) is None
     shard = source / "model-00001-of-00002.safetensors"
     os.utime(shard, (1, 1))
-    assert str(look(probe)).startswith(f"sees another object as {source.as_uri()}/{shard.name}")
+    assert str(check_node(probe)).startswith(
+        f"sees another object as {source.as_uri()}/{shard.name}"
+    )
     shard.unlink()
-    assert str(look(probe)).startswith("cannot read the source:")
+    assert str(check_node(probe)).startswith("cannot read the source:")
 
 
 @pytest.mark.big

@@ -21,8 +21,8 @@ from qconvert.core.errors import OutputError, PlanError, RunError, UsageError
 from qconvert.hub.outlet import UNFINISHED, HubOutlet
 from qconvert.run.events import Silent
 from qconvert.run.files import Files
-from qconvert.run.outlet import Sent
-from qconvert.run.stream_space import StreamSpace
+from qconvert.run.upload_queue import StreamSpace
+from qconvert.run.upload_target import Sent
 
 # Of the client, on its way to httpx.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -382,7 +382,7 @@ def test_bytes_that_change_on_this_disk_are_not_sent(
 
     monkeypatch.setattr(HubOutlet, "upload", noting)
     with monkeypatch.context() as patch:
-        patch.setattr("qconvert.run.outflow.seen_whole", _after_damage)
+        patch.setattr("qconvert.run.upload_queue.seen_whole", _after_damage)
         with pytest.raises(
             OutputError, match="has other bytes than were computed; it was not sent"
         ):
@@ -394,7 +394,7 @@ def test_bytes_that_change_on_this_disk_are_not_sent(
 
 def _after_damage(path: Path, *given: Any) -> Sent:
     """A bit flips in the file before it is looked at."""
-    from qconvert.run.file_hash import seen_whole
+    from qconvert.run.upload_queue import seen_whole
 
     with path.open("r+b") as stream:
         stream.seek(-1, 2)

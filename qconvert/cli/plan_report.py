@@ -18,7 +18,7 @@ from qconvert.run.prepare import Prepared, side_bytes
 from qconvert.validation.findings import NO_FINDINGS, Verdict
 
 if TYPE_CHECKING:
-    from qconvert.run.preview import Outlook
+    from qconvert.run.dry_run import Outlook
 
 MOST_ROWS = 14
 _MOST_NAMES = 3

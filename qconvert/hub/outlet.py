@@ -27,7 +27,7 @@ from qconvert.core.json_text import parse_object
 from qconvert.core.regular import PER_TENSOR, SMALL
 from qconvert.core.shown import count
 from qconvert.hub.trees import Digests, Remote, differences, remote_files, stale_weights
-from qconvert.run.outlet import Found, Sent
+from qconvert.run.upload_target import Found, Sent
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi

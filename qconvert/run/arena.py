@@ -1,5 +1,8 @@
 """One block of memory a worker reuses for everything it reads and computes; its size is the promise
-kept to --memory."""
+kept to --memory.
+
+Fresh pages are the slowest memory there is (measured 0.25 to 1.9 GB/s on 4 KiB pages against 9 GB/s
+reused), so they are taken once, and as huge pages where the kernel grants them."""
 
 from __future__ import annotations
 
@@ -7,7 +10,16 @@ import mmap
 
 from qconvert.core.errors import RunError
 from qconvert.core.graph import aligned
-from qconvert.run.pages import fresh_pages
+
+_HUGE = 2 << 20
+
+
+def fresh_pages(size: int) -> memoryview:
+    """`size` bytes of zeroed memory, page-aligned, given back with the last view of it."""
+    pages = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(pages)[:size]
 
 
 class Arena:

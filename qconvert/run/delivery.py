@@ -24,9 +24,9 @@ from qconvert.core.regular import PER_TENSOR, SMALL, open_regular
 from qconvert.core.shown import count
 from qconvert.run.events import Events
 from qconvert.run.files import Files
-from qconvert.run.outlet import Found
 from qconvert.run.prepare import Prepared
 from qconvert.run.staging import identity_of, publish_order
+from qconvert.run.upload_target import Found
 from qconvert.run.workspace import identity_in, lasting
 
 # Says whose unfinished upload it is; no part of the checkpoint.

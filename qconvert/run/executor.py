@@ -16,13 +16,13 @@ from qconvert.run.events import Events, Silent
 from qconvert.run.files import Files
 from qconvert.run.local import LocalEngine
 from qconvert.run.memory import Share
-from qconvert.run.outlet import Outlet
+from qconvert.run.preflight import check_backend, check_parts, is_finished
 from qconvert.run.prepare import Options, Prepared
-from qconvert.run.refusals import check_backend, check_parts, is_finished
 from qconvert.run.resume import Progress
 from qconvert.run.run_units import follow, run_units
 from qconvert.run.staging import Judge, Staged, publish_order, stage_the_rest
 from qconvert.run.target import Parts, Target, claimed
+from qconvert.run.upload_target import UploadTarget
 from qconvert.run.verify import check_sources, seen, touched
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def run_together(
     events: Events | None = None,
     files: Files | None = None,
     backend: Backend | None = None,
-    outlets: Sequence[Outlet] = (),
+    outlets: Sequence[UploadTarget] = (),
     judge: Judge | None = None,
 ) -> list[RunResult]:
     """Run plans that were prepared together, each into its folder, from one read of the source.
@@ -121,7 +121,7 @@ def _run_together(
     told: Events,
     disk: Files,
     backend: Backend | None,
-    outlets: Sequence[Outlet],
+    outlets: Sequence[UploadTarget],
     judge: Judge | None,
 ) -> list[RunResult]:
     first = parts[0][0]
@@ -140,7 +140,7 @@ def _run_together(
         return _results(begun, published=publishes)
 
 
-def engine_of(options: Options, outlets: Sequence[Outlet] = ()) -> Engine:
+def engine_of(options: Options, outlets: Sequence[UploadTarget] = ()) -> Engine:
     """What runs the units, as the options have it. Each engine is imported where it is used: with the
     others a start took 20 ms more."""
     if outlets:

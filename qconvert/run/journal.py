@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from qconvert.checkpoint.receipt import is_own_name
 from qconvert.core.errors import OutputError
+from qconvert.core.profiling import phase
 from qconvert.core.regular import SMALL, open_regular
 from qconvert.core.shown import shortened
 from qconvert.run.files import Files
-from qconvert.run.outlet import Sent
+from qconvert.run.upload_target import Sent
 
+if TYPE_CHECKING:
+    from qconvert.run.unit_runner import UnitResult
+
+# A sync waits for the disk, so units are committed in batches: after this much output or time.
+COMMIT_BYTES = 256 << 20
+COMMIT_SECONDS = 5.0
 # Bytes of one line: a unit may hold the records of many tensors, each with many sources.
 _LONGEST = SMALL
 # Remarks kept; more are no longer something to read.
@@ -40,7 +48,7 @@ class Remembered:
     `edited` are files of it that people have changed since they were made. `seen` are ctime and inode
     of the source's shards when the units were last known to be made from them. `forgotten` are units
     that were not as recorded and have to be done again; `ended` says how the process of a shard ended,
-    None while it has not. `sent` are files that are elsewhere (run/stream_space.py), by name: size and
+    None while it has not. `sent` are files that are elsewhere (run/upload_queue.py), by name: size and
     sha256. `length` is that of the sound part in bytes.
     """
 
@@ -307,3 +315,47 @@ def refuse_other_plan(path: Path, then: Mapping[str, Any], now: Mapping[str, Any
             f"{path} holds unfinished work of another plan: {difference}. Run that command again "
             f"to finish it, or drop it: qconvert clean {path}"
         )
+
+
+class Committer:
+    """Collects finished units and commits them in batches: their files are synced, then the journal says
+    so."""
+
+    def __init__(
+        self, journal: Journal, files: Files, paths: Sequence[Path], commit_bytes: int
+    ) -> None:
+        self._journal = journal
+        self._files = files
+        self._paths = paths
+        self._commit_bytes = commit_bytes
+        self._waiting: list[tuple[int, UnitResult]] = []
+        self._bytes = 0
+        self._since = time.monotonic()
+
+    def add(self, number: int, result: UnitResult) -> None:
+        self._waiting.append((number, result))
+        self._bytes += result.written
+        late = time.monotonic() - self._since > COMMIT_SECONDS
+        if self._bytes >= self._commit_bytes or late:
+            self.commit()
+
+    @phase("commit")
+    def commit(self) -> None:
+        """Sync every file the waiting units wrote to, then append their journal lines."""
+        for number in sorted({file for _, result in self._waiting for file in result.files}):
+            path = self._paths[number]
+            # Any descriptor will do: syncing is about the file, whoever wrote to it.
+            fd = self._files.open(path)
+            try:
+                self._files.sync(fd, path)
+            finally:
+                self._files.close(fd)
+        if self._waiting:
+            self._journal.append([_record(number, result) for number, result in self._waiting])
+        self._waiting.clear()
+        self._bytes = 0
+        self._since = time.monotonic()
+
+
+def _record(number: int, result: UnitResult) -> dict[str, Any]:
+    return {"unit": number, "records": list(result.records), "remarks": list(result.remarks)}

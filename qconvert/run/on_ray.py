@@ -2,7 +2,7 @@
 nodes read the source and write into the work folder, which all of them share.
 
 A worker is an actor with one CPU and the memory that the plan says, pinned to its node, so that Ray's
-books and ours agree. Ray does not retry: a lost batch goes back to the others (run/crew.py)."""
+books and ours agree. Ray does not retry: a lost batch goes back to the others (run/scheduler.py)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from qconvert.core.shown import count, message
 from qconvert.core.sizes import format_size
 from qconvert.run.backend import Backend
 from qconvert.run.cluster import OWN, check_address, check_installed
-from qconvert.run.crew import Lost, Node, Ready, run_by_crew
 from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events
 from qconvert.run.files import Files
 from qconvert.run.local import whole_run
 from qconvert.run.memory import BYTES_PER_JOB
-from qconvert.run.nodes import NodeWorker, Probe, Returned, look
+from qconvert.run.nodes import NodeWorker, Probe, Returned, check_node
+from qconvert.run.scheduler import Lost, Node, Ready, run_by_crew
 from qconvert.run.target import Target
 from qconvert.run.worker import Batch, Setup, Told
 from qconvert.run.workspace import Workspace
@@ -175,7 +175,7 @@ class _RayCrew:
         at the start it is a mistake, and the run is refused: raises RunError."""
         if not nodes:
             return
-        ask = self._ray.remote(look)
+        ask = self._ray.remote(check_node)
         asked = {
             ask.options(num_cpus=0, max_retries=0, scheduling_strategy=self._on(node)).remote(
                 self._probe

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import file_size
 from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.profiling import phase
+from qconvert.core.sizes import exact_size, format_size
 from qconvert.matrices.calibrated import calibrated_in
 from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
-from qconvert.run.committer import COMMIT_BYTES
 from qconvert.run.fetch import FETCH_BYTES
 from qconvert.run.files import can_link, existing_parent
+from qconvert.run.journal import COMMIT_BYTES
 from qconvert.run.memory import SEND_BYTES, Share, share_out
 from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
 from qconvert.run.until import Until
@@ -204,3 +206,26 @@ def _beside(plan: Plan) -> int:
     records = _RECORD_BYTES * len(plan.tensors)
     texts = sum(len(text.encode()) for text in plan.new_files.values())
     return side_bytes(plan) + texts + records
+
+
+def whole_result(ready: Sequence[Prepared], beside: int = 0) -> int:
+    """Most bytes below the output folders of a run that makes all of its result here, with `beside` for
+    what a calibration keeps there meanwhile. A source in a store or on the Hub takes none: its ranges
+    are held in memory. An upper bound: shards that are hard-linked to the
+    source's take none, and are not counted."""
+    return sum(map(disk_bytes, ready)) + beside
+
+
+def check_disk_budget(budget: int | None, need: int, what: str) -> None:
+    """Raise PlanError where a run needs more disk than it was given, with the smallest budget that
+    works; `what` names what takes it."""
+    if budget is not None and need > budget:
+        raise PlanError(
+            f"--disk-budget {exact_size(budget)}: {what} takes up to {format_size(need)} of disk; give "
+            f"--disk-budget {_rounded(need)} or more, or choose a smaller format"
+        )
+
+
+def _rounded(need: int) -> str:
+    """The next whole MiB, as one would write it."""
+    return f"{-(-need >> 20)}MiB"

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.run.arena import fresh_pages
 from qconvert.run.files import existing_parent, reserve
-from qconvert.run.pages import fresh_pages
 
 _BYTES = 64 << 20
 _CHUNK = 4 << 20

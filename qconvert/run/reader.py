@@ -13,7 +13,7 @@ from qconvert.core.graph import Source
 from qconvert.core.profiling import OFF, READ, Meter
 from qconvert.plan.units import Unit
 from qconvert.run.fetch import Fetching, ranges_of
-from qconvert.run.handles import Handles
+from qconvert.run.files import Handles
 
 _OPEN_FILES = 64
 # Of what loops take for an array of numbers of up to eight bytes.

@@ -12,7 +12,7 @@ from qconvert.matrices.calibrated import calibrated_in
 from qconvert.plan.units import Unit
 from qconvert.run.events import Events
 from qconvert.run.finished import look_over
-from qconvert.run.refusals import check_all_finished, check_backend
+from qconvert.run.preflight import check_all_finished, check_backend
 from qconvert.run.staging import publish_order
 from qconvert.run.target import Target
 from qconvert.run.workspace import check_disk

@@ -13,10 +13,10 @@ from qconvert.core.errors import QConvertError
 from qconvert.core.profiling import heard, phase, recording, working
 from qconvert.matrices.calibrated import calibrated_in
 from qconvert.plan.units import Unit
-from qconvert.run.committer import Committer
 from qconvert.run.engine import Engine, Work
 from qconvert.run.events import Events, Watching
 from qconvert.run.files import Files
+from qconvert.run.journal import Committer
 from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches
 from qconvert.run.prepare import Prepared
 from qconvert.run.resume import Progress

@@ -14,11 +14,8 @@ from qconvert.core.errors import OutputError, RunError
 from qconvert.matrices.calibrated import calibrated_in
 from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events
-from qconvert.run.file_hash import hashes_in
 from qconvert.run.files import Files
 from qconvert.run.local import whole_run
-from qconvert.run.outflow import Going, Outflow
-from qconvert.run.outlet import Outlet
 from qconvert.run.pool import (
     BATCH_BYTES,
     AnyConnection,
@@ -28,9 +25,10 @@ from qconvert.run.pool import (
     run_workers,
 )
 from qconvert.run.schedule import files_of, in_file_order, places_of
-from qconvert.run.stream_space import StreamSpace
 from qconvert.run.target import Target
 from qconvert.run.unit_runner import Place
+from qconvert.run.upload_queue import Going, StreamSpace, UploadQueue, hashes_in
+from qconvert.run.upload_target import UploadTarget
 from qconvert.run.worker import Batch, Done, Told
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ class StreamEngine:
     space = StreamSpace
     publishes = True
 
-    def __init__(self, outlets: Sequence[Outlet]) -> None:
+    def __init__(self, outlets: Sequence[UploadTarget]) -> None:
         self._outlets = outlets
         self._rounds = 0
 
@@ -66,7 +64,7 @@ class StreamEngine:
         with whole_run(targets, told, backend) as begun:
             assert begun is not None, "no folder is finished"
             parts = self._parts = _Parts.of(begun.targets)
-            self._flow = Outflow(parts.files, parts.room, lambda n: parts.hashes(begun, n))
+            self._flow = UploadQueue(parts.files, parts.room, lambda n: parts.hashes(begun, n))
             try:
                 yield begun
             finally:
@@ -184,7 +182,7 @@ class _Gated:
     that were given out and are not done."""
 
     def __init__(
-        self, batches: deque[Batch], of_units: Sequence[frozenset[int]], flow: Outflow
+        self, batches: deque[Batch], of_units: Sequence[frozenset[int]], flow: UploadQueue
     ) -> None:
         self._batches, self._of_units, self._flow = batches, of_units, flow
         self.bell: AnyConnection | None = flow.bell

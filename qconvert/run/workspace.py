@@ -34,8 +34,8 @@ from qconvert.run.leases import (
     refuse_other_plans,
 )
 from qconvert.run.lock import Lock, take_lock
-from qconvert.run.outlet import Sent
 from qconvert.run.shards import OutFile, ShardLayout
+from qconvert.run.upload_target import Sent
 
 JOURNAL = "journal.jsonl"
 STAGE = "stage"

@@ -1,4 +1,10 @@
-"""Finished files of a run on their way elsewhere, and the disk that those on this side take.
+"""Finished files of a run on their way elsewhere, the work folder that they leave, and the disk that
+those on this side take.
+
+A shard is made when the first unit that writes to it is given out, read once more before it is sent,
+and removed once it is kept elsewhere and the journal says so (`sent`). A journal line of that kind is
+true as any other is: the file's units are finished, and size and hash were seen where it is now. A shard
+that is lost there is `unsent`, and its units are forgotten.
 
 Threads hash and send files, and have the outlet keep them; all else is done by the thread that runs the
 conversion, when `bell` says that one of them has news: it alone writes journals, makes files and removes
@@ -7,21 +13,170 @@ them. Files are made as long as there is room for them.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from typing import IO, Any
 
+import xxhash
+
+from qconvert.core.errors import OutputError
 from qconvert.core.profiling import phase
+from qconvert.core.regular import open_regular
 from qconvert.core.shown import count
 from qconvert.run.events import Events
-from qconvert.run.file_hash import seen_whole
-from qconvert.run.outlet import Outlet, Sent
+from qconvert.run.journal import Journal
 from qconvert.run.pool import AnyConnection
-from qconvert.run.shards import OutFile
-from qconvert.run.stream_space import StreamSpace
+from qconvert.run.shards import OutFile, ShardLayout
+from qconvert.run.upload_target import Sent, UploadTarget
+from qconvert.run.workspace import Workspace, is_there
+
+
+class StreamSpace(Workspace):
+    """A workspace whose result goes to an outlet, which is given before a run begins."""
+
+    _reserves = False
+    outlet: UploadTarget
+
+    def __init__(self, out: Path, *given: Any) -> None:
+        self._away: dict[str, Sent] = {}
+        self._journal: Journal | None = None
+        super().__init__(out, *given)
+
+    @property
+    def away(self) -> Mapping[str, Sent]:
+        return self._away
+
+    def begin(self, layout: ShardLayout, run: str) -> Journal:
+        self._away = {}
+        self._journal = super().begin(layout, run)
+        return self._journal
+
+    def resume(self) -> Journal:
+        """The journal; it learns which of the files that were sent are there no more."""
+        journal = self._journal = super().resume()
+        assert self.remembered is not None
+        self._away = dict(self.remembered.sent)
+        self.lose(self.missing())
+        for name in self._away:  # killed before it was removed
+            self._remove_if_there(self.stage / name)
+        return journal
+
+    def missing(self) -> list[str]:
+        """Files that were sent, and are not kept as they were sent."""
+        if not self._away:
+            return []
+        there = self.outlet.there()
+        return [name for name, sent in self._away.items() if there.get(name) != sent]
+
+    def lose(self, names: Sequence[str]) -> None:
+        """Take files for not sent: what they hold has to be made again."""
+        if names:
+            assert self._journal is not None
+            self._journal.append([{"unsent": list(names)}])
+            for name in names:
+                del self._away[name]
+
+    def note_sent(self, files: Sequence[Sent]) -> None:
+        """Journal that files are kept elsewhere, then remove them here."""
+        assert self._journal is not None
+        self._journal.append([{"sent": [file.as_json() for file in files]}])
+        for file in files:
+            self._away[file.name] = file
+            self._drop(file.name)
+        self._files.sync_folder(self.stage)
+
+    def _drop(self, name: str) -> None:
+        """Remove a staged file, and give its blocks back now: a worker may have it open."""
+        path = self.stage / name
+        fd = self._files.open(path)
+        try:
+            self._files.truncate(fd, path, 0)
+        finally:
+            self._files.close(fd)
+        self._files.remove(path)
+
+    def make_file(self, file: OutFile) -> None:
+        """Create a shard at full size with its header. One that is there is kept."""
+        if not is_there(self.stage / file.name):
+            self._place(file)
+            self._files.sync_folder(self.stage)
+
+    def make_again(self, file: OutFile) -> None:
+        """A shard's bytes are not what they were: it is made when its first unit is run again."""
+        if file.name in self._away:
+            self.lose([file.name])
+        self._remove_if_there(self.stage / file.name)
+        self._files.sync_folder(self.stage)
+
+    def publish(self, names: Sequence[str], journal: Journal) -> None:
+        others = [name for name in names if name not in self._away]
+        self.outlet.publish(list(self._away.values()), self.stage, others)
+
+    def tidy(self) -> None:
+        """Remove the work folder, and the folder it is in: the result is elsewhere."""
+        super().tidy()
+        with suppress(OutputError):  # it holds something that is not ours
+            self._files.remove(self.out)
+
+
+_CHUNK = 4 << 20
+
+
+def hashes_in(records: Iterable[str]) -> dict[str, str]:
+    """xxh3-128 of tensors by name, from receipt lines."""
+    lines = map(json.loads, records)
+    return {line["name"]: line["xxh3"] for line in lines}
+
+
+def seen_whole(path: Path, file: OutFile, hashes: Mapping[str, str]) -> Sent:
+    """A shard's size and sha256. Raises OutputError where its header is not the planned one, or a
+    tensor's bytes have another hash than when they were computed: what goes elsewhere is not looked at
+    again."""
+    whole = sha256()
+    try:
+        fd = open_regular(path, follow=False, error=OutputError)
+    except FileNotFoundError as error:
+        raise OutputError(f"{path}: is gone; run the same command again") from error
+    with os.fdopen(fd, "rb", buffering=_CHUNK) as stream:
+        header = _read(stream, path, len(file.header))
+        whole.update(header)
+        if header != file.header:
+            raise _changed(path, "its header differs from the plan's")
+        for tensor in file.tensors:
+            digest, left = xxhash.xxh3_128(), tensor.type.nbytes
+            while left:
+                chunk = _read(stream, path, min(left, _CHUNK))
+                whole.update(chunk)
+                digest.update(chunk)
+                left -= len(chunk)
+            if digest.hexdigest() != hashes[tensor.name]:
+                raise _changed(path, f"tensor {tensor.name!r} has other bytes than were computed")
+        if stream.read(1):
+            raise _changed(path, f"expected {file.size} bytes, found more")
+    return Sent(file.name, file.size, whole.hexdigest())
+
+
+def _read(stream: IO[bytes], path: Path, size: int) -> bytes:
+    try:
+        data = stream.read(size)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(data) < size:
+        raise _changed(path, "ends early")
+    return data
+
+
+def _changed(path: Path, what: str) -> OutputError:
+    return OutputError(f"{path}: {what}; it was not sent. Run the same command again with --verify")
+
 
 # Files sent at a time. One connection to a store far away does not fill a line.
 SENDERS = 3
@@ -58,7 +213,7 @@ class _Kept:
 _News = _Uploaded | _Kept | BaseException
 
 
-class Outflow:
+class UploadQueue:
     """The files of a run by number, those of all its folders counted through. `room` is how many bytes
     of them may be here at a time; `hashes` gives the xxh3-128 of a file's tensors, once it is
     finished."""
@@ -187,7 +342,7 @@ class Outflow:
         self._to_keep.put(lambda: self._kept(outlet, numbers, files))
 
     @staticmethod
-    def _kept(outlet: Outlet, numbers: Sequence[int], files: Sequence[Sent]) -> _News:
+    def _kept(outlet: UploadTarget, numbers: Sequence[int], files: Sequence[Sent]) -> _News:
         outlet.keep(files)
         return _Kept(numbers, files)
 

@@ -28,7 +28,7 @@ class Sent:
         return {"name": self.name, "size": self.size, "sha256": self.sha256}
 
 
-class Outlet(Protocol):
+class UploadTarget(Protocol):
     """The place of one result. Its methods ask a server, and raise OutputError for what it refuses or
     holds already, RunError where it fails for too long. `upload` may be called by several threads at a
     time, the others by one."""

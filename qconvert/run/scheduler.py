@@ -14,10 +14,9 @@ from typing import Protocol
 
 from qconvert.core.errors import RunError
 from qconvert.core.shown import count
-from qconvert.run.blocks import End
 from qconvert.run.engine import Work
 from qconvert.run.files import Files
-from qconvert.run.nodes import Returned
+from qconvert.run.nodes import End, Returned
 from qconvert.run.pool import Backlog, failure
 from qconvert.run.worker import Batch, Failed, Measured, Progress, Told
 

@@ -14,7 +14,7 @@ from qconvert.core.errors import OutputError, QConvertError
 from qconvert.run.events import Silent
 from qconvert.run.files import Files, existing_parent
 from qconvert.run.lock import refuse_locked
-from qconvert.run.refusals import check_backend, check_parts
+from qconvert.run.preflight import check_backend, check_parts
 from qconvert.run.repair import look_over_all
 from qconvert.run.resume import is_resumable
 from qconvert.run.sharing import SharedWorkspace
