@@ -19,10 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qconvert.calibrate import work_dir
-from qconvert.calibrate.ahead import Ahead
 from qconvert.calibrate.apart import apart
 from qconvert.calibrate.behind import Behind, Held
-from qconvert.calibrate.reading import Fetched, decode
+from qconvert.calibrate.reading import Ahead, Fetched, decode
 from qconvert.calibrate.rows import InFiles
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.dtypes import TensorType

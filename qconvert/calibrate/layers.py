@@ -34,7 +34,6 @@ from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import InFile, Rows, Scratch
 from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
 from qconvert.calibrate.slots import slots_of
-from qconvert.calibrate.taken import Stream, Taken
 from qconvert.calibrate.team import ALONE, Team, share
 from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
@@ -54,6 +53,22 @@ _ATTEND, _ATTEND_MOST, _ATTEND_NUMBERS = 16_384, 65_536, 1 << 27
 
 T = TypeVar("T")
 Matrices = Mapping[int, Mapping[tuple[int, str], Projection]]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A model's way through a layer: what goes into its experts, and what they answer [T, H]."""
+
+    seen: Seen
+    answers: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """Experts of one device in memory, and as they were read where the unquantized model runs too."""
+
+    experts: list[Expert] = field(default_factory=list)
+    plain: list[Expert] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,15 @@ is decoded there: to the bits of ops/fp8.py, which a test compares.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, local
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from qconvert.calibrate.ahead import Ahead
 from qconvert.calibrate.clock import Clock
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Apply, Buffer, Output, Source, whole
@@ -25,6 +26,10 @@ from qconvert.run.unit_runner import SourceHashes
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+
+_THREADS = 4  # that read ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +62,45 @@ def decode(found: Fetched, there: torch.Tensor) -> None:
     high, wide = min(found.block[0], rows), min(found.block[1], columns)
     spread = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
     there.copy_(codes.float().mul_(spread))
+
+
+class Ahead(Generic[T]):
+    """Matrices read before they are asked for, while a GPU works on those before: threads wait for
+    files, hash and decode outside of the lock of Python. `order` says a name, its bytes in memory and
+    what reads it. No more than `room` bytes are read and not taken, but always one; what is asked for
+    out of order is not given."""
+
+    def __init__(
+        self, order: Iterable[tuple[str, int, Callable[[], T]]], room: int, threads: int = _THREADS
+    ) -> None:
+        self._order: Iterator[tuple[str, int, Callable[[], T]]] = iter(order)
+        self._room = room
+        self._waiting: deque[tuple[str, int, Future[T]]] = deque()
+        self._pool = ThreadPoolExecutor(threads, "qconvert-ahead")
+        self._next = next(self._order, None)
+
+    def begin(self) -> None:
+        """Read what there is room for."""
+        while self._next is not None:
+            name, size, read = self._next
+            if self._waiting and size > self._room:
+                return
+            self._room -= size
+            self._waiting.append((name, size, self._pool.submit(read)))
+            self._next = next(self._order, None)
+
+    def take(self, name: str) -> T | None:
+        """What was read under a name, if it is the next one; None if it is not."""
+        if not self._waiting or self._waiting[0][0] != name:
+            return None
+        _, size, found = self._waiting.popleft()
+        result = found.result()
+        self._room += size
+        self.begin()
+        return result
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 class Weights:
