@@ -30,7 +30,7 @@ import quality_peers
 import torch
 import transformers
 
-from qconvert.calibrate.backend import hush_llm_compressor, hush_transformers
+from qconvert.calibrate.backend import silence_llm_compressor, silence_transformers
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.calibrate.solve import rounded
@@ -133,8 +133,8 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=quality_model.VARIANTS)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     asked = parser.parse_args()
-    hush_llm_compressor()
-    hush_transformers()
+    silence_llm_compressor()
+    silence_transformers()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = quality_model.LARGE if device == "cuda" else quality_model.SMALL
     train, held = quality_model.corpus(size.corpus)

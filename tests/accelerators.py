@@ -12,7 +12,7 @@ import pytest
 import torch
 from calibrate_models import samples
 
-from qconvert.calibrate import behind, layers, work_dir
+from qconvert.calibrate import background_writer, layers, work_dir
 from qconvert.calibrate.engine import Event
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.core.int_scheme import Codes, IntScheme
@@ -63,7 +63,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_GATHER", 160)
     for name in ("_ATTEND_NUMBERS", "_GATHER_NUMBERS"):
         monkeypatch.setattr(layers, name, 1)
-    monkeypatch.setattr(behind, "_ROWS", 70)
+    monkeypatch.setattr(background_writer, "_ROWS", 70)
     monkeypatch.setattr(work_dir, "_ROWS", 50)
 
 

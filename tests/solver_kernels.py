@@ -19,13 +19,13 @@ from unittest.mock import patch
 
 import torch
 
-from qconvert.calibrate import slots
+from qconvert.calibrate import token_dispatch
 from qconvert.calibrate.kernels import choice
 from qconvert.calibrate.settings import Settings
-from qconvert.calibrate.slots import slots_of
 from qconvert.calibrate.solver import descent, gptq, parity, product, refit, scales
 from qconvert.calibrate.solver.order import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, rounding
+from qconvert.calibrate.token_dispatch import dispatch_of
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import IntScheme
 
@@ -74,7 +74,7 @@ def _answers() -> Iterator[tuple[str, float]]:
     for width, k, dtype in ((1100, 3, torch.float32), (48, 8, torch.bfloat16)):
         routes = torch.stack([torch.randperm(9, generator=random)[:k] for _ in range(20)]).int()
         shares = torch.rand(20, k, generator=random).to(dtype)
-        sorted_by = slots_of(routes.to(ON), shares.to(ON), 9)
+        sorted_by = dispatch_of(routes.to(ON), shares.to(ON), 9)
         start, stop = sorted_by.starts[2], sorted_by.starts[7]
         answers = heavy_tailed((stop - start, width), random).bfloat16().to(ON)
         answers[3, 5] = torch.nan
@@ -82,9 +82,9 @@ def _answers() -> Iterator[tuple[str, float]]:
         before = heavy_tailed((20, width), random).bfloat16().to(ON)
         made, wanted = before.clone(), before.clone()
         assert choice.by_triton(made)
-        slots.add_answers(made, answers, sorted_by, start)
-        with patch.object(slots, "by_triton", return_value=False):
-            slots.add_answers(wanted, answers, sorted_by, start)
+        token_dispatch.add_answers(made, answers, sorted_by, start)
+        with patch.object(token_dispatch, "by_triton", return_value=False):
+            token_dispatch.add_answers(wanted, answers, sorted_by, start)
         assert wanted.isnan().any()
         assert wanted.isinf().any()
         same = (made == wanted) | (made.isnan() & wanted.isnan())

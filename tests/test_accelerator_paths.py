@@ -12,7 +12,7 @@ from accelerators import SCHEME, SETTINGS, TOKENS, Place, assert_same, codes_of,
 from calibrate_models import qwen3_moe, saved
 
 from qconvert.calibrate import engine, experts, layers, memory, work_dir
-from qconvert.calibrate.behind import Behind
+from qconvert.calibrate.background_writer import BackgroundWriter
 from qconvert.calibrate.engine import Event, calibrate
 from qconvert.calibrate.layers import Layers
 from qconvert.calibrate.settings import LayerDone, Matrix
@@ -46,7 +46,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     found: list[str | None] = []
     holding = engine._holding
 
-    def told(layers: Layers) -> tuple[Layers, Behind | None, str]:
+    def told(layers: Layers) -> tuple[Layers, BackgroundWriter | None, str]:
         made = holding(layers)
         found.append(made[2] if made[1] is not None else None)
         return made

@@ -138,7 +138,7 @@ _SHOWN = (
     "qconvert.checkpoint", "qconvert.validation.runner", "qconvert.validation.findings",
 )  # fmt: skip
 _OF_RUNS = {
-    "qconvert.calibrate.mates": "imports ahead of planning: faster, no other result",
+    "qconvert.calibrate.gpu_workers": "imports ahead of planning: faster, no other result",
     "qconvert.calibrate.backend": "how much disk a plan needs",
     "qconvert.hub.card.front": "what a repo id is, and the name of a source in a card",
     "qconvert.hub.card.of_plan": "the same",

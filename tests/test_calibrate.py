@@ -106,18 +106,18 @@ def meant(codes: Codes, scheme: Scheme) -> torch.Tensor:
     return (steps.float() / 2 * factor.repeat_interleave(16, 1)).bfloat16()
 
 
-ALONE = Settings(min_tokens=1, propagated_error="ignore")
+SINGLE_PROCESS = Settings(min_tokens=1, propagated_error="ignore")
 CORRECTED = Settings(min_tokens=1, propagated_error="correct")
 
 
 @pytest.mark.parametrize(
     ("settings", "scheme"),
     [
-        (ALONE, IntScheme(4, 32)),
-        (replace(ALONE, signs="positive"), IntScheme(4, 32)),
+        (SINGLE_PROCESS, IntScheme(4, 32)),
+        (replace(SINGLE_PROCESS, signs="positive"), IntScheme(4, 32)),
         (Settings(min_tokens=1, solver="llmcompressor"), IntScheme(4, 32)),
         (CORRECTED, IntScheme(4, 32)),
-        (ALONE, Nvfp4Scheme("modelopt")),
+        (SINGLE_PROCESS, Nvfp4Scheme("modelopt")),
         (CORRECTED, Nvfp4Scheme("compressed-tensors")),
     ],
     ids=[

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from qconvert.calibrate import work_dir
 from qconvert.calibrate.apart import apart
-from qconvert.calibrate.behind import Behind, Held
+from qconvert.calibrate.background_writer import BackgroundWriter, Held
 from qconvert.calibrate.reading import Ahead, Fetched, decode
 from qconvert.calibrate.rows import InFiles
 from qconvert.calibrate.work_dir import CalibrationDir
@@ -77,7 +77,7 @@ def test_what_a_read_raises_is_raised_where_it_is_taken() -> None:
 
 def test_behind_does_things_in_order_and_stops_at_a_failure() -> None:
     done: list[int] = []
-    behind = Behind()
+    behind = BackgroundWriter()
 
     def fail() -> None:
         raise OSError("no space left")
@@ -178,7 +178,7 @@ def test_states_are_kept_after_some_seconds_and_where_a_run_ends(
     locks = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: locks)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    behind = Behind()
+    behind = BackgroundWriter()
 
     def opened() -> CalibrationDir:
         return CalibrationDir(tmp_path, "key", 3, 2, Files(), paired, "cpu", behind)

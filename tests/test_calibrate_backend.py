@@ -18,7 +18,7 @@ from models import qwen3_moe
 
 from qconvert.calibrate.backend import GptqBackend, _settings, backend_for
 from qconvert.calibrate.devices import check_devices, each_once, guessed_devices, kind_of
-from qconvert.calibrate.mates import Given, Mates
+from qconvert.calibrate.gpu_workers import CalibrationArgs, WorkerPool
 from qconvert.calibrate.stats import begin
 from qconvert.core.errors import DataError, OutputError, PlanError, RunError
 from qconvert.plan.plan import Plan
@@ -194,19 +194,19 @@ def test_the_work_dir_is_of_a_kind_of_device(
 ) -> None:
     """Codes of a CPU and of a GPU do not mix; and nothing runs after the last layer wanted."""
 
-    class Seen(Exception):
+    class RoutedInputs(Exception):
         pass
 
     def seen(*_: Any, key: str, last: int, **__: Any) -> None:
-        raise Seen(key.split()[1:], last)
+        raise RoutedInputs(key.split()[1:], last)
 
-    class Fake(Mates):
+    class Fake(WorkerPool):
         """A process that is not started."""
 
         def __init__(self, devices: Sequence[str]) -> None:
             self.devices = tuple(devices)
 
-        def calibrate(self, given: Given | None, *_: Any) -> Any:
+        def calibrate(self, given: CalibrationArgs | None, *_: Any) -> Any:
             assert given is not None
             seen(key=given.key, last=given.last or 0)
 
@@ -218,7 +218,7 @@ def test_the_work_dir_is_of_a_kind_of_device(
     monkeypatch.setattr("qconvert.calibrate.backend.check_devices", lambda _: None)
     for name, kind in (("cpu", "cpu"), ("cuda:1", "cuda")):
         plan = amx_plan(source, replace(SYNTHETIC, devices=(name,)))
-        with pytest.raises(Seen) as caught:
+        with pytest.raises(RoutedInputs) as caught:
             execute(plan, tmp_path / name, backend=made(plan))
         assert caught.value.args == ([kind], 1)
 

@@ -20,10 +20,10 @@ from checkpoints import run_cli
 from safetensors.numpy import save_file
 
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.mates import Given, Mates
+from qconvert.calibrate.distributed import Launched, launched
+from qconvert.calibrate.gpu_workers import CalibrationArgs, WorkerPool
 from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.settings import Settings
-from qconvert.calibrate.team import Launched, launched
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import UsageError
 from qconvert.core.int_scheme import IntScheme
@@ -221,14 +221,14 @@ def test_a_lost_host_ends_the_run_and_another_number_goes_on(
 
 @pytest.mark.crash
 def test_time_that_is_over_ends_the_processes_of_all_hosts(folder: Path, tmp_path: Path) -> None:
-    given = Given(
+    given = CalibrationArgs(
         Checkpoint.open(folder / "model"), samples(SAMPLES, LENGTH), [SCHEME], Settings(min_tokens=1),
         tmp_path, 8 << 30, "k", until=Until(0.001, time.monotonic()),
     )  # fmt: skip
     packed = (PackQuantized(SCHEME),)
     packers = Packers(dict.fromkeys(("gate_proj", "up_proj", "down_proj"), packed), {})
     port = free_port()
-    pools = [Mates(("cpu",), Launched(n, 2, 0, 1, ADDRESS, port), 1) for n in range(2)]
+    pools = [WorkerPool(("cpu",), Launched(n, 2, 0, 1, ADDRESS, port), 1) for n in range(2)]
     try:
         with ThreadPoolExecutor(2) as threads:
             first, other = threads.map(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qconvert.calibrate.division import divided, shares
-from qconvert.calibrate.foreseen import Foreseen
+from qconvert.calibrate.expert_read_order import ExpertReadOrder
 from qconvert.calibrate.reading import Weights
 from qconvert.matrices.experts import PROJECTIONS, Projection
 from qconvert.matrices.stored import Stored
@@ -97,7 +97,7 @@ def test_a_reader_is_told_again_only_where_experts_move() -> None:
         for layer in (1, 2)
     }
     reader = _Reader()
-    foreseen = Foreseen(matrices, cast(Weights, reader), 10, 3)
+    foreseen = ExpertReadOrder(matrices, cast(Weights, reader), 10, 3)
     foreseen.settle(0, [0, 1])
     foreseen.settle(1, (0, 1))
     foreseen.settle(2, [1, 3])

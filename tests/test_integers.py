@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from qconvert.calibrate import integers, theirs
+from qconvert.calibrate import integers, llmcompressor_backend
 from qconvert.calibrate.experts import inputs_of
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import Bits, IntScheme
@@ -82,12 +82,12 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_scales_are_the_observers(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for weight, scheme in product(weights(make), SCHEMES):
         scale, zero = integers.observed(weight, scheme, weight.dtype)
-        their_scale, their_zero = theirs.observed(weight, scheme)
+        their_scale, their_zero = llmcompressor_backend.observed(weight, scheme)
         assert same(scale, their_scale), scheme
         assert same(zero, their_zero), scheme
         # A wider dtype's are those of the weight in it.
         wide, zero = integers.observed(weight, scheme, torch.float32)
-        their_scale, their_zero = theirs.observed(weight.float(), scheme)
+        their_scale, their_zero = llmcompressor_backend.observed(weight.float(), scheme)
         assert same(wide, their_scale), scheme
         assert same(zero, their_zero), scheme
 
@@ -119,11 +119,13 @@ def test_codes_and_their_meaning_are_theirs(
         zeros = None if scheme.symmetric else zero
         for values in (weight, weight.float()):
             codes = integers.coded(values, scale, zeros, scheme)
-            assert torch.equal(codes, theirs.coded(values, scale, zeros, scheme)), scheme
+            assert torch.equal(codes, llmcompressor_backend.coded(values, scale, zeros, scheme)), (
+                scheme
+            )
             assert int(codes.min()) >= scheme.low
             for factor in (scale, scale.float()):
                 meant = integers.meaning(codes, factor, zeros, scheme)
-                args = theirs.args_of(observed)
+                args = llmcompressor_backend.args_of(observed)
                 assert same(meant, dequantize(codes, factor, zeros, args)), scheme
 
 

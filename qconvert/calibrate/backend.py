@@ -11,17 +11,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qconvert.calibrate import theirs
+from qconvert.calibrate import llmcompressor_backend
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import check_devices, each_once, found_devices, kind_of
+from qconvert.calibrate.distributed import Launched, launched
+from qconvert.calibrate.gpu_workers import CalibrationArgs, WorkerPool, calibrate_with, early
 from qconvert.calibrate.library import load_shared
 from qconvert.calibrate.linear_memory import least_linear_bytes
-from qconvert.calibrate.mates import Given, Mates, calibrate_given, early
 from qconvert.calibrate.memory import least_bytes
 from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
 from qconvert.calibrate.stats import begin, check_claim
-from qconvert.calibrate.team import Launched, launched
 from qconvert.calibrate.work import Work, added, has_begun, layer_work, sizes_of
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.extras import lacking, require
@@ -89,7 +89,7 @@ class GptqBackend:
         """The samples, and what a user must know of them: read once, by `check` if it is called."""
         request, remarks = self.calibration.request, list[str]()
         if request.kind in ("text", "jsonl", "dataset"):  # the others need no tokenizer
-            hush_transformers()
+            silence_transformers()
         return load_tokens(request, self.calibration.model.checkpoint.root, remarks.append), remarks
 
     def needs(self) -> Needs:
@@ -128,11 +128,11 @@ class GptqBackend:
         _ = self._data
 
     def _check_devices(self) -> None:
-        names, mates = self.calibration.request.devices, early()
-        if mates is None or kind_of(names) == "cpu":
+        names, pool = self.calibration.request.devices, early()
+        if pool is None or kind_of(names) == "cpu":
             check_devices(names)
         else:  # they have imported torch meanwhile
-            mates.machine.check(names)
+            pool.machine.check(names)
         each_once(names)
 
     @cached_property
@@ -147,7 +147,7 @@ class GptqBackend:
         from qconvert.calibrate.linears import linears_of
         from qconvert.calibrate.model import Model
 
-        hush_transformers()
+        silence_transformers()
         source = Plan.identity(self.calibration.model.checkpoint)
         linears_of(source, Model(source, Settings().attention), dict.fromkeys(self.linears, ()))
 
@@ -206,12 +206,12 @@ class GptqBackend:
                 self._ranks.end()
 
     @cached_property
-    def _ranks(self) -> Mates:
+    def _ranks(self) -> WorkerPool:
         """Processes of this host, among those of several, which wait for the others."""
         assert self._launched is not None
         names = each_once(self.calibration.request.devices) or found_devices()
         _times.append(1)
-        return Mates(self._launched.devices(names), self._launched, len(_times))
+        return WorkerPool(self._launched.devices(names), self._launched, len(_times))
 
     def get_ready(self, job: Job) -> None:
         if self._launched is not None:
@@ -233,14 +233,14 @@ class GptqBackend:
         devices = each_once(request.devices) or found_devices()
         if _in_processes(devices):
             return devices
-        if theirs.are_asked(request.solver, devices[0]):
-            hush_llm_compressor()
-            theirs.load()  # before what this process takes is counted
+        if llmcompressor_backend.are_asked(request.solver, devices[0]):
+            silence_llm_compressor()
+            llmcompressor_backend.load()  # before what this process takes is counted
         load_shared()
-        hush_transformers()
+        silence_transformers()
         return devices
 
-    def _mates(self) -> Mates | None:
+    def _pool(self) -> WorkerPool | None:
         """Processes that solve, None where this one does."""
         if self._launched is not None:
             return self._ranks
@@ -254,21 +254,21 @@ class GptqBackend:
         if begun is not None:
             begun.end()
         if _in_processes(names):
-            return Mates(names)
+            return WorkerPool(names)
         self._loading.result()
         return None
 
     def solve(self, job: Job) -> Generator[Item]:
-        mates = self._mates()
+        pool = self._pool()
         try:
-            yield from self._solved(job, mates)
+            yield from self._solved(job, pool)
         finally:
-            if mates is not None:
-                mates.end()
+            if pool is not None:
+                pool.end()
 
-    def _solved(self, job: Job, mates: Mates | None) -> Generator[Item]:
+    def _solved(self, job: Job, pool: WorkerPool | None) -> Generator[Item]:
         request, model = self.calibration.request, self.calibration.model
-        devices = ("cpu",) if mates is None else mates.devices
+        devices = ("cpu",) if pool is None else pool.devices
         from qconvert.run.memory import free_bytes
 
         here = 1 if self._launched is None else self._launched.local_count
@@ -279,7 +279,7 @@ class GptqBackend:
             yield Remark(remark)
         if not self.follows:
             self._begin_stats(job.files)  # claimed before hours of work
-        given = Given(
+        given = CalibrationArgs(
             checkpoint=model.checkpoint,
             tokens=samples,
             schemes=_targets(self.packers, model) if self.packers else [],
@@ -301,10 +301,10 @@ class GptqBackend:
         clock, works = Clock(job.told), self._works
         packers = Packers(self.packers, self.linears)
         events: Generator[Event | Packed]
-        if mates is not None:
-            events = mates.calibrate(given, packers, clock, works)
+        if pool is not None:
+            events = pool.calibrate(given, packers, clock, works)
         else:
-            events = calibrate_given(given, "cpu", files=job.files, clock=clock, works=works)
+            events = calibrate_with(given, "cpu", files=job.files, clock=clock, works=works)
         units, paused = _by_place(job), False
         with closing(events):
             for event in events:
@@ -410,7 +410,7 @@ def _solved(unit: CalibratedUnit, found: Matrix | Packed, packers: Packers) -> S
     return Solved(unit.number, packed.buffers(), packed.sources)
 
 
-def hush_llm_compressor() -> None:
+def silence_llm_compressor() -> None:
     """Import llm-compressor without its own remarks: these would stand between lines of a progress bar,
     and in JSON on stdout. Whoever uses it in this process later finds it whole, and silent."""
     from loguru import logger
@@ -432,7 +432,7 @@ def hush_llm_compressor() -> None:
         logger.level("METRIC", no=38)
 
 
-def hush_transformers() -> None:
+def silence_transformers() -> None:
     """Let transformers show neither remarks nor progress bars of its own."""
     from transformers.utils import logging
 

@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate import theirs
-from qconvert.calibrate.behind import Behind
+from qconvert.calibrate import llmcompressor_backend
+from qconvert.calibrate.background_writer import BackgroundWriter
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import use_device
+from qconvert.calibrate.distributed import SINGLE_PROCESS, Communicator, broadcast_from_rank0
 from qconvert.calibrate.division import divided, shares
-from qconvert.calibrate.foreseen import Foreseen
+from qconvert.calibrate.expert_read_order import ExpertReadOrder
 from qconvert.calibrate.layers import Layers, Matrices
 from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed, together_on
@@ -37,7 +38,6 @@ from qconvert.calibrate.settings import (
     Matrix,
     Settings,
 )
-from qconvert.calibrate.team import ALONE, Team, decided
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme, Scheme
@@ -78,7 +78,7 @@ def calibrate(
     statistics: bool = True,
     until: Until | None = None,
     works: Sequence[Mapping[str, float]] = (),
-    team: Team = ALONE,
+    comm: Communicator = SINGLE_PROCESS,
 ) -> Generator[Event]:
     """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and yield
     their codes, one `Codes` a scheme; the first scheme's weights go on to the next layer. No scheme:
@@ -92,8 +92,8 @@ def calibrate(
     `device` is torch's name of one. `key` names data, settings and plan. `last` is the last layer to
     run, None for all. `clock` adds up what the time was spent on. Where `until` has no room for another
     layer as long as the longest so far, the last event is Paused; one is always done. `works` are what
-    each layer takes, by kind: what the clock is told of one comes to that. A process of a `team`, a
-    device each, yields what it has solved; all else is told by each.
+    each layer takes, by kind: what the clock is told of one comes to that. Each process of
+    `comm` yields what it has solved; all else is told by each.
 
     Raises PlanError for a model that cannot be run here, RunError for a `work_dir` of another key, too
     little memory or broken data.
@@ -110,8 +110,8 @@ def calibrate(
     reader = Weights(source, clock)
     model = Model(source, settings.attention)
     use_device(device)
-    if theirs.are_asked(settings.solver, device):
-        theirs.load()  # before what this process takes is counted
+    if llmcompressor_backend.are_asked(settings.solver, device):
+        llmcompressor_backend.load()  # before what this process takes is counted
     lengths = [sample.size for sample in tokens]
     layers = Layers(
         model=model,
@@ -128,12 +128,12 @@ def calibrate(
         experts=source.role_index.dims.num_experts,
         linears=linears_of(source, model, linears or {}),
         statistics=statistics,
-        team=team,
+        comm=comm,
     )
     _check_shapes(layers.matrices, targets)
     layers = _solving_together(layers)
     # What is left is known to the process that writes.
-    stop = decided(team, model.layers if last is None else last + 1)
+    stop = broadcast_from_rank0(comm, model.layers if last is None else last + 1)
     layers, behind, held = _holding(layers)
     layers = _reading_ahead(layers, stop)
     kept = CalibrationDir(
@@ -145,16 +145,16 @@ def calibrate(
         layers.corrects,
         held,
         behind,
-        team,
+        comm,
         layers.cuts,
     )
     try:
-        if layers.foreseen is not None:
+        if layers.read_order is not None:
             first = kept.layer() or 0
             down = next((found[0, "down_proj"] for found in layers.matrices.values()), None)
             batch = 1 if down is None else layers.batch(down.weight)
-            fair = divided(range(layers.experts), [layers.experts] * team.count, batch)
-            layers.foreseen.settle(first, [e for group in fair for e in layers.mine(group)])
+            fair = divided(range(layers.experts), [layers.experts] * comm.count, batch)
+            layers.read_order.settle(first, [e for group in fair for e in layers.mine(group)])
         yield from _run(layers, kept, tokens, stop, Pace(until), works)
     finally:
         if behind is not None:
@@ -172,18 +172,22 @@ def _solving_together(layers: Layers) -> Layers:
         hidden=down.weight.rows, middle=down.weight.columns, schemes=len(layers.targets),
         solver=layers.settings.solver, corrects=layers.corrects,
     )  # fmt: skip
-    least = min(layers.team.gathered(together))
+    least = min(layers.comm.gathered(together))
     return replace(layers, settings=replace(layers.settings, together=least))
 
 
-def _holding(layers: Layers) -> tuple[Layers, Behind | None, str]:
+def _holding(layers: Layers) -> tuple[Layers, BackgroundWriter | None, str]:
     """Hidden states are held on an accelerator that has space for them, or in the host's memory, which
     is then not given to others. Where they are held."""
     streams, size = 2 if layers.corrects else 1, layers.total * layers.hidden * 2
     for device, share in layers.budget.states.items() if layers.device != "cpu" else ():
-        if all(layers.team.gathered(streams * size <= _HELD * share)):
+        if all(layers.comm.gathered(streams * size <= _HELD * share)):
             left = {**layers.budget.states, device: share - streams * size}
-            return replace(layers, budget=replace(layers.budget, states=left)), Behind(), device
+            return (
+                replace(layers, budget=replace(layers.budget, states=left)),
+                BackgroundWriter(),
+                device,
+            )
     return layers, None, layers.device
 
 
@@ -195,8 +199,8 @@ def _reading_ahead(layers: Layers, stop: int) -> Layers:
     room = min(_AHEAD, share // 4)
     left = {**layers.budget.states, "cpu": share - room}
     budget = replace(layers.budget, states=left)
-    foreseen = Foreseen(layers.matrices, layers.reader, room, stop)
-    return replace(layers, budget=budget, foreseen=foreseen)
+    read_order = ExpertReadOrder(layers.matrices, layers.reader, room, stop)
+    return replace(layers, budget=budget, read_order=read_order)
 
 
 def disk_bytes(tokens: int, hidden: int, *, linears: bool = False, corrects: bool = False) -> int:
@@ -260,7 +264,7 @@ def _run(
                 kept.remember(number + 1, states)
             if works:
                 layers.clock.layer_done(works[number], before)
-            if number + 1 < stop and not decided(layers.team, pace.another()):
+            if number + 1 < stop and not broadcast_from_rank0(layers.comm, pace.another()):
                 kept.keep(number + 1, states)
                 kept.settle()
                 yield Paused(number + 1, stop)
@@ -275,7 +279,7 @@ def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) ->
     import numpy as np
 
     states = kept.states(0, new=True)
-    device, own = layers.device, layers.mine(shares(layers.batches, layers.team.count))
+    device, own = layers.device, layers.mine(shares(layers.batches, layers.comm.count))
     with layers.clock("read", device):
         embed = None
         if device != "cpu":  # a CPU keeps to one sample's rows of the table

@@ -9,16 +9,16 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.coming import coming
+from qconvert.calibrate.distributed import Communicator
 from qconvert.calibrate.memory import solved_together
 from qconvert.calibrate.model import Layer
+from qconvert.calibrate.prefetch import prefetched
 from qconvert.calibrate.propagated import Plain, corrected, corrected_together
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import Rows
 from qconvert.calibrate.settings import ExpertSchemes, Matrix, Settings
-from qconvert.calibrate.slots import Slots, add_answers, slots_of
 from qconvert.calibrate.solve import Quantized, rounded, solved
-from qconvert.calibrate.team import Team
+from qconvert.calibrate.token_dispatch import TokenDispatch, add_answers, dispatch_of
 from qconvert.calibrate.work import look_cost, matrix_cost
 from qconvert.core.errors import RunError
 from qconvert.core.int_scheme import Codes
@@ -43,7 +43,7 @@ _LOOKED = 1 << 28
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class RoutedInputs:
     """What goes into a layer's experts, by token: inputs [T, H], experts int32 [T, k], weights [T, k];
     `chunks` are the ranges of tokens that are looked at together, counts [E] the tokens routed to
     each."""
@@ -133,17 +133,17 @@ class Expert:
     middle: Inputs | None = None
 
 
-def lend(team: Team, source: int, experts: Sequence[Expert]) -> None:
+def broadcast_experts(comm: Communicator, source: int, experts: Sequence[Expert]) -> None:
     """Give all processes the weights that experts have in this one, the team's `source`."""
     import torch
 
     for name in NAMES if experts else ():
         for first, last in _lent_together(len(experts), getattr(experts[0], name).nbytes):
-            team.send(torch.stack([getattr(one, name) for one in experts[first:last]]), source)
+            comm.send(torch.stack([getattr(one, name) for one in experts[first:last]]), source)
 
 
-def lent(
-    team: Team, source: int, numbers: Sequence[int], hidden: int, middle: int, device: str
+def receive_experts(
+    comm: Communicator, source: int, numbers: Sequence[int], hidden: int, middle: int, device: str
 ) -> list[Expert]:
     """Experts with the weights that another process lends."""
     import torch
@@ -153,7 +153,7 @@ def lent(
         found[name] = []
         for first, last in _lent_together(len(numbers), 2 * shape[0] * shape[1]):
             stack = torch.empty(last - first, *shape, dtype=torch.bfloat16, device=device)
-            team.send(stack, source)
+            comm.send(stack, source)
             found[name].extend(stack)
     weights = zip(numbers, *found.values(), strict=True)
     return [Expert(number, gate_up, down, False, {}) for number, gate_up, down in weights]
@@ -189,7 +189,7 @@ def joined_found(parts: Sequence[Found]) -> Found:
 
 
 @dataclass(frozen=True)
-class Bench:
+class ExpertQuantizer:
     """Where some experts of a layer are worked on: a device."""
 
     device: str
@@ -260,7 +260,7 @@ class Bench:
             f"on {self.device}, and none as they are read: its memory is broken"
         )
 
-    def look(self, experts: Sequence[Expert], seen: Seen, shared: Inputs | None,
+    def look(self, experts: Sequence[Expert], seen: RoutedInputs, shared: Inputs | None,
              names: Sequence[str] = NAMES, plain: Plain | None = None) -> None:  # fmt: skip
         """Let experts see their tokens, and count what goes into each matrix of these names. `shared` is
         what those that see every token have in common. `plain` is the unquantized model, to be counted
@@ -287,8 +287,8 @@ class Bench:
             given = [seen.experts, seen.weights, seen.inputs]
             if plain is not None:
                 given.append(plain.inputs)
-            for routes, shares, *both in coming(given, seen.chunks, self.device):
-                slots = slots_of(routes, shares, len(seen.counts))
+            for routes, shares, *both in prefetched(given, seen.chunks, self.device):
+                slots = dispatch_of(routes, shares, len(seen.counts))
                 for number, expert in enumerate(experts):
                     tokens = None if expert.every else slots.of(expert.number)
                     for count, (mine, *theirs) in self._looked(tokens, both):
@@ -304,7 +304,7 @@ class Bench:
                             expert.middle.add(within, other, count)
                         tick(each * count)
 
-    def check(self, expert: Expert, seen: Seen) -> None:
+    def check(self, expert: Expert, seen: RoutedInputs) -> None:
         """That the class's own experts answer what `answer` computes."""
         import torch
 
@@ -312,12 +312,12 @@ class Bench:
         made = torch.nn.functional.linear(self._middle(expert, rows), expert.down)
         self.layer.check(made, rows, expert.gate_up, expert.down)
 
-    def look_at_all(self, seen: Seen, columns: int, plain: Rows | None = None) -> Inputs:
+    def look_at_all(self, seen: RoutedInputs, columns: int, plain: Rows | None = None) -> Inputs:
         """What an expert sees that sees every token; `plain` is what goes into the unquantized one."""
         with self.clock("hessian", self.device):
             found = inputs_of(columns, self.device, paired=plain is not None)
             given = [seen.inputs] if plain is None else [seen.inputs, plain]
-            for both in coming(given, seen.chunks, self.device):
+            for both in prefetched(given, seen.chunks, self.device):
                 for count, (mine, *theirs) in self._looked(None, both):
                     found.add(mine, theirs[0] if theirs else None, count)
             return found
@@ -340,7 +340,7 @@ class Bench:
                     yield from self._matrices(expert, name, self._round(expert, name))
 
     def answer(
-        self, experts: Sequence[Expert], rows: torch.Tensor, inputs: torch.Tensor, slots: Slots,
+        self, experts: Sequence[Expert], rows: torch.Tensor, inputs: torch.Tensor, slots: TokenDispatch,
         tick: Callable[[float], None],
     ) -> None:  # fmt: skip
         """Add to `rows` [T, H] what experts answer to tokens with these inputs [T, H], in the order of

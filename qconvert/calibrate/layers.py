@@ -11,30 +11,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.coming import coming
+from qconvert.calibrate.distributed import SINGLE_PROCESS, Communicator, share
 from qconvert.calibrate.division import Batch, batches, chunks_of, divided, shares
+from qconvert.calibrate.expert_read_order import ExpertReadOrder
 from qconvert.calibrate.experts import (
     NAMES,
-    Bench,
     Expert,
+    ExpertQuantizer,
     Found,
     Inputs,
-    Seen,
+    RoutedInputs,
+    broadcast_experts,
     joined_found,
-    lend,
-    lent,
     looked_together,
+    receive_experts,
 )
-from qconvert.calibrate.foreseen import Foreseen
-from qconvert.calibrate.linears import Linear, LinearBench, Linears
+from qconvert.calibrate.linears import Linear, LinearQuantizer, Linears
 from qconvert.calibrate.memory import Budget, experts_together, solved_together, trim
 from qconvert.calibrate.model import Layer, Model
+from qconvert.calibrate.prefetch import prefetched
 from qconvert.calibrate.propagated import Kept, Plain, States
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.rows import InFile, Rows, Scratch
 from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
-from qconvert.calibrate.slots import slots_of
-from qconvert.calibrate.team import ALONE, Team, share
+from qconvert.calibrate.token_dispatch import dispatch_of
 from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.layouts.derived.running import Call
@@ -59,7 +59,7 @@ Matrices = Mapping[int, Mapping[tuple[int, str], Projection]]
 class Stream:
     """A model's way through a layer: what goes into its experts, and what they answer [T, H]."""
 
-    seen: Seen
+    seen: RoutedInputs
     answers: Rows
 
 
@@ -76,8 +76,8 @@ class Layers:
     """Works on layers, one at a time. `matrices` are the routed experts by layer, `lengths` those of
     the samples, `folder` is for what does not fit in memory; `linears` are what is solved beside the
     experts, by layer. Experts for which there is no target are looked at for `statistics`, or only
-    answer. `foreseen` experts are read before they are asked for. A process of a `team` has hidden
-    states of its own samples, and its part of each group of experts."""
+    answer. `read_order` experts are read before they are asked for. A process of `comm`
+    has hidden states of its own samples, and its part of each group of experts."""
 
     model: Model
     matrices: Matrices
@@ -93,8 +93,8 @@ class Layers:
     experts: int
     linears: Linears = field(default_factory=dict)
     statistics: bool = True
-    foreseen: Foreseen | None = None
-    team: Team = ALONE
+    read_order: ExpertReadOrder | None = None
+    comm: Communicator = SINGLE_PROCESS
 
     @property
     def total(self) -> int:
@@ -132,7 +132,7 @@ class Layers:
         """The tokens of each process of the team."""
         found = []
         at = 0
-        for some in shares(self.parts, self.team.count):
+        for some in shares(self.parts, self.comm.count):
             stop = some[-1][1] if some else at
             found.append((at, stop))
             at = stop
@@ -141,7 +141,7 @@ class Layers:
     @property
     def own(self) -> tuple[int, int]:
         """The tokens of this process."""
-        return self.cuts[self.team.rank]
+        return self.cuts[self.comm.rank]
 
     @property
     def corrects(self) -> bool:
@@ -168,7 +168,7 @@ class Layers:
                 f"layer {number}: {type(layer.module).__name__} has routed experts, and the checkpoint "
                 "none there; calibrate the model as it was published"
             )
-        scratch = Scratch(self.folder, self.budget.states, self.files, self.team.rank)
+        scratch = Scratch(self.folder, self.budget.states, self.files, self.comm.rank)
         try:
             return (yield from self._sparse(layer, states, following, scratch))
         finally:
@@ -179,7 +179,7 @@ class Layers:
     ) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
         """What goes into a layer: samples together [B, T, H], and what the layer is called with; this
         process's samples, or the `whole` team's."""
-        mine = self.batches if whole else self.mine(shares(self.batches, self.team.count))
+        mine = self.batches if whole else self.mine(shares(self.batches, self.comm.count))
         for batch in (batch for part in mine for batch in part):
             length = (batch.stop - batch.start) // batch.count
             call = self.model.calls(batch.count, length, self.device, self.reader)[number]
@@ -188,7 +188,7 @@ class Layers:
 
     def mine(self, parts: Sequence[Sequence[T]]) -> Sequence[T]:
         """This process's of some parts, one for each process of the team or fewer."""
-        return parts[self.team.rank] if self.team.rank < len(parts) else ()
+        return parts[self.comm.rank] if self.comm.rank < len(parts) else ()
 
     def _forward(
         self, layer: Layer, states: States, following: States,
@@ -216,7 +216,7 @@ class Layers:
         yield Phase(f"{self._where(layer)}: {count(len(linears), 'linear')}")
         given = [] if first is None else [first]
         # All processes solve them, and put what their codes mean into their own layer.
-        states.gather(self.team, self.cuts)
+        states.gather(self.comm, self.cuts)
 
         def run(most: int | None = None) -> None:
             for _, hidden, call in islice(self.through(layer.number, states, whole=True), most):
@@ -226,14 +226,14 @@ class Layers:
                     layer.forward(hidden, call)
 
         longest = max(batch.stop - batch.start for part in self.batches for batch in part)
-        bench = LinearBench(
+        bench = LinearQuantizer(
             layer, self.device, self.budget, self.settings, self.reader, self.clock,
             samples=len(self.lengths), tokens=self.total, chunk=longest,
         )  # fmt: skip
         for event in bench.quantize(
             linears, lambda: run(1), lambda: given.pop()() if given else run()
         ):
-            if self.team.rank == 0:
+            if self.comm.rank == 0:
                 yield event
 
     def _sparse(
@@ -244,7 +244,7 @@ class Layers:
         where = self._where(layer)
         yield Phase(f"{where}: attention")
         looks = bool(self.targets) or self.statistics
-        kept: list[Seen] = []
+        kept: list[RoutedInputs] = []
 
         def attend() -> None:
             kept.append(self.attend(layer, states.quantized, scratch))
@@ -253,7 +253,7 @@ class Layers:
         if linears := self.linears.get(layer.number):
             # Experts are calibrated on what the layer gave them before it was quantized, and answer to
             # what it gives them then.
-            alone = self.team.count == 1
+            alone = self.comm.count == 1
             if looks and not alone:  # of its own samples, where linears are given all
                 attend()
             first = attend if looks and alone else None
@@ -285,7 +285,7 @@ class Layers:
             every = frozenset(few)
         else:
             found.rounded += few
-        bench = Bench(
+        bench = ExpertQuantizer(
             self.device, layer, layer.middle(self.device), self.targets, self.settings, self.reader,
             self.clock,
         )  # fmt: skip
@@ -295,8 +295,8 @@ class Layers:
         left = scratch.left(self.device)
         roomy = replace(self, budget=self.budget.with_rest(self.device, left))
         groups = list(roomy.groups(layer, matrices, every, streams))
-        if self.foreseen is not None:
-            self.foreseen.settle(layer.number, [e for group in groups for e in self.mine(group)])
+        if self.read_order is not None:
+            self.read_order.settle(layer.number, [e for group in groups for e in self.mine(group)])
         for group in groups:
             yield Phase(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
             mine, taken = self.mine(group), Taken()
@@ -314,25 +314,25 @@ class Layers:
             return layer.joined(hidden, call, answer)
 
         self._forward(layer, states, following, joined)
-        found = joined_found(self.team.gathered(found))
+        found = joined_found(self.comm.gathered(found))
         return _stats(seen.counts, few, found) if looks else None
 
-    def _share(self, seen: Seen, routes: Rows | None = None) -> None:
+    def _share(self, seen: RoutedInputs, routes: Rows | None = None) -> None:
         """Give all processes what goes into experts, and `routes`, which experts that are."""
         with self.clock("forward", self.device):
             for rows in (seen.inputs, routes):
                 if rows is not None:
-                    share(self.team, rows, self.cuts, self.device)
+                    share(self.comm, rows, self.cuts, self.device)
 
     def _answer(
-        self, bench: Bench, group: Sequence[Sequence[int]], taken: Taken, streams: Sequence[Stream],
-        matrices: Mapping[tuple[int, str], Projection], *, first: bool,
+        self, bench: ExpertQuantizer, group: Sequence[Sequence[int]], taken: Taken,
+        streams: Sequence[Stream], matrices: Mapping[tuple[int, str], Projection], *, first: bool,
     ) -> None:  # fmt: skip
         """Let a group's experts answer this process's tokens, in the order of their numbers: add that to
         the quantized stream, and what they answer as they were read to the plain one. Before the `first`
         group there is nothing to add to. `taken` are this process's of them, which the others are
         lent."""
-        parts = self.mine(shares(self.parts, self.team.count))
+        parts = self.mine(shares(self.parts, self.comm.count))
         for source in range(len(group)):
             held = self._lent(bench, group, source, taken, matrices, len(streams))
             with self.clock("forward", bench.device) as tick:
@@ -341,25 +341,25 @@ class Layers:
             del held, experts  # before the next ones are lent
 
     def _lent(
-        self, bench: Bench, group: Sequence[Sequence[int]], source: int, taken: Taken,
+        self, bench: ExpertQuantizer, group: Sequence[Sequence[int]], source: int, taken: Taken,
         matrices: Mapping[tuple[int, str], Projection], streams: int,
     ) -> Sequence[Sequence[Expert]]:  # fmt: skip
         """For one or two streams the experts of a process of the team, and as they were read: this
         one's, which it lends the others, or what is lent."""
         own = [taken.experts, taken.plain][:streams]
-        if self.team.count == 1:
+        if self.comm.count == 1:
             return own
         down = matrices[0, "down_proj"].weight
         sides = down.rows, down.columns, bench.device
         with self.clock("forward", bench.device):
-            if source == self.team.rank:
+            if source == self.comm.rank:
                 for experts in own:
-                    lend(self.team, source, experts)
+                    broadcast_experts(self.comm, source, experts)
                 return own
-            return [lent(self.team, source, group[source], *sides) for _ in own]
+            return [receive_experts(self.comm, source, group[source], *sides) for _ in own]
 
     def _add(
-        self, bench: Bench, experts: Sequence[Expert], stream: Stream,
+        self, bench: ExpertQuantizer, experts: Sequence[Expert], stream: Stream,
         parts: Sequence[tuple[int, int]], tick: Callable[[float], None], *, new: bool,
     ) -> None:  # fmt: skip
         """Add what some experts answer to a stream's tokens; `new`: nothing answers before them."""
@@ -368,16 +368,16 @@ class Layers:
         seen = stream.seen
         given = [seen.experts, seen.weights, seen.inputs] + ([] if new else [stream.answers])
         for (start, _), (routes, weights, inputs, *answers) in zip(
-            parts, coming(given, parts, bench.device), strict=True
+            parts, prefetched(given, parts, bench.device), strict=True
         ):
             rows = answers[0] if answers else torch.zeros_like(inputs)
-            slots = slots_of(routes, weights, len(seen.counts))
+            slots = dispatch_of(routes, weights, len(seen.counts))
             bench.answer(experts, rows, inputs, slots, tick)
             stream.answers.write(start, rows)
 
     def attend(
         self, layer: Layer, states: Kept | InFile, scratch: Scratch, prefix: str = ""
-    ) -> Seen:
+    ) -> RoutedInputs:
         """Run attention and router over all samples of this process. `prefix` is of the names of what is
         kept. Tokens that experts get are counted of all processes."""
         import torch
@@ -406,11 +406,11 @@ class Layers:
                 kept[0].write(batch.start, experts.to(torch.int32))
                 kept[1].write(batch.start, weights)
                 counts += torch.bincount(experts.reshape(-1), minlength=self.experts).cpu()
-        told = self.team.gathered((counts.tolist(), form))
+        told = self.comm.gathered((counts.tolist(), form))
         # Others know it where this process has no tokens.
         routing, shared = kept or routes(*next(form for _, form in told if form))
         total = [sum(each) for each in zip(*(some for some, _ in told), strict=True)]
-        return Seen(inputs, routing, shared, chunks_of(self.lengths, self.gather), total)
+        return RoutedInputs(inputs, routing, shared, chunks_of(self.lengths, self.gather), total)
 
     def groups(
         self,
@@ -435,10 +435,10 @@ class Layers:
             corrects=self.corrects,
             most=most,
             hosted=sum(one.seen.inputs.device != device for one in streams),
-            lent=self.team.count > 1,
+            lent=self.comm.count > 1,
         )  # fmt: skip
         # How many experts fit is known to each process of its own device.
-        yield from divided(range(self.experts), self.team.gathered(size), self.batch(down))
+        yield from divided(range(self.experts), self.comm.gathered(size), self.batch(down))
 
     def batch(self, down: Stored) -> int:
         """Experts of which all matrices are solved in the same batches wherever they are."""
@@ -451,9 +451,9 @@ def _own(layer: Layer) -> float:
     return float(sum(p.numel() for p in layer.module.parameters() if not p.is_meta))
 
 
-def _work(bench: Bench, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],
-          every: frozenset[int], seen: Seen, plain: Rows | None, shared: Inputs | None, found: Found,
-          taken: Taken) -> Iterator[Matrix]:  # fmt: skip
+def _work(bench: ExpertQuantizer, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],
+          every: frozenset[int], seen: RoutedInputs, plain: Rows | None, shared: Inputs | None,
+          found: Found, taken: Taken) -> Iterator[Matrix]:  # fmt: skip
     """Read some experts, let them see their tokens, and solve them. They are added to `taken`. `plain`
     is what goes into the unquantized experts, where propagated errors are corrected."""
     experts = taken.experts

@@ -191,7 +191,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class LinearBench:
+class LinearQuantizer:
     """Where the linears of a layer are solved: a device, which the layer is on. `samples` is what
     llm-compressor divides Hessians by, `tokens` how many all samples have, `chunk` how many run through
     the layer together at the most."""

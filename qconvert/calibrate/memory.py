@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from qconvert.calibrate import theirs
+from qconvert.calibrate import llmcompressor_backend
 from qconvert.calibrate.settings import Solver
 from qconvert.calibrate.solver.best import best_bytes
 from qconvert.core.errors import RunError
@@ -61,14 +61,14 @@ class Budget:
 def solver_libraries(solver: Solver, device: str) -> int:
     """Bytes that a budget's base does not count: of llm-compressor, where its own functions solve on a
     device and nobody has imported it yet."""
-    return _theirs_bytes() if theirs.are_asked(solver, device) else 0
+    return _theirs_bytes() if llmcompressor_backend.are_asked(solver, device) else 0
 
 
 @cache
 def _theirs_bytes() -> int:
     """What llm-compressor takes that was not there yet: 0 where it had been imported."""
     before = resident()
-    theirs.load()
+    llmcompressor_backend.load()
     return max(0, resident() - before)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.behind import Held
+from qconvert.calibrate.background_writer import Held
 from qconvert.calibrate.rows import InFiles, Rows
 from qconvert.calibrate.solver.factor import lower_inverse
 from qconvert.calibrate.solver.product import product

@@ -18,7 +18,7 @@ from qconvert.run.files import Files
 if TYPE_CHECKING:
     import torch
 
-    from qconvert.calibrate.team import Team
+    from qconvert.calibrate.distributed import Communicator
 
 
 class Rows(Protocol):
@@ -164,11 +164,11 @@ class InFiles:
         if rows.shape[0]:
             self._file(own).write(start - own[0], rows)
 
-    def gather(self, team: Team, cuts: Sequence[tuple[int, int]]) -> None:
+    def gather(self, comm: Communicator, cuts: Sequence[tuple[int, int]]) -> None:
         """As behind.Held: who reads another's file finds there what that has written."""
-        if team.count > 1:
+        if comm.count > 1:
             self.sync()
-            team.meet()
+            comm.barrier()
 
     def sync(self) -> None:
         """Make what was written survive a power cut, and be read on other hosts."""

@@ -1,8 +1,8 @@
 """Codes of matrices from their Hessians: by `solver/`, or GPTQ as llm-compressor solves it.
 
-The latter is by its own functions on a CPU (theirs.py), and by solver/parity.py on a GPU. What is added
-to it: narrow codes (-7 to 7, which AMX kernels take and compressed-tensors has no name for), scales
-chosen by weighted error, and `actorder: group`, which llm-compressor no longer has.
+The latter is by its own functions on a CPU (llmcompressor_backend.py), and by solver/parity.py on a
+GPU. What is added to it: narrow codes (-7 to 7, which AMX kernels take and compressed-tensors has no
+name for), scales chosen by weighted error, and `actorder: group`, which llm-compressor no longer has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qconvert.calibrate import theirs
+from qconvert.calibrate import llmcompressor_backend
 from qconvert.calibrate.integers import coded, dtype_of, grouped, meaning, observed
 from qconvert.calibrate.settings import CLIPS, Settings
 from qconvert.calibrate.solver import nvfp4
@@ -76,7 +76,7 @@ def _scales(
         scale = largest.float() / scheme.high
         zero = torch.zeros_like(scale, dtype=torch.int8)
     elif _are_theirs(settings, weight):
-        pairs = [theirs.observed(one.to(within), scheme) for one in weight]
+        pairs = [llmcompressor_backend.observed(one.to(within), scheme) for one in weight]
         scale, zero = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     else:
         scale, zero = observed(weight, scheme, within)
@@ -91,7 +91,7 @@ def _scales(
 
 def _are_theirs(settings: Settings, weight: torch.Tensor) -> bool:
     """Whether llm-compressor's own functions are called for a matrix."""
-    return theirs.are_asked(settings.solver, weight.device.type)
+    return llmcompressor_backend.are_asked(settings.solver, weight.device.type)
 
 
 def _least_error(
@@ -132,7 +132,7 @@ def rounded(weight: torch.Tensor, scheme: Scheme, settings: Settings) -> Quantiz
     if scheme.actorder == "group":
         g_idx = torch.arange(weight.shape[1], device=weight.device) // scheme.width(weight.shape[1])
         g_idx = g_idx.to(torch.int32)
-    codes = (theirs.coded if own else coded)(
+    codes = (llmcompressor_backend.coded if own else coded)(
         wide, scale, None if scheme.symmetric else zero, scheme
     )
     return _meaning(codes, scale, zero, scheme, g_idx)
@@ -216,10 +216,14 @@ def _matrices(
             weight, hessians, scale, zero, scheme, settings, ordered=ordered
         )
     elif _are_theirs(settings, weight):
-        values, failed = theirs.gptq(weight.float(), hessians, scale, zero, scheme, settings)
+        values, failed = llmcompressor_backend.gptq(
+            weight.float(), hessians, scale, zero, scheme, settings
+        )
         # Divided in float32: in BF16, as compressed-tensors' packer does it, a product of an 8-bit code
         # and a scale is not always told from its neighbour's.
-        codes = theirs.coded(values, scale, None if scheme.symmetric else zero, scheme)
+        codes = llmcompressor_backend.coded(
+            values, scale, None if scheme.symmetric else zero, scheme
+        )
     else:
         codes, failed = parity(weight, hessians, scale, zero, scheme, settings)
     made = [_meaning(*each, scheme, None) for each in zip(codes, scale, zero, strict=True)]

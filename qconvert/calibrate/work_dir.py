@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qconvert.calibrate.behind import Behind, Held
+from qconvert.calibrate.background_writer import BackgroundWriter, Held
+from qconvert.calibrate.distributed import SINGLE_PROCESS, Communicator, broadcast_from_rank0
 from qconvert.calibrate.page_locked import PAGE_LOCKED
 from qconvert.calibrate.propagated import Kept, States
 from qconvert.calibrate.rows import InFiles
-from qconvert.calibrate.team import ALONE, Team, decided
 from qconvert.core.errors import RunError
 from qconvert.core.json_text import parse_object
 from qconvert.core.regular import read_regular
@@ -37,7 +37,7 @@ class CalibrationDir:
     """A folder for `count` tokens' hidden states BF16 [count, width]: `paired`, of the quantized model
     and of the plain one. `key` names the calibration. With `behind` they are held in the memory of
     `device`, be it the host's (`cpu`), and files are written behind the computation, not of every
-    layer. The processes of a `team` have the tokens `cuts` each, all of them where that is None, and a
+    layer. The processes of `comm` have the tokens `cuts` each, all of them where that is None, and a
     file each in this folder, which all must see."""
 
     path: Path
@@ -47,8 +47,8 @@ class CalibrationDir:
     files: Files
     paired: bool = False
     device: str = "cpu"
-    behind: Behind | None = None
-    team: Team = ALONE
+    behind: BackgroundWriter | None = None
+    comm: Communicator = SINGLE_PROCESS
     cuts: Sequence[tuple[int, int]] | None = None
     # The layer whose states are in files, when that was asked for, and which rows each of them has.
     _kept: int | None = None
@@ -59,7 +59,7 @@ class CalibrationDir:
         """Whether what goes into the next layer is to be kept in files."""
         if self.behind is None or self._since is None:
             return True
-        return decided(self.team, time.monotonic() - self._since >= _EVERY)
+        return broadcast_from_rank0(self.comm, time.monotonic() - self._since >= _EVERY)
 
     def states(
         self, layer: int, *, new: bool, before: States | None = None, keeps: bool = True
@@ -138,7 +138,7 @@ class CalibrationDir:
 
     @property
     def _own(self) -> tuple[int, int]:
-        return self._cuts[self.team.rank]
+        return self._cuts[self.comm.rank]
 
     def _names(self, layer: int) -> tuple[str, ...]:
         """Beginnings of the names of files, one for each model."""
@@ -148,17 +148,17 @@ class CalibrationDir:
     def layer(self) -> int | None:
         """The layer to continue with, None where nothing was begun; what else lies here is removed.
         Raises RunError for the folder of another calibration, and where processes see other folders."""
-        mark = decided(self.team, f"seen-by-all-{secrets.token_hex(8)}")
-        begun = self._begun(mark) if self.team.rank == 0 else (None, ())
-        self._kept, self._found = decided(self.team, begun)
-        if self.team.count > 1:
-            seen = self.team.gathered(is_there_within(self.path / mark, _LISTED_AFTER))
-            if self.team.rank == 0:
+        mark = broadcast_from_rank0(self.comm, f"seen-by-all-{secrets.token_hex(8)}")
+        begun = self._begun(mark) if self.comm.rank == 0 else (None, ())
+        self._kept, self._found = broadcast_from_rank0(self.comm, begun)
+        if self.comm.count > 1:
+            seen = self.comm.gathered(is_there_within(self.path / mark, _LISTED_AFTER))
+            if self.comm.rank == 0:
                 self.files.remove(self.path / mark)
             if not all(seen):
                 raise RunError(
                     f"{self.path}: processes {[n for n, one in enumerate(seen) if not one]} of "
-                    f"{self.team.count} do not see what the first one made there; give all machines an "
+                    f"{self.comm.count} do not see what the first one made there; give all machines an "
                     "OUT of one path on a file system that they share"
                 )
         return self._kept
@@ -188,7 +188,7 @@ class CalibrationDir:
         for left in self.path.iterdir():
             if left.name not in kept:
                 self.files.remove(left)
-        if self.team.count > 1:
+        if self.comm.count > 1:
             self.files.create(self.path / mark, 0)
             self.files.sync_folder(self.path)
         return layer, cuts
@@ -204,8 +204,8 @@ class CalibrationDir:
 
     def _remember(self, layer: int, states: States, last: int | None) -> None:
         states.sync()
-        self.team.meet_behind()
-        if self.team.rank:
+        self.comm.background_barrier()
+        if self.comm.rank:
             return
         new = self.path / f"{_STATE}.new"
         state = {"key": self.key, "layer": layer, "cuts": [[*cut] for cut in self._cuts]}

@@ -282,7 +282,7 @@ def convert(
     if isinstance(source, str):
         _note_folder(source, out)
         source = api.open_checkpoint(source, follow_links=options["follow_links"])
-    with workers_ahead(source, options), mates_ahead(recipe.passes, options):
+    with workers_ahead(source, options), gpu_workers_ahead(recipe.passes, options):
         with uncollected():
             planned = api.plan(recipe, source, out, **plan_options(options))
             show_plan(planned, options)
@@ -325,12 +325,12 @@ def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextMan
     )
 
 
-def mates_ahead(steps: Sequence[Pass], options: RunOptions) -> AbstractContextManager[None]:
+def gpu_workers_ahead(steps: Sequence[Pass], options: RunOptions) -> AbstractContextManager[None]:
     """Within this, processes of GPUs that calibrate import what they need while the plan is made."""
     asked = [one for step in steps if (one := getattr(step, "calibrate", None)) is not None]
     if options["dry_run"] or not asked:
         return nullcontext()
-    from qconvert.calibrate.mates import started_for
+    from qconvert.calibrate.gpu_workers import started_for
 
     return started_for(asked[0])
 

@@ -15,7 +15,7 @@ from qconvert.cli.convert import (
     CONVERSION,
     RUNNING,
     convert,
-    mates_ahead,
+    gpu_workers_ahead,
     plan_options,
     show_plan,
     workers_ahead,
@@ -152,7 +152,7 @@ def kt(
         planned = convert(api.Recipe("kt", (cpu_side,)), source, cpu_out, options)
     else:
         opened = api.open_checkpoint(source, follow_links=options["follow_links"])
-        with workers_ahead(opened, options), mates_ahead([cpu_side], options):
+        with workers_ahead(opened, options), gpu_workers_ahead([cpu_side], options):
             planned = api.plan_pair(
                 cpu_side,
                 opened,

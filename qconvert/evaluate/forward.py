@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from qconvert.calibrate.experts import Bench, Expert, Seen
+from qconvert.calibrate.experts import Expert, ExpertQuantizer, RoutedInputs
 from qconvert.calibrate.memory import trim
 from qconvert.calibrate.model import Layer
 from qconvert.calibrate.rows import InFile, Rows, Scratch
-from qconvert.calibrate.slots import slots_of
+from qconvert.calibrate.token_dispatch import dispatch_of
 from qconvert.core.errors import PlanError
 from qconvert.evaluate.side import Experts, Opened
 from qconvert.matrices.experts import PROJECTIONS
@@ -67,7 +67,7 @@ def _answer(
     opened: Opened,
     experts: Experts,
     layer: Layer,
-    seen: Seen,
+    seen: RoutedInputs,
     answers: Rows,
     together: Sequence[int],
     tell: Tell,
@@ -75,7 +75,9 @@ def _answer(
     """Return what every expert answers to its tokens, added up in the order of their numbers."""
     layers = opened.layers
     benches = [
-        Bench(device, layer, layer.middle(device), (), layers.settings, layers.reader, layers.clock)
+        ExpertQuantizer(
+            device, layer, layer.middle(device), (), layers.settings, layers.reader, layers.clock
+        )
         for device in opened.devices
     ]
     used = [number for number, tokens in enumerate(seen.counts) if tokens]
@@ -102,7 +104,7 @@ def _answer(
                         )
                     )
                     bench.answer(
-                        group, rows, inputs, slots_of(routes, weights, len(seen.counts)), tick
+                        group, rows, inputs, dispatch_of(routes, weights, len(seen.counts)), tick
                     )
             answers.write(start, rows)
         done = len(layers.lengths) * at // len(used)
@@ -112,7 +114,7 @@ def _answer(
         trim()
 
 
-def _check(layer: Layer, bench: Bench, expert: Expert, seen: Seen) -> None:
+def _check(layer: Layer, bench: ExpertQuantizer, expert: Expert, seen: RoutedInputs) -> None:
     """That the class's own experts answer what is computed here. Hidden states that are not finite are
     found after the layer."""
     import torch

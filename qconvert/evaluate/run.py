@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.backend import hush_transformers
+from qconvert.calibrate.backend import silence_transformers
 from qconvert.calibrate.devices import check_devices, found_devices
 from qconvert.calibrate.model import class_config
 from qconvert.checkpoint.checkpoint import Checkpoint
@@ -61,7 +61,7 @@ def evaluate(
     rest = (pair or source) if "amx" in (repo.manifest or {}) else None
     _check_comparable(source, rest or repo)
     check_devices(devices)
-    hush_transformers()
+    silence_transformers()
     notes: list[str] = []
 
     def remark(text: str) -> None:

@@ -7,7 +7,7 @@ scales may lie on both sides of a file's end, and chains of such units would tie
 Two hosts must not write to one page of a file through their page caches: a network file system may send
 the whole page, with what the other wrote missing (Linux fs/nfs/write.c, nfs_can_extend_write). So a unit
 that would write to a block where another shard writes is left to `finish`, which writes alone: a
-few units at each cut. Calibrations are divided in another way (calibrate/team.py)."""
+few units at each cut. Calibrations are divided in another way (calibrate/distributed.py)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from families.loading import loaded
 from families.test_commands import as_bf16
 from families.tiny import saved
 from qconvert.calibrate.engine import calibrate
-from qconvert.calibrate.experts import Bench
+from qconvert.calibrate.experts import ExpertQuantizer
 from qconvert.calibrate.settings import Settings
 
 pytestmark = pytest.mark.peer
@@ -132,16 +132,16 @@ def test_hessians_are_the_whole_models(
     folder = made(family, tmp_path / "model")
     theirs = seen_in_the_whole_model(folder, monkeypatch)
     ours: Sums = {}
-    real = Bench.quantize
+    real = ExpertQuantizer.quantize
 
-    def keeping(self: Bench, experts: Any, calls: int, found: Any, *names: Any) -> Any:
+    def keeping(self: ExpertQuantizer, experts: Any, calls: int, found: Any, *names: Any) -> Any:
         for expert in experts:
             at = self.layer.number, expert.number
             ours[*at, "gate_up"] = expert.inputs.hessian.clone()
             ours[*at, "down"] = expert.middle.hessian.clone()
         return real(self, experts, calls, found, *names)
 
-    monkeypatch.setattr(Bench, "quantize", keeping)
+    monkeypatch.setattr(ExpertQuantizer, "quantize", keeping)
     settings = Settings(min_tokens=1, undersampled="rtn")
     kept = Kept()
     work = tmp_path / "work"

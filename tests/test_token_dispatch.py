@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qconvert.calibrate.slots import Slots, add_answers, slots_of
+from qconvert.calibrate.token_dispatch import TokenDispatch, add_answers, dispatch_of
 
 
 def routed(tokens: int, experts: int, k: int) -> torch.Tensor:
@@ -19,7 +19,7 @@ def test_slots_are_in_the_order_of_places() -> None:
     """Three tokens with two places each: expert 1 gets token 2 by its first place, then 0 and 1 by their
     second."""
     routes = torch.tensor([[0, 1], [2, 1], [1, 3]], dtype=torch.int32)
-    slots = slots_of(routes, torch.tensor([[0.5, 0.25], [2.0, 3.0], [4.0, 5.0]]), 5)
+    slots = dispatch_of(routes, torch.tensor([[0.5, 0.25], [2.0, 3.0], [4.0, 5.0]]), 5)
     assert [slots.of(expert).tolist() for expert in range(5)] == [[0], [2, 0, 1], [1], [2], []]
     assert slots.weights.tolist() == [0.5, 4.0, 0.25, 3.0, 2.0, 5.0]
     assert slots.of_token.tolist() == [[0, 2], [3, 4], [1, 5]]
@@ -28,7 +28,7 @@ def test_slots_are_in_the_order_of_places() -> None:
 def test_slots_are_those_of_a_mask() -> None:
     routes = routed(50, 8, 3)
     weights = torch.rand(50, 3)
-    slots = slots_of(routes, weights, 8)
+    slots = dispatch_of(routes, weights, 8)
     mask = torch.nn.functional.one_hot(routes.long(), 8).permute(2, 1, 0)
     for expert in range(8):
         places, tokens = torch.where(mask[expert])
@@ -41,7 +41,7 @@ def test_experts_run_together_with_their_neighbours_alone() -> None:
     """Expert 3 has no tokens and is left out; one that is not asked for parts those before and after."""
     starts = [0, 10, 30, 35, 35, 45, 145, 150]
     empty = torch.empty(0)
-    slots = Slots(empty, empty, starts, empty, 0)
+    slots = TokenDispatch(empty, empty, starts, empty, 0)
     assert list(slots.runs(range(7), 50)) == [
         [(0, 0, 10), (1, 10, 30), (2, 30, 35), (4, 35, 45)],
         [(5, 45, 145)],
@@ -58,7 +58,7 @@ def test_answers_are_added_one_after_the_other(dtype: torch.dtype) -> None:
     rounding at the end, gives other bits."""
     torch.manual_seed(0)
     routes, weights = routed(40, 6, 3), torch.rand(40, 3).to(dtype)
-    slots = slots_of(routes, weights, 6)
+    slots = dispatch_of(routes, weights, 6)
     answers = torch.randn(120, 16).bfloat16()
     before = torch.randn(40, 16).bfloat16()
     start, stop = slots.starts[1], slots.starts[5]

@@ -1,5 +1,5 @@
 """A process for each accelerator of a calibration: started, listened to and ended by the one that writes
-what they find. What they do together: team.py.
+what they find. What they do together: distributed.py.
 
 Those of other hosts are started there by the same command, as torchrun or Slurm says who it is, and
 connect to the one that leads: the first one's, which alone writes. Who loses one of them ends, and says
@@ -42,9 +42,9 @@ from typing import IO, TYPE_CHECKING, Any
 from qconvert.calibrate.apart import apart
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import Machine, each_once, guessed_devices, kind_of
+from qconvert.calibrate.distributed import Launched, LostError
 from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings
-from qconvert.calibrate.team import Launched, LostError
 from qconvert.calibrate.work import Work, added
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core import errors, own_process
@@ -56,8 +56,8 @@ from qconvert.run.forkserver import cannot_start, undisturbed
 from qconvert.run.until import Until
 
 if TYPE_CHECKING:
+    from qconvert.calibrate.distributed import Communicator, Rendezvous
     from qconvert.calibrate.engine import Event
-    from qconvert.calibrate.team import Rendezvous, Team
     from qconvert.samples.data import Ids
     from qconvert.samples.request import Calibration
 
@@ -69,7 +69,7 @@ _GREETING = 60  # seconds that one of another host takes to connect
 
 
 @dataclass(frozen=True)
-class Given:
+class CalibrationArgs:
     """What is calibrated: arguments of `engine.calibrate`. `memory` is what each process may take."""
 
     checkpoint: Checkpoint
@@ -85,7 +85,7 @@ class Given:
     until: Until | None = None
 
 
-def calibrate_given(given: Given, device: str, **more: Any) -> Generator[Event]:
+def calibrate_with(given: CalibrationArgs, device: str, **more: Any) -> Generator[Event]:
     """What `engine.calibrate` yields in this process; `more` are other arguments of it."""
     from qconvert.calibrate.engine import calibrate  # imports torch
 
@@ -100,7 +100,7 @@ class _Begin:
     """What a process is to do, None where nothing is left to do, and who packs what it finds; `door`:
     the port and the key of the process that leads."""
 
-    given: Given | None
+    given: CalibrationArgs | None
     packers: Packers
     door: tuple[int, bytes] | None = None
 
@@ -118,7 +118,7 @@ class _Over:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _WorkerMessage:
     """What a process says: an event, None once it is done; how many bytes follow, by result of a packed
     matrix; and the work since it last said something: kinds, amounts and seconds."""
 
@@ -135,7 +135,7 @@ class _Failed:
     text: str
 
 
-class Mates:
+class WorkerPool:
     """A process for each of `devices`, which are all of one kind. Whoever starts them ends them; they
     die with the thread that did (prctl(2), PR_SET_PDEATHSIG). With `launched` they are some of those of
     several hosts; `times` counts the calibrations of one command."""
@@ -145,11 +145,11 @@ class Mates:
     ) -> None:
         self.devices = tuple(devices)
         self._meeting = TemporaryDirectory(prefix="qconvert-team-")
-        self._all: list[_Mate] = []
+        self._all: list[_Worker] = []
         self._door = _Door() if launched is not None and launched.leads else None
         try:
             for rank in range(len(self.devices)):
-                self._all.append(_Mate(rank, self.devices, self._meeting.name, launched, times))
+                self._all.append(_Worker(rank, self.devices, self._meeting.name, launched, times))
         except BaseException:
             self.end()
             raise
@@ -164,7 +164,7 @@ class Mates:
         return self._all[0].machine
 
     def calibrate(
-        self, given: Given | None, packers: Packers, clock: Clock, works: Sequence[Work]
+        self, given: CalibrationArgs | None, packers: Packers, clock: Clock, works: Sequence[Work]
     ) -> Generator[Event | Packed]:
         """What `engine.calibrate` yields, matrices packed; on another host than the first one only what
         its processes are doing. `clock` is told of what is done, and `works` are what each layer takes.
@@ -173,9 +173,9 @@ class Mates:
         Raises what one of the processes raises; RunError where one dies.
         """
         door = None if self._door is None else (self._door.port, self._door.key)
-        for mate in self._all:
-            _ = mate.machine
-            mate.send(_Begin(given, packers, door))
+        for worker in self._all:
+            _ = worker.machine
+            worker.send(_Begin(given, packers, door))
         others: list[_Other] = []
         try:
             yield from _heard(self._all, others, self._door, clock, works)
@@ -196,15 +196,15 @@ class Mates:
 
     def end(self, *, waits: bool = True) -> None:
         """End them, whatever they do: what they leave is gone on from. Again does nothing."""
-        for mate in self._all:
-            mate.end(waits=waits)
+        for worker in self._all:
+            worker.end(waits=waits)
         self._all.clear()
         if self._door is not None:
             self._door.close()
         self._meeting.cleanup()
 
 
-_early: list[Mates] = []
+_early: list[WorkerPool] = []
 
 
 def started_for(asked: Calibration) -> AbstractContextManager[None]:
@@ -218,22 +218,22 @@ def started_for(asked: Calibration) -> AbstractContextManager[None]:
 @contextmanager
 def started_early(devices: Sequence[str]) -> Iterator[None]:
     """Within this `early` finds processes for these devices, which begin their imports at once."""
-    mates = Mates(devices)
-    _early.append(mates)
+    workers = WorkerPool(devices)
+    _early.append(workers)
     try:
         yield
     finally:
-        _early.remove(mates)
-        mates.end()
+        _early.remove(workers)
+        workers.end()
 
 
-def early() -> Mates | None:
+def early() -> WorkerPool | None:
     """Processes that were started early, and that `started_early` ends; None where they have ended."""
     return _early[-1] if _early and _early[-1].are_there else None
 
 
 def _heard(
-    own: Sequence[_Mate],
+    own: Sequence[_Worker],
     others: list[_Other],
     door: _Door | None,
     clock: Clock,
@@ -241,20 +241,20 @@ def _heard(
 ) -> Generator[Event | Packed]:
     """What all of them say: what each has solved, the rest of the first one, and that a layer is done
     once all of them have said so. Those of other hosts are added to `others` as they come."""
-    listened: dict[Any, _Peer] = {mate.connection: mate for mate in own}
+    listened: dict[Any, _Peer] = {worker.connection: worker for worker in own}
     first = own[0]
     layer, before = 0, dict(clock.work)
     done: list[_Peer] = []
     ended: LayerDone | None = None
     while listened:
         for connection in wait(list(listened)):
-            mate = listened[connection]
+            worker = listened[connection]
             try:
-                event = mate.hear(clock)
+                event = worker.hear(clock)
             except _Raised as raised:
-                raise _cause(raised.failed, mate, [*own, *others]) from None
+                raise _cause(raised.failed, worker, [*own, *others]) from None
             if event is None:
-                del listened[mate.connection]
+                del listened[worker.connection]
             elif isinstance(event, _Others):
                 assert door is not None
                 for other in door.accepted(event.count):
@@ -262,10 +262,10 @@ def _heard(
                     listened[other.connection] = other
             elif isinstance(event, LayerDone):
                 # What it says of the next layer is not listened to yet.
-                del listened[mate.connection]
-                done.append(mate)
-                ended = event if mate is first or ended is None else ended
-            elif isinstance(event, Packed) or mate is first:
+                del listened[worker.connection]
+                done.append(worker)
+                ended = event if worker is first or ended is None else ended
+            elif isinstance(event, Packed) or worker is first:
                 yield event
             del event
         if ended is not None and len(done) == len(own) + len(others):
@@ -274,9 +274,9 @@ def _heard(
                 layer, before = ended.layer + 1, dict(clock.work)
             yield ended
             ended = None
-            for mate in done:  # the consumer has asked for more: the layer's matrices are kept
-                mate.send(None)
-                listened[mate.connection] = mate
+            for worker in done:  # the consumer has asked for more: the layer's matrices are kept
+                worker.send(None)
+                listened[worker.connection] = worker
             done.clear()
 
 
@@ -288,17 +288,17 @@ class _Raised(Exception):
         self.failed = failed
 
 
-def _cause(failed: _Failed, mate: _Peer, mates: Sequence[_Peer]) -> Exception:
+def _cause(failed: _Failed, worker: _Peer, workers: Sequence[_Peer]) -> Exception:
     """Why one fails: the end of another, of which it has lost the connection, or what it says."""
     if failed.kind and failed.kind != LostError.__name__:
         made: QConvertError = getattr(errors, failed.kind)(failed.text)
         return made
-    for other in mates:
-        if other is not mate and other.ends_within(_SECONDS):
+    for other in workers:
+        if other is not worker and other.ends_within(_SECONDS):
             return other.died()
     if failed.kind:
         return RunError(failed.text)
-    return RuntimeError(f"calibrating on {mate.device}:\n{failed.text}")
+    return RuntimeError(f"calibrating on {worker.device}:\n{failed.text}")
 
 
 class _Peer:
@@ -425,7 +425,7 @@ def _greeted(made: socket.socket, key: bytes, *, first: bool) -> Connection[Any,
     return connection
 
 
-class _Mate(_Peer):
+class _Worker(_Peer):
     """A process of this host, seen from the one that started it."""
 
     def __init__(
@@ -439,7 +439,7 @@ class _Mate(_Peer):
                 theirs.fileno(), os.getpid(), rank, tuple(devices), meeting, launched, times
             )
             names = "Launched, _Place, main"
-            code = f"from qconvert.calibrate.mates import {names}; main({about!r})"
+            code = f"from qconvert.calibrate.gpu_workers import {names}; main({about!r})"
             try:
                 with undisturbed():
                     self._process = subprocess.Popen(
@@ -543,7 +543,7 @@ class _Line:
         self.connection = connection
         self._lock = Lock()
 
-    def say(self, said: _Said | _Failed, data: Sequence[bytes | bytearray] = ()) -> None:
+    def say(self, said: _WorkerMessage | _Failed, data: Sequence[bytes | bytearray] = ()) -> None:
         with self._lock:
             self.connection.send_bytes(pickle.dumps(said, protocol=5))
             for one in data:
@@ -563,7 +563,7 @@ class _Leader(_Line):
         self._words: Queue[Any] = Queue()
         Thread(target=self._hear, name="hear the process that leads", daemon=True).start()
 
-    def say(self, said: _Said | _Failed, data: Sequence[bytes | bytearray] = ()) -> None:
+    def say(self, said: _WorkerMessage | _Failed, data: Sequence[bytes | bytearray] = ()) -> None:
         try:
             super().say(said, data)
         except OSError as error:
@@ -634,35 +634,39 @@ def _serve(lines: list[_Line], place: _Place) -> None:
     device, launched = place.devices[place.rank], place.launched
     _set_network(launched)
     _import(device, home)
-    team = _met_here(place) if launched is None else None
+    comm = _met_here(place) if launched is None else None
     rendezvous: Rendezvous | None = None
     if launched is not None:
-        from qconvert.calibrate.team import Rendezvous
+        from qconvert.calibrate.distributed import Rendezvous
 
         rendezvous = Rendezvous(launched, place.rank, place.times)
     begin: _Begin = home.recv()
-    if team is None:
+    if comm is None:
         assert launched is not None
         assert rendezvous is not None
-        team = _met(rendezvous, launched, place, begin, lines)
+        comm = _met(rendezvous, launched, place, begin, lines)
     to = lines[-1]
-    if not _agreed(team, begin):
-        to.say(_Said(None, (), ()))
+    if not _agreed(comm, begin):
+        to.say(_WorkerMessage(None, (), ()))
     else:
         assert begin.given is not None
-        _calibrate(begin.given, begin.packers, device, team, lines)
+        _calibrate(begin.given, begin.packers, device, comm, lines)
     while not isinstance(to.recv(), _Over):  # until then none must lose another
         pass
-    home.say(_Said(None, (), ()))
+    home.say(_WorkerMessage(None, (), ()))
     home.recv()
 
 
 def _calibrate(
-    given: Given, packers: Packers, device: str, team: Team, lines: Sequence[_Line]
+    given: CalibrationArgs,
+    packers: Packers,
+    device: str,
+    comm: Communicator,
+    lines: Sequence[_Line],
 ) -> None:
     home, to = lines[0], lines[-1]
     notes = _Notes()
-    events = calibrate_given(given, device, clock=Clock(notes.add), team=team)
+    events = calibrate_with(given, device, clock=Clock(notes.add), comm=comm)
     # Codes are packed and sent by this thread while another one computes.
     events = apart(events, _AHEAD, lambda event: isinstance(event, LayerDone))
     with closing(events):
@@ -670,20 +674,20 @@ def _calibrate(
             if isinstance(event, Matrix):
                 packed = packers.pack(event)
                 data, packed = packed.data, replace(packed, data=())
-                to.say(_Said(packed, [len(one) for one in data], notes.take()), data)
+                to.say(_WorkerMessage(packed, [len(one) for one in data], notes.take()), data)
                 del packed, data
             else:
                 if to is not home and isinstance(event, Phase):
-                    home.say(_Said(event, (), ()))
-                to.say(_Said(event, (), notes.take()))
+                    home.say(_WorkerMessage(event, (), ()))
+                to.say(_WorkerMessage(event, (), notes.take()))
             if isinstance(event, LayerDone):
                 to.recv()
             del event
-    to.say(_Said(None, (), notes.take()))
+    to.say(_WorkerMessage(None, (), notes.take()))
 
 
 def _set_network(launched: Launched | None) -> None:
-    from qconvert.calibrate.team import interface_to
+    from qconvert.calibrate.distributed import interface_to
 
     names = dict(_NETWORK)
     interface = "lo" if launched is None else interface_to(launched.address)
@@ -694,35 +698,35 @@ def _set_network(launched: Launched | None) -> None:
 
 def _import(device: str, home: _Line) -> None:
     """Import what solving needs, and say what is found of it."""
-    from qconvert.calibrate.backend import hush_transformers
+    from qconvert.calibrate.backend import silence_transformers
     from qconvert.calibrate.devices import get_ready, this_machine
     from qconvert.calibrate.library import load_shared
 
     home.connection.send(this_machine())
     get_ready(device)
     load_shared()
-    hush_transformers()
+    silence_transformers()
 
 
-def _met_here(place: _Place) -> Team:
+def _met_here(place: _Place) -> Communicator:
     """The team of one host."""
     from qconvert.calibrate.devices import use_device
-    from qconvert.calibrate.team import ALONE, Processes, file_store
+    from qconvert.calibrate.distributed import SINGLE_PROCESS, ProcessGroup, file_store
 
     device, count = place.devices[place.rank], len(place.devices)
     use_device(device)
     if count == 1:
-        return ALONE
-    return Processes(place.rank, count, device, file_store(place.meeting, count))
+        return SINGLE_PROCESS
+    return ProcessGroup(place.rank, count, device, file_store(place.meeting, count))
 
 
 def _met(
     rendezvous: Rendezvous, launched: Launched, place: _Place, begin: _Begin, lines: list[_Line]
-) -> Team:
+) -> Communicator:
     """The team of all hosts. One of another host than the first connects to that, which is then the last
     of `lines`."""
     from qconvert.calibrate.devices import use_device
-    from qconvert.calibrate.team import Processes
+    from qconvert.calibrate.distributed import ProcessGroup
 
     device = place.devices[place.rank]
     use_device(device)
@@ -733,7 +737,7 @@ def _met(
     rank = rendezvous.first + place.rank
     if launched.leads:
         if rank == 0:
-            lines[0].say(_Said(_Others(len(found) - len(place.devices)), (), ()))
+            lines[0].say(_WorkerMessage(_Others(len(found) - len(place.devices)), (), ()))
     else:
         said = rendezvous.get("door", "the first one").decode().split()
         try:
@@ -748,17 +752,17 @@ def _met(
             raise LostError(f"the process that leads, on {launched.address}, is gone")
         connection.send((rank, device, found[rank][0]))
         lines.append(_Leader(connection, lines[0], found[0][0]))
-    return Processes(rank, len(found), device, rendezvous.store)
+    return ProcessGroup(rank, len(found), device, rendezvous.store)
 
 
-def _agreed(team: Team, begin: _Begin) -> bool:
+def _agreed(comm: Communicator, begin: _Begin) -> bool:
     """Whether there is something to do. Raises RunError where processes are to do other things."""
     import torch
 
     from qconvert import __version__
 
     key = None if begin.given is None else begin.given.key
-    told = team.gathered((__version__, str(torch.__version__), key))
+    told = comm.gathered((__version__, str(torch.__version__), key))
     if told[0][2] is None:
         return False
     for rank, one in enumerate(told):

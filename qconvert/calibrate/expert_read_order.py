@@ -11,7 +11,7 @@ from qconvert.matrices.stored import Stored
 
 
 @dataclass(eq=False)
-class Foreseen:
+class ExpertReadOrder:
     """Has `reader` read ahead, up to `room` bytes. Which experts a process has is taken from the layer
     before: it changes only where groups do, which depend on which experts see every token. `stop` is
     the end of the layers."""

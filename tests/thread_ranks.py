@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from qconvert.calibrate.distributed import Communicator
 from qconvert.calibrate.engine import Event
-from qconvert.calibrate.team import Team
 
 T = TypeVar("T")
 _SECONDS = 120
@@ -23,21 +23,21 @@ class _Place:
         self.given: list[Any] = [None] * count
         self._barrier = threading.Barrier(count, timeout=_SECONDS)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._barrier.wait()
 
     def gathered(self, rank: int, value: T) -> list[T]:
         self.given[rank] = value
-        self.meet()
+        self.barrier()
         found = list(self.given)
-        self.meet()
+        self.barrier()
         return found
 
     def abort(self) -> None:
         self._barrier.abort()
 
 
-class ThreadTeam:
+class ThreadRank:
     """One thread of a team."""
 
     def __init__(self, rank: int, place: _Place, behind: _Place) -> None:
@@ -56,20 +56,20 @@ class ThreadTeam:
     def gathered(self, value: T) -> list[T]:
         return self._place.gathered(self.rank, value)
 
-    def meet(self) -> None:
-        self._place.meet()
+    def barrier(self) -> None:
+        self._place.barrier()
 
-    def meet_behind(self) -> None:
-        self._behind.meet()
+    def background_barrier(self) -> None:
+        self._behind.barrier()
 
 
-def run_team(count: int, events: Callable[[Team], Generator[Event]]) -> list[list[Event]]:
+def run_ranks(count: int, events: Callable[[Communicator], Generator[Event]]) -> list[list[Event]]:
     """What each thread of a team yields. What one raises is raised, and ends the others."""
     places = _Place(count), _Place(count)
 
     def run(rank: int) -> list[Event]:
         try:
-            return list(events(ThreadTeam(rank, *places)))
+            return list(events(ThreadRank(rank, *places)))
         except BaseException:
             for place in places:
                 place.abort()

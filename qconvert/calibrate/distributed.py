@@ -44,7 +44,7 @@ class LostError(RunError):
     """Another process has ended, or the network between has: who started them says which one."""
 
 
-class Team(Protocol):
+class Communicator(Protocol):
     """`rank` of `count` processes."""
 
     @property
@@ -60,14 +60,14 @@ class Team(Protocol):
     def gathered(self, value: T) -> list[T]:
         """What each process gave here, by rank."""
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all."""
 
-    def meet_behind(self) -> None:
+    def background_barrier(self) -> None:
         """Wait for all, in a thread that writes behind the computation."""
 
 
-class Alone:
+class SingleProcess:
     """A process without others."""
 
     rank, count = 0, 1
@@ -78,38 +78,38 @@ class Alone:
     def gathered(self, value: T) -> list[T]:
         return [value]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         pass
 
-    def meet_behind(self) -> None:
+    def background_barrier(self) -> None:
         pass
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
-def decided(team: Team, value: T) -> T:
+def broadcast_from_rank0(comm: Communicator, value: T) -> T:
     """What the first process says."""
-    return team.gathered(value)[0]
+    return comm.gathered(value)[0]
 
 
-def share(team: Team, rows: Rows, cuts: Sequence[tuple[int, int]], device: str) -> None:
+def share(comm: Communicator, rows: Rows, cuts: Sequence[tuple[int, int]], device: str) -> None:
     """Give all processes the rows that each has of its own tokens, cuts[rank]."""
     import torch
 
-    for source in range(team.count if team.count > 1 else 0):
+    for source in range(comm.count if comm.count > 1 else 0):
         first, last = cuts[source]
         for start in range(first, last, _ROWS):
             mine = rows.read(start, min(start + _ROWS, last))
-            if source == team.rank:
-                team.send(mine.to(device).contiguous(), source)
+            if source == comm.rank:
+                comm.send(mine.to(device).contiguous(), source)
             else:
                 there = torch.empty_like(mine, device=device)
-                team.send(there, source)
+                comm.send(there, source)
                 rows.write(start, there)
 
 
-class Processes:
+class ProcessGroup:
     """A process of a team by torch.distributed: NCCL between GPUs, Gloo for what lies in host memory.
     They find one another through a store of torch's. Raises LostError where one of them is gone."""
 
@@ -143,11 +143,11 @@ class Processes:
             self._group.all_gather_object(found, value, group=self._hosts)
         return found
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         with _lost():
             self._group.barrier(group=self._hosts)
 
-    def meet_behind(self) -> None:
+    def background_barrier(self) -> None:
         with _lost():
             self._group.barrier(group=self._behind)
 

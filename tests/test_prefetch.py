@@ -11,8 +11,8 @@ import pytest
 import torch
 from accelerators import pretend
 
-from qconvert.calibrate.coming import coming
 from qconvert.calibrate.page_locked import PageLocked
+from qconvert.calibrate.prefetch import prefetched
 from qconvert.calibrate.rows import InMemory, Scratch
 from qconvert.core.errors import RunError
 from qconvert.run.files import Files
@@ -84,7 +84,7 @@ def test_the_next_part_is_sent_before_this_one_is_worked_on(
     _noted(monkeypatch, log)
     kept = Kept(log)
     buffers = []
-    for (start, stop), (rows,) in zip(PARTS, coming([kept], PARTS, "cpu:0"), strict=True):
+    for (start, stop), (rows,) in zip(PARTS, prefetched([kept], PARTS, "cpu:0"), strict=True):
         assert torch.equal(rows, kept.rows[start:stop])
         buffers.append(rows.data_ptr())
         log.append(f"use {start}")
@@ -110,7 +110,7 @@ def test_what_is_on_its_way_arrives_before_buffers_are_given_back(
     pretend(monkeypatch)
     log: list[str] = []
     _noted(monkeypatch, log)
-    sent = coming([Kept(log)], PARTS, "cpu:0")
+    sent = prefetched([Kept(log)], PARTS, "cpu:0")
     next(sent)
     last = [line for line in log if line.startswith("event side")][-1]
     wait = f"main waits for {last.removeprefix('event ')}"
@@ -126,12 +126,12 @@ def test_rows_that_are_there_are_given_as_they_lie(monkeypatch: pytest.MonkeyPat
     log: list[str] = []
     there, far = Kept(log, device="cpu:0"), Kept(log, 2)
     for (start, stop), (mine, sent) in zip(
-        PARTS, coming([there, far], PARTS, "cpu:0"), strict=True
+        PARTS, prefetched([there, far], PARTS, "cpu:0"), strict=True
     ):
         assert mine.data_ptr() == there.rows[start:].data_ptr()
         assert torch.equal(sent, far.rows[start:stop])
         assert sent.data_ptr() != far.rows[start:].data_ptr()
-    assert [*coming([there], [], "cpu:0")] == []
+    assert [*prefetched([there], [], "cpu:0")] == []
 
 
 def _cudart(monkeypatch: pytest.MonkeyPatch, log: list[tuple[str, int]], answer: int = 0) -> None:

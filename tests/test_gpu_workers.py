@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.engine import Event
-from qconvert.calibrate.mates import Given, Mates, calibrate_given
+from qconvert.calibrate.gpu_workers import CalibrationArgs, WorkerPool, calibrate_with
 from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.settings import LayerDone, Matrix, Settings
 from qconvert.calibrate.work import Work
@@ -45,14 +45,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(qwen3_moe(num_hidden_layers=2), tmp_path_factory.mktemp("model") / "model")
 
 
-def given(folder: Path, work_dir: Path) -> Given:
+def given(folder: Path, work_dir: Path) -> CalibrationArgs:
     settings = Settings(min_tokens=1, refit=1, descent=1)
-    return Given(Checkpoint.open(folder), TOKENS, [SCHEME], settings, work_dir, 8 << 30, "k")
+    return CalibrationArgs(
+        Checkpoint.open(folder), TOKENS, [SCHEME], settings, work_dir, 8 << 30, "k"
+    )
 
 
-def together(given: Given, clock: Clock, works: Sequence[Work] = ()) -> Iterator[Event | Packed]:
+def together(
+    given: CalibrationArgs, clock: Clock, works: Sequence[Work] = ()
+) -> Iterator[Event | Packed]:
     """What two processes find."""
-    mates = Mates(TWO)
+    mates = WorkerPool(TWO)
     try:
         yield from mates.calibrate(given, PACKERS, clock, works)
     finally:
@@ -71,7 +75,7 @@ def packed_of(found: Iterable[Event | Packed]) -> dict[Place, list[bytes]]:
 
 
 def test_two_processes_find_the_same_codes(folder: Path, tmp_path: Path) -> None:
-    alone = packed_of(calibrate_given(given(folder, tmp_path / "one"), "cpu"))
+    alone = packed_of(calibrate_with(given(folder, tmp_path / "one"), "cpu"))
     clock = Clock()
     planned = [{"forward": 7.0}, {"forward": 9.0}]
     found = list(together(given(folder, tmp_path / "two"), clock, planned))
@@ -116,7 +120,7 @@ def test_an_error_of_one_is_raised_and_all_are_ended(
 def test_a_killed_one_is_told_of_and_another_run_goes_on(
     folder: Path, tmp_path: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    alone = packed_of(calibrate_given(given(folder, tmp_path / "one"), "cpu"))
+    alone = packed_of(calibrate_with(given(folder, tmp_path / "one"), "cpu"))
     work_dir = tmp_path / "room"
     running = together(given(folder, work_dir), Clock())
     before: list[Event | Packed] = []
@@ -184,13 +188,13 @@ def test_a_conversion_by_processes_writes_the_same_bytes(folder: Path, tmp_path:
 
 _CONVERTING = """
 import json, sys
-from qconvert.calibrate import mates
+from qconvert.calibrate import gpu_workers
 from qconvert.cli.main import main
-begin, started = mates._Mate, []
-mates._Mate = lambda *given: started.append(begin(*given)) or started[-1]
+begin, started = gpu_workers._Worker, []
+gpu_workers._Worker = lambda *given: started.append(begin(*given)) or started[-1]
 cpus = ["cpu"] * sys.argv.count("cpu")
 try:
-    with mates.started_early(cpus or ["cuda:0"]):
+    with gpu_workers.started_early(cpus or ["cuda:0"]):
         main(sys.argv[1:])
 except SystemExit as end:
     assert not end.code, end.code
@@ -203,7 +207,7 @@ import subprocess
 import sys
 from pathlib import Path
 sys.path.insert(0, "tests")
-from test_mates import Clock, given, together
+from test_gpu_workers import Clock, given, together
 begin, found = subprocess.Popen, []
 subprocess.Popen = lambda *a, **n: found.append(begin(*a, **n)) or found[-1]
 for _ in together(given(Path(sys.argv[1]), Path(sys.argv[2])), Clock()):

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from accelerators import SCHEME, SETTINGS, TOKENS, assert_same, codes_of, pretend
 from calibrate_models import qwen3_moe, samples, saved
-from teams import run_team
+from thread_ranks import run_ranks
 
 from qconvert.calibrate import engine, work_dir
+from qconvert.calibrate.distributed import Communicator
 from qconvert.calibrate.engine import Event, calibrate
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.settings import LayerDone, Matrix, Settings
-from qconvert.calibrate.team import Team
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import RunError
 from qconvert.matrices.linears import quantizable
@@ -53,27 +53,27 @@ def built(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
 def events(
     plan: Plan, folder: Path, device: str, settings: Settings = SETTINGS, tokens: Any = TOKENS,
     **more: Any,
-) -> Callable[[Team], Generator[Event]]:  # fmt: skip
-    def of(team: Team) -> Generator[Event]:
+) -> Callable[[Communicator], Generator[Event]]:  # fmt: skip
+    def of(comm: Communicator) -> Generator[Event]:
         return calibrate(
             plan, tokens, [SCHEME], settings, work_dir=folder, memory=None, device=device, key="k",
-            team=team, **more,
+            comm=comm, **more,
         )  # fmt: skip
 
     return of
 
 
-Alone = Callable[..., list[Event]]
+SingleProcess = Callable[..., list[Event]]
 
 
 @pytest.fixture(scope="module")
-def alone(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+def alone(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> SingleProcess:
     """What one process tells, which finds it once for each device and settings."""
 
     @cache
     def found(device: str, settings: Settings = SETTINGS) -> list[Event]:
         folder = tmp_path_factory.mktemp("alone")
-        return run_team(1, events(plan, folder, device, settings))[0]
+        return run_ranks(1, events(plan, folder, device, settings))[0]
 
     return found
 
@@ -92,12 +92,12 @@ def all_of(found: list[list[Event]]) -> list[Event]:
     ],
 )
 def test_a_team_finds_the_same_codes(
-    device: str, count: int, solver: Any, plan: Plan, alone: Alone, tmp_path: Path
+    device: str, count: int, solver: Any, plan: Plan, alone: SingleProcess, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, solver=solver)
     whole = codes_of(alone(device, settings))
     assert {layer for layer, _, _ in whole} == {0, 1, 2}
-    found = run_team(count, events(plan, tmp_path / "several", device, settings))
+    found = run_ranks(count, events(plan, tmp_path / "several", device, settings))
     for some in found:  # each has some, and none has another's
         assert any(isinstance(event, Matrix) for event in some)
     assert sum(isinstance(e, Matrix) for e in all_of(found)) == len(whole)
@@ -108,23 +108,23 @@ def test_a_team_finds_the_same_codes(
 def test_a_process_without_tokens_solves_experts(device: str, plan: Plan, tmp_path: Path) -> None:
     """Of one part of tokens, or of six, more processes than parts."""
     tokens = samples(2, 40) if device == "cpu:0" else samples(1, 40)
-    whole = codes_of(run_team(1, events(plan, tmp_path / "one", device, tokens=tokens))[0])
-    found = run_team(3, events(plan, tmp_path / "several", device, tokens=tokens))
+    whole = codes_of(run_ranks(1, events(plan, tmp_path / "one", device, tokens=tokens))[0])
+    found = run_ranks(3, events(plan, tmp_path / "several", device, tokens=tokens))
     assert_same(codes_of(all_of(found)), whole)
 
 
 def test_samples_of_any_length_are_cut_into_the_same_parts(plan: Plan, tmp_path: Path) -> None:
     lengths = (40, 40, 33, 7, 50, 50, 20)
     tokens = [samples(1, length, seed=n)[0] for n, length in enumerate(lengths)]
-    whole = codes_of(run_team(1, events(plan, tmp_path / "one", "cpu:0", tokens=tokens))[0])
-    found = run_team(2, events(plan, tmp_path / "several", "cpu:0", tokens=tokens))
+    whole = codes_of(run_ranks(1, events(plan, tmp_path / "one", "cpu:0", tokens=tokens))[0])
+    found = run_ranks(2, events(plan, tmp_path / "several", "cpu:0", tokens=tokens))
     assert_same(codes_of(all_of(found)), whole)
 
 
 @pytest.mark.parametrize("device", ["cpu:0", CPU])
 @pytest.mark.parametrize("every", [0.0, 1e9], ids=["kept each time", "kept where it pauses"])
 def test_a_paused_team_goes_on_in_another_number(
-    every: float, device: str, plan: Plan, alone: Alone, tmp_path: Path,
+    every: float, device: str, plan: Plan, alone: SingleProcess, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     whole = codes_of(alone(device))
@@ -133,7 +133,7 @@ def test_a_paused_team_goes_on_in_another_number(
     another = Pace.another
     for at, count in enumerate((3, 2, 1)):
         monkeypatch.setattr(Pace, "another", (lambda _: False) if at < 2 else another)
-        made = run_team(count, events(plan, tmp_path / "room", device))
+        made = run_ranks(count, events(plan, tmp_path / "room", device))
         for some in made:
             assert (some[-1] == Paused(at + 1, 3)) == (at < 2)
         assert {e.layer for e in all_of(made) if isinstance(e, Matrix)} == {at}
@@ -146,11 +146,11 @@ def test_a_folder_that_is_not_shared_is_refused(
 ) -> None:
     monkeypatch.setattr(work_dir, "_LISTED_AFTER", 0.0)
 
-    def of(team: Team) -> Generator[Event]:
-        return events(plan, tmp_path / str(team.rank), "cpu:0")(team)
+    def of(comm: Communicator) -> Generator[Event]:
+        return events(plan, tmp_path / str(comm.rank), "cpu:0")(comm)
 
     with pytest.raises(RunError, match=r"processes \[1\] of 2 do not see what the first one made"):
-        run_team(2, of)
+        run_ranks(2, of)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,12 @@ def test_a_folder_that_is_not_shared_is_refused(
     ],
 )
 def test_statistics_are_of_all_experts(
-    more: dict[str, Any], plan: Plan, alone: Alone, tmp_path: Path
+    more: dict[str, Any], plan: Plan, alone: SingleProcess, tmp_path: Path
 ) -> None:
     device = "cpu:0"
     settings = replace(SETTINGS, **more)
     one = alone(device, settings)
-    found = run_team(2, events(plan, tmp_path / "several", device, settings))
+    found = run_ranks(2, events(plan, tmp_path / "several", device, settings))
     assert_same(codes_of(all_of(found)), codes_of(one))
     assert_told(found, one)
 
@@ -193,8 +193,8 @@ def test_linears_are_solved_once_and_put_into_all_layers(
 ) -> None:
     asked = {m: [SCHEME] for m, _ in quantizable(plan, ()) if ".self_attn." in m}
     assert asked
-    (one,) = run_team(1, events(plan, tmp_path / "one", device, linears=asked))
-    found = run_team(2, events(plan, tmp_path / "several", device, linears=asked))
+    (one,) = run_ranks(1, events(plan, tmp_path / "one", device, linears=asked))
+    found = run_ranks(2, events(plan, tmp_path / "several", device, linears=asked))
     assert sum(isinstance(e, Matrix) for e in all_of(found)) == sum(
         isinstance(e, Matrix) for e in one
     )

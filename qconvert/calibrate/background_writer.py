@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from qconvert.calibrate.distributed import Communicator
 from qconvert.calibrate.rows import InFiles
-from qconvert.calibrate.team import Team
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _ROWS = 1 << 14  # copied at a time where all are kept
 
 
-class Behind:
+class BackgroundWriter:
     """Does things in the order in which they are asked for, in one thread of its own. What goes wrong in
     one is raised by a later call, and nothing after it is done."""
 
@@ -60,7 +60,7 @@ class Held:
     before it is written over."""
 
     def __init__(
-        self, rows: torch.Tensor, file: InFiles | None, behind: Behind, before: Held | None, *,
+        self, rows: torch.Tensor, file: InFiles | None, behind: BackgroundWriter, before: Held | None, *,
         there: bool,
     ) -> None:  # fmt: skip
         import torch
@@ -91,10 +91,10 @@ class Held:
         for start in range(first, last, _ROWS):
             self._write(file, start, min(start + _ROWS, last))
 
-    def gather(self, team: Team, cuts: Sequence[tuple[int, int]]) -> None:
+    def gather(self, comm: Communicator, cuts: Sequence[tuple[int, int]]) -> None:
         """Rows of all processes of a team, each of which has its own: cuts[rank]."""
-        for source, (start, stop) in enumerate(cuts if team.count > 1 else ()):
-            team.send(self.rows[start:stop], source)
+        for source, (start, stop) in enumerate(cuts if comm.count > 1 else ()):
+            comm.send(self.rows[start:stop], source)
 
     def _write(self, file: InFiles, start: int, stop: int) -> None:
         import torch

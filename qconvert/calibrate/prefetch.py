@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Part = tuple[int, int]
 
 
-def coming(
+def prefetched(
     rows: Sequence[Rows], parts: Sequence[Part], device: str
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Of each part [start, stop) what `rows` have there, on `device`. Rows in memory there are given as

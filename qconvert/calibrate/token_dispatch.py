@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
+class TokenDispatch:
     """Each token and each expert that the router gives it is a slot: of T tokens with k experts each
     T k slots, in the order of experts, of one expert by place among the k and then by token, as
     llm-compressor orders them. `tokens` int64 [T k] and `weights` [T k] are the slots'; expert e has
@@ -57,7 +57,7 @@ class Slots:
             yield run
 
 
-def slots_of(routes: torch.Tensor, weights: torch.Tensor, experts: int) -> Slots:
+def dispatch_of(routes: torch.Tensor, weights: torch.Tensor, experts: int) -> TokenDispatch:
     """Of routes int32 [T, k], the experts of each token, and the router's weights [T, k]."""
     import torch
 
@@ -68,10 +68,12 @@ def slots_of(routes: torch.Tensor, weights: torch.Tensor, experts: int) -> Slots
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count)
-    return Slots(order % tokens, weights.t().reshape(-1)[order], starts, order, tokens)
+    return TokenDispatch(order % tokens, weights.t().reshape(-1)[order], starts, order, tokens)
 
 
-def add_answers(rows: torch.Tensor, answers: torch.Tensor, slots: Slots, start: int) -> None:
+def add_answers(
+    rows: torch.Tensor, answers: torch.Tensor, slots: TokenDispatch, start: int
+) -> None:
     """Add to rows [T, H] what experts answer in the slots from `start` on, [S, H], each weighted by the
     router. Products are rounded to the rows' dtype, and so is each sum, in the order of slots: as
     transformers' own experts do it, one after the other."""
