@@ -11,6 +11,7 @@ from checkpoints import read_tensors, run_cli
 from families.tiny import saved
 
 from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.misreadings import misread
 from qconvert.runtimes.serving import loads, served
@@ -112,6 +113,32 @@ def test_experts_of_a_text_model_that_has_none() -> None:
     experts = {"model.layers.0.feed_forward.experts.gate_up_proj": TensorType("BF16", (4, 64, 64))}
     assert misread("sglang", {"architectures": ["Llama4ForCausalLM"]}, experts)
     assert not misread("sglang", _LLAMA4, experts)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8"])
+def test_experts_that_are_computed_with_without_scales(dtype: str) -> None:
+    config = {"architectures": ["AfmoeForCausalLM"]}
+    expert = "model.layers.1.mlp.experts.0.up_proj"
+    codes = {f"{expert}.weight": TensorType(dtype, (256, 256))}
+    assert set(misread("sglang", config, codes).wrong) == set(codes)
+    packed = {f"{expert}.weight_packed": TensorType("I32", (256, 32))}
+    assert misread("sglang", config, packed).unread == tuple(packed)
+    assert not misread("vllm", config, codes)
+    shared = {"model.layers.1.mlp.shared_experts.up_proj.weight": TensorType(dtype, (256, 256))}
+    assert not misread("sglang", config, shared)
+    assert not misread("sglang", config, {f"{expert}.weight": TensorType("BF16", (256, 256))})
+
+
+@pytest.mark.parametrize(
+    ("runtime", "name"), [("sglang", "OlmoeForCausalLM"), ("vllm", "Zamba2ForCausalLM")]
+)
+def test_a_class_that_runs_in_one_stage(runtime: str, name: str) -> None:
+    answer = served({"architectures": [name]}, {}, Setting(pp=2), runtime=runtime)
+    assert answer.verdict == "does not load"
+    assert answer.refused is not None
+    assert "one pipeline stage only" in str(answer.refused.refused)
+    with pytest.raises(NotSimulated):
+        served({"architectures": [name]}, {}, Setting(), runtime=runtime)
 
 
 def test_a_folder_that_is_misread(llama: Path, tmp_path: Path) -> None:

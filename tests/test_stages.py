@@ -11,7 +11,12 @@ from header_checkpoints import published
 from qconvert.core.errors import PlanError
 from qconvert.passes.stages import split_plan
 from qconvert.plan.plan import Plan
-from qconvert.runtimes.pipeline import check_partition, default_partition
+from qconvert.runtimes.pipeline import (
+    NORM_EVERYWHERE,
+    check_partition,
+    default_partition,
+    one_stage,
+)
 
 # What the runtimes' own get_pp_indices gives, worked out from L = q * stages + rem:
 # sglang +1 to the last rem stages, vLLM to rem stages from the second-last backwards.
@@ -63,8 +68,8 @@ def stage_names(model: str, stages: int, runtime: str | None) -> list[set[str]]:
 @pytest.mark.parametrize("runtime", ["sglang", "vllm"])
 @pytest.mark.parametrize("model", headers.names())
 def test_stages_hold_everything_and_share_only_what_may_be_shared(model: str, runtime: str) -> None:
-    if runtime == "sglang" and model.startswith("qwen3-next"):
-        with pytest.raises(PlanError, match="asserts that there is one pipeline stage"):
+    if one_stage(runtime, published(model).config):
+        with pytest.raises(PlanError, match="runs in one pipeline stage only in sglang; use vllm"):
             stage_names(model, 4, runtime)
         return
     found = stage_names(model, 4, runtime)
@@ -80,7 +85,11 @@ def test_stages_hold_everything_and_share_only_what_may_be_shared(model: str, ru
                 [0, 3] if drafts or taken.dims.tied else [0]
             )  # draft layers and a tied head embed tokens too
             assert holders == ([0, 1, 2, 3] if runtime == "vllm" else apart)
-        elif name == "model.norm.weight" and taken.family.name == "qwen3_moe" and runtime == "vllm":
+        elif (
+            taken.places[name].role.name == "norm"
+            and taken.family.name in NORM_EVERYWHERE
+            and runtime == "vllm"
+        ):
             assert holders == [0, 1, 2, 3]  # its class builds the norm in every stage
         else:
             assert len(holders) == 1, name

@@ -23,8 +23,10 @@ from qconvert.runtimes.pipeline import (
     Stage,
     check_partition,
     default_partition,
+    one_stage,
     stages_of,
 )
+from qconvert.runtimes.serving import class_of
 
 
 def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) -> list[Plan]:
@@ -43,10 +45,12 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
             f"model_type {plan.config.get('model_type')!r} is not known, so the stage of its tensors is "
             "unknown; describe the family first (CONTRIBUTING.md, a model family)"
         )
-    if runtime != "vllm" and plan.family.name == "qwen3_next" and len(sizes) > 1:
+    refusing = [name for name in VARIABLE if one_stage(name, plan.config)]
+    if len(sizes) > 1 and (runtime in refusing or len(refusing) == len(VARIABLE)):
+        others = [f"{name} (--for {name}), or " for name in VARIABLE if name not in refusing]
         raise PlanError(
-            "sglang's Qwen3-Next asserts that there is one pipeline stage; use vLLM (--for vllm), "
-            "or one stage"
+            f"{class_of(plan.config)} runs in one pipeline stage only in {' and '.join(refusing)}; "
+            f"use {''.join(others)}one stage"
         )
     has_mtp = any(plan.family.is_mtp(name, role_index.dims) for name in plan.tensors)
     stages = [Stage(number, sizes) for number in range(len(sizes))]

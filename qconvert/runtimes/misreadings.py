@@ -10,6 +10,8 @@ sglang 0.5.23:
   `weight_scale`.
 - `models/llama4.py` takes that loader over for the text model alone, which has nothing for experts.
 - `models/hunyuan.py` gives experts and the linears of shared ones no path.
+- `models/afmoe.py`, `deepseek.py` and `xverse_moe.py` compute with the `weight` of all experts as one
+  matrix, which no scale goes with: codes are taken for values, and packed ones have no `weight`.
 - `models/mllama4.py` moves rows of q_proj and k_proj for rotary embeddings, of tensors called `weight`.
 vLLM 0.33: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
 or zero points. GPTQ's names neither moves.
@@ -41,7 +43,9 @@ _AS_LLAMA = frozenset((
 # Those whose text model is of the class that its config names.
 _BY_TEXT = frozenset(("LlavaForConditionalGeneration", "PixtralForConditionalGeneration"))
 _LLAMA_TEXTS = ("llama", "mistral", "ministral3", "phi3")
+_UNSCALED = ("AfmoeForCausalLM", "DeepseekForCausalLM", "XverseMoeForCausalLM")
 _MOVED = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")
+_ROUTED = ".experts"
 # What has no rows of a matrix.
 _ROWLESS = (
     "weight_shape", "weight_g_idx", "g_idx", "weight_global_scale", "input_global_scale",
@@ -106,6 +110,21 @@ def _experts_of_text(name: str, config: Config, tensors: Tensors) -> Misread:
     found = [one for one in tensors if ".experts." in one] if name == "Llama4ForCausalLM" else []
     cure = "sglang reads Llama 4's experts in the class with a tower alone: keep the whole model"
     return Misread(tuple(found), cure=cure)
+
+
+def _experts_without_scales(name: str, config: Config, tensors: Tensors) -> Misread:
+    """Routed experts in codes in classes that compute with their weights alone."""
+    if name not in _UNSCALED:
+        return Misread()
+    experts = {one: type for one, type in tensors.items() if f"{_ROUTED}." in one}
+    packed = tuple(one for one in experts if one.endswith((".weight_packed", ".qweight")))
+    why = "codes are taken for values"
+    codes = [
+        one for one, type in experts.items()
+        if one.endswith(".weight") and type.dtype not in ("BF16", "F16", "F32")
+    ]  # fmt: skip
+    cure = "leave routed experts unquantized, or serve it with vLLM"
+    return Misread(packed, dict.fromkeys(codes, why), cure)
 
 
 def _without_paths(name: str, config: Config, tensors: Tensors) -> Misread:
@@ -200,7 +219,6 @@ def _parts_that_cut(what: str, config: Config, tensors: Tensors) -> Misread:
 
 # What follows a part in the matrix that runtimes make of both. Routed experts are apart: vLLM cuts their
 # blocks finer.
-_ROUTED = ".experts"
 _BEHIND = {
     "q_proj": "k_proj", "k_proj": "v_proj", "gate_proj": "up_proj",
     "q_a_proj": "kv_a_proj_with_mqa",
@@ -235,6 +253,7 @@ def _block_rows(config: Config) -> int:
 _FACTS: Mapping[str, tuple[Callable[[str, Config, Tensors], Misread], ...]] = {
     "sglang": (
         _experts_of_text,
+        _experts_without_scales,
         _block_scales,
         _without_paths,
         _rows_of(("weight",)),

@@ -9,15 +9,16 @@ vLLM 0.33 (`distributed/utils.py`, `get_pp_indices`; `VLLM_PP_LAYER_PARTITION`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.family import Place, RoleIndex
 from qconvert.core.errors import PlanError, UsageError
 from qconvert.core.shown import count
 from qconvert.runtimes.consumers import parse_consumer
+from qconvert.runtimes.misreadings import architecture_of
 
 Runtime = Literal["sglang", "vllm"]
 VARIABLE: dict[str, str] = {
@@ -26,8 +27,42 @@ VARIABLE: dict[str, str] = {
 }
 RUNTIMES: tuple[Runtime | None, ...] = (None, "sglang", "vllm")
 # Families whose class in vLLM 0.33 builds the last norm in every stage, and refuses a stage without it
-# (models/qwen3_moe.py; default_loader.py, track_weights_loading).
-_NORM_EVERYWHERE = ("qwen3_moe",)
+# (models/qwen3_moe.py and others; default_loader.py, track_weights_loading).
+NORM_EVERYWHERE = frozenset((
+    "bloom", "cohere", "cohere2", "cohere2_moe", "dbrx", "falcon", "gemma", "gemma2", "gemma3",
+    "gemma3_text", "gpt2", "gpt_oss", "gptj", "granitemoe", "granitemoehybrid", "granitemoeshared",
+    "hy_v3", "jamba", "mamba", "mixtral", "nemotron_h", "olmo_hybrid", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "stablelm",
+))  # fmt: skip
+# Classes that run in one stage only: sglang 0.5.23 asks whether a class's `forward` takes
+# `pp_proxy_tensors` (`model_executor/model_runner.py`), vLLM 0.33 for `SupportsPP` (`config/model.py`).
+_ONE_STAGE: dict[str, frozenset[str]] = {
+    "sglang": frozenset((
+        "AfmoeForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM",
+        "Cohere2VisionForConditionalGeneration", "CohereForCausalLM", "DbrxForCausalLM",
+        "Ernie4_5_MoeForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration", "FalconH1ForCausalLM",
+        "FalconMambaForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM",
+        "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
+        "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration", "GemmaForCausalLM", "GraniteForCausalLM",
+        "GraniteMoeForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM",
+        "GraniteSWAForCausalLM", "HYV3ForCausalLM", "HYV4ForCausalLM", "HrmTextForCausalLM",
+        "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "InklingForConditionalGeneration",
+        "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration",
+        "Llama4ForConditionalGeneration", "LongcatFlashForCausalLM", "Mamba2ForCausalLM",
+        "MambaForCausalLM", "MiniCPM3ForCausalLM", "MllamaForConditionalGeneration",
+        "MuseGlimmerForConditionalGeneration", "Olmo2ForCausalLM", "OlmoForCausalLM",
+        "OlmoeForCausalLM", "PaddleOCRVLForConditionalGeneration", "PersimmonForCausalLM",
+        "PhiForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen3NextForCausalLM",
+        "StableLmForCausalLM", "Starcoder2ForCausalLM", "Step3p7ForConditionalGeneration",
+    )),
+    "vllm": frozenset((
+        "AriaForConditionalGeneration", "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration",
+        "HrmTextForCausalLM", "Idefics3ForConditionalGeneration", "Mamba2ForCausalLM",
+        "PaddleOCRVLForConditionalGeneration", "SmolVLMForConditionalGeneration",
+        "Zamba2ForCausalLM",
+    )),
+}  # fmt: skip
 # Families whose class in sglang 0.5.23 builds the head in every stage and reads it in the last
 # (models/glm4_moe.py, models/qwen3_moe.py): it takes memory in all.
 HEAD_EVERYWHERE = ("glm4_moe", "qwen3_moe")
@@ -88,6 +123,11 @@ def check_runtime(name: str | None) -> Runtime | None:
     if plain not in (None, "sglang", "vllm"):
         raise UsageError(f"{name!r} is not a runtime with pipeline stages; choose sglang or vllm")
     return plain  # type: ignore[return-value]
+
+
+def one_stage(runtime: str, config: Mapping[str, Any]) -> bool:
+    """Whether a runtime's class of a model runs in one stage only."""
+    return architecture_of(config) in _ONE_STAGE.get(runtime, ())
 
 
 def parse_partition(text: str) -> tuple[int, ...]:
@@ -157,7 +197,7 @@ def stages_of(
     if place.layer is not None:
         return [_owner_of_layer(name, place, stages)]
     if place.role.name in ("norm", "lm_head") or place.role.name.startswith("hc_head_"):
-        everywhere = place.role.name == "norm" and role_index.family.name in _NORM_EVERYWHERE
+        everywhere = place.role.name == "norm" and role_index.family.name in NORM_EVERYWHERE
         return range(len(stages)) if everywhere and runtime != "sglang" else [last]
     raise PlanError(f"{name!r}: no stage is known for its role {place.role.name!r}")
 

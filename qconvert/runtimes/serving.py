@@ -27,9 +27,10 @@ from qconvert.runtimes.consumers import (
     refused_form,
 )
 from qconvert.runtimes.loading.offering import Simulated, Tensors
-from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.misreadings import misread
+from qconvert.runtimes.pipeline import one_stage
 from qconvert.runtimes.sglang import VERSION as SGLANG
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import VERSION as VLLM
@@ -200,6 +201,9 @@ def served(
     `draft`: as the draft model that the folder holds. Raises NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
+    if setting.pp > 1 and one_stage(runtime, config):
+        refused = LoadRefused("", "", class_of(config), "it runs in one pipeline stage only")
+        return Answer((Simulated(setting, refused),), ())
     named = Tensors.of(tensors)
     known = named.once(f"misread {runtime}", config, partial(misread, runtime))
     if known:
