@@ -10,7 +10,7 @@ import torch
 
 # Where bytes of an argument end up in a tensor that is there already, and where they are carried on.
 _WRITES = ("copy_", "__setitem__", "fill_")
-_CARRIES = ("to", "contiguous", "float", "view", "clone", "__getitem__", "item")
+_CARRIES = ("to", "contiguous", "float", "view", "reshape", "clone", "__getitem__", "item")
 
 
 class Flow:

@@ -67,10 +67,11 @@ def parts(out: Path) -> list[Path]:
 
 def wrong(loaded: Loaded, family: str, *, last: bool) -> list[str]:
     """What did not load. Some classes build a head and the norm before it in every stage, and compute
-    with the last one's."""
+    with the last one's; a stage that is cut for such a class has them for others that do not."""
     if loaded.error is not None:
         return [f"{loaded.step}: {loaded.error}"]
     spare: tuple[str, ...] = () if last else ("lm_head.weight", "model.norm.weight")
     spare += loaded.dropped
     unwritten = [n for n in loaded.unwritten if not n.endswith(_NOT_STORED) and n not in spare]
-    return [*unwritten, *loaded.empty, *(n for n in loaded.unused if not is_draft(n, family))]
+    unused = [n for n in loaded.unused if not is_draft(n, family) and n not in spare]
+    return [*unwritten, *loaded.empty, *unused]

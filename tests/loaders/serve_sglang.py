@@ -42,6 +42,8 @@ def _import_all(capability: tuple[int, int]) -> None:
     stubs.transformers_without_torchvision()
     importlib.import_module("compressed_tensors")
     stubs.install(_STUBBED)
+    deep_gemm: Any = importlib.import_module("deep_gemm")
+    deep_gemm.get_num_sms = lambda: 132  # of an H200
     pretend(capability)
     metadata: Any = importlib.metadata
     real = metadata.version
