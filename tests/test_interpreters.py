@@ -69,7 +69,7 @@ _STARTS = {
     ),
     "workers of a conversion": (
         "from qconvert.run.forkserver import ForkServer; server = ForkServer(); "
-        "server.preload(['numpy', 'xxhash'], compiled=False); server.fork(()); server.answer(); "
+        "server.preload(['numpy', 'xxhash'], compiled=False); server.fork(1, ()); server.pids(); "
         "server.close()"
     ),
     "workers of a validation": (

@@ -3,7 +3,9 @@
 A worker that is an interpreter of its own spends .25 s of CPU on imports, and .75 s where it loads
 compiled loops: sixteen of them 12 s, for a run whose arithmetic takes 10. Forked ones spend .01 s and
 share their pages. This server is a fresh interpreter, not a fork of its caller: that may have threads,
-torch's among them, and a process with threads must not fork. The server has none.
+torch's among them, and a process with threads must not fork. The server has none. multiprocessing's
+would run the caller's __main__ again, outlive the run, import for the first run alone, and need a socket
+in TMPDIR.
 
 It ignores Ctrl-C, as workers do, and dies with the process that started it; workers die with it.
 """
@@ -16,12 +18,12 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, NoReturn, TypeAlias
 
 from qconvert.core import own_process
 from qconvert.core.errors import RunError
@@ -29,8 +31,10 @@ from qconvert.core.shown import message
 from qconvert.ops.compiled.choice import LOOP_BYTES
 from qconvert.ops.compiled.choice import wanted as loops_wanted
 
-# Most descriptors that a worker is given: its pipe, its stderr, and locks of output folders.
-_MOST_DESCRIPTORS = 64
+AnyConnection: TypeAlias = "Connection[Any, Any]"
+
+# Of one message (SCM_MAX_FD of Linux is 253).
+_MOST_DESCRIPTORS = 200
 # Of a source: below this, a conversion is done by this process, or is over before imports pay.
 _WORTH_IT = 256 << 20
 _ROOM_FOR_LOOPS = 4 * LOOP_BYTES
@@ -47,84 +51,29 @@ class _Preload:
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
+    """So many workers, with descriptors of as many pipes and of locks."""
+
+    workers: int
     descriptors: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """Why no worker could be forked."""
-
-    number: int
-    why: str
-
-
-class Forked:
-    """A worker: the pipe to it, and what it says where it cannot even begin."""
-
-    def __init__(
-        self, server: ForkServer, connection: Connection[Any, Any], said: IO[bytes]
-    ) -> None:
-        self.connection = connection
-        self._server, self._said = server, said
-        self._pid: int | None = None
-        self._code: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """Waits until it is forked. Raises RunError where it could not be."""
-        while self._pid is None:
-            self._server.answer()
-        return self._pid
-
-    def begun(self, pid: int) -> None:
-        self._pid = pid
-
-    def ended(self) -> int:
-        """Waits for its end: its exit status, or less than 0, the signal that killed it."""
-        if self._code is None:
-            self._code = self._server.wait(self.pid)
-        return self._code
-
-    def last_words(self) -> str:
-        return _last_words(self._said)
-
-    def stop(self) -> None:
-        """Ask it to end. Linux does so when the server ends; elsewhere it is known by its number."""
-        if self._code is None and self._pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGTERM)
-
-    def close(self) -> None:
-        """Wait for its end: no other process holds the other end of its pipe. (Ctrl-C may have come in
-        the middle of an answer of the server's, so that is not asked any more.)"""
-        with suppress(OSError):
-            while os.read(self.connection.fileno(), 1 << 16):
-                pass
-        self.connection.close()
-        self._said.close()
 
 
 class ForkServer:
     """The server's process, seen from the one that started it. Raises RunError where it cannot start.
 
-    Requests are answered in their order, and answers are read when they are needed: workers are
+    Its answers (the workers' numbers, then the end of each) are read when they are needed: workers are
     forked while the caller goes on."""
 
     def __init__(self) -> None:
         try:
-            # What the interpreter says where it cannot even start: kept, for one message of ours.
+            # What the interpreter and workers say where they cannot go on, for one message of ours.
             self._said = TemporaryFile()  # noqa: SIM115 - closed by close
             self._socket, theirs = socket.socketpair()
         except OSError as error:
             raise cannot_start(error) from error
-        self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
-        self._workers: list[Forked] = []
-        self._answered = 0
+        self._connection: AnyConnection = Connection(os.dup(self._socket.fileno()))
+        self._workers: list[AnyConnection] = []
+        self._pids: list[int] = []
+        self._codes: dict[int, int] = {}
         # -c, not -m: run as __main__, the worker's message classes would not be those of the module.
         code = f"from qconvert.run.forkserver import main; main({theirs.fileno()}, {os.getpid()})"
         # Parts are too small to share out among threads, which numpy and torch would start.
@@ -146,68 +95,77 @@ class ForkServer:
             theirs.close()
 
     def preload(self, modules: Sequence[str], *, compiled: bool) -> None:
-        """Import modules, and compiled loops that are kept on disk, before the next worker is forked."""
-        self._send(_Preload(tuple(modules), compiled))
+        """Import modules, and what runs compiled loops, before workers are forked."""
+        with self._while_there():
+            self._connection.send(_Preload(tuple(modules), compiled))
 
-    def fork(self, locks: Sequence[int]) -> Forked:
-        """A worker that waits for its Setup, with these descriptors in addition."""
+    def fork(self, count: int, locks: Sequence[int]) -> list[AnyConnection]:
+        """Pipes to workers that wait for their Setup, with these descriptors in addition. Once."""
+        theirs: list[AnyConnection] = []
         try:
-            ours, theirs = Pipe()
-            said = TemporaryFile()  # noqa: SIM115 - closed by Forked.stop
+            for _ in range(count):
+                pipe = Pipe()
+                self._workers.append(pipe[0])
+                theirs.append(pipe[1])
+            descriptors = [*(one.fileno() for one in theirs), *locks]
+            with self._while_there():
+                self._connection.send(_Fork(count, len(descriptors)))
+                for at in range(0, len(descriptors), _MOST_DESCRIPTORS):
+                    some = descriptors[at : at + _MOST_DESCRIPTORS]
+                    socket.send_fds(self._socket, [b"d"], some)
         except OSError as error:
             raise cannot_start(error) from error
-        descriptors = [theirs.fileno(), said.fileno(), *locks]
-        assert len(descriptors) <= _MOST_DESCRIPTORS
-        self._workers.append(Forked(self, ours, said))
-        try:
-            self._send(_Fork(len(descriptors)))
-            with self._while_there():
-                socket.send_fds(self._socket, [b"d"], descriptors)
         finally:
-            theirs.close()
-        return self._workers[-1]
+            for one in theirs:
+                one.close()
+        return self._workers
 
-    def answer(self) -> None:
-        """Read the answer to the first request for a worker that was not read yet."""
-        answer = self._receive()
-        self._answered += 1
-        if isinstance(answer, _Refused):
-            raise cannot_start(OSError(answer.number, answer.why))
-        self._workers[self._answered - 1].begun(answer)
+    def pids(self) -> list[int]:
+        """Waits until workers are forked. Raises RunError where they could not be."""
+        if not self._pids:
+            answer = self._receive()
+            if isinstance(answer, OSError):
+                raise cannot_start(answer)
+            self._pids = answer
+        return self._pids
 
-    def wait(self, pid: int) -> int:
-        """As `Forked.ended`."""
-        while self._answered < len(self._workers):
-            self.answer()
-        self._send(_Wait(pid))
-        code: int = self._receive()
-        return code
+    def ended(self, worker: int) -> int:
+        """Waits for a worker's end: its exit status, or less than 0, the signal that killed it."""
+        pid = self.pids()[worker]
+        while pid not in self._codes:
+            self._codes.update([self._receive()])
+        return self._codes[pid]
 
-    def died(self) -> RunError:
-        """Why the server went."""
-        return ended(self._process.pid, self._process.wait(), _last_words(self._said))
+    def why_ended(self, worker: int) -> RunError:
+        """What is said of a worker that went without a word."""
+        try:
+            return ended(self.pids()[worker], self.ended(worker), _last_words(self._said))
+        except RunError as error:  # of the server: it went, and its workers with it
+            return error
 
     def finish(self) -> None:
         """Wait until workers that were told to end have ended. The server waits for each, so that what
         they used is counted where children of this process are."""
-        self._socket.shutdown(socket.SHUT_RDWR)
         self._process.wait()
 
     def close(self) -> None:
         """End it and its workers, whatever they do, and wait for their end."""
-        for one in self._workers:
-            one.stop()
+        for pid in self._pids:  # Linux ends them with the server
+            if pid not in self._codes:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         self._process.terminate()
         self._process.wait()
         self._connection.close()
         self._socket.close()
         self._said.close()
         for one in self._workers:
+            # No other process holds the other end. (Ctrl-C may have come in the middle of an answer of
+            # the server's, so that is not asked any more.)
+            with suppress(OSError):
+                while os.read(one.fileno(), 1 << 16):
+                    pass
             one.close()
-
-    def _send(self, request: _Preload | _Fork | _Wait) -> None:
-        with self._while_there():
-            self._connection.send(request)
 
     def _receive(self) -> Any:
         with self._while_there():
@@ -218,7 +176,8 @@ class ForkServer:
         try:
             yield
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise self.died() from None
+            code, words = self._process.wait(), _last_words(self._said)
+            raise ended(self._process.pid, code, words) from None
 
 
 _early: ForkServer | None = None
@@ -298,28 +257,28 @@ def undisturbed() -> Iterator[None]:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Answer requests at the other end of an inherited socket until that is closed."""
+    """Answer requests at the other end of an inherited socket until workers are forked, and wait for
+    these."""
     from qconvert.run.worker import die_with
-    from qconvert.run.worker import main as work
 
     # It was blocked until now: what came meanwhile is dropped.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with(parent)
     control = socket.socket(fileno=descriptor)
-    connection: Connection[Any, Any] = Connection(os.dup(descriptor))
+    connection: AnyConnection = Connection(os.dup(descriptor))
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            request = connection.recv()
-            if isinstance(request, _Preload):
-                _preload(request)
-            elif isinstance(request, _Wait):
-                connection.send(os.waitstatus_to_exitcode(os.waitpid(request.pid, 0)[1]))
-            else:
-                connection.send(_forked(control, connection, request.descriptors, work))
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
+        while isinstance(request := connection.recv(), _Preload):
+            _preload(request)
+        try:
+            connection.send(_forked(control, connection, request))
+        except OSError as error:
+            connection.send(error)
+            return
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.wait()
+                connection.send((pid, os.waitstatus_to_exitcode(status)))
 
 
 def _preload(request: _Preload) -> None:
@@ -341,41 +300,42 @@ def _preload(request: _Preload) -> None:
     gc.freeze()  # a collection in a worker would copy every page of what was imported
 
 
-def _forked(
-    control: socket.socket,
-    connection: Connection[Any, Any],
-    expected: int,
-    work: Callable[[int], None],
-) -> int | _Refused:
-    """Fork a worker with the descriptors that come now. Returns its number."""
+def _forked(control: socket.socket, connection: AnyConnection, request: _Fork) -> list[int]:
+    """Fork workers with the descriptors that come now. Returns their numbers."""
     import errno
 
-    _, descriptors, flags, _ = socket.recv_fds(control, 1, expected)
-    try:
-        if len(descriptors) < expected or flags & socket.MSG_CTRUNC:
-            return _Refused(errno.EMFILE, os.strerror(errno.EMFILE))
-        server = os.getpid()
+    given: list[int] = []
+    while len(given) < request.descriptors:
+        _, more, flags, _ = socket.recv_fds(control, 1, _MOST_DESCRIPTORS)
+        given += more
+        if not more or flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    server = os.getpid()
+    pids: list[int] = []
+    for own in given[: request.workers]:
         pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            from qconvert.run.worker import die_with
+        if not pid:
+            others = [pipe for pipe in given[: request.workers] if pipe != own]
+            _work(own, server, [control.fileno(), connection.fileno(), *others])
+        pids.append(pid)
+    for one in given:
+        os.close(one)
+    return pids
 
-            die_with(server)
-            control.close()
-            connection.close()
-            pipe, said, *_ = descriptors
-            os.dup2(said, 2)
-            os.close(said)
-            work(pipe)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    except OSError as error:
-        return _Refused(error.errno or 0, error.strerror or str(error))
-    finally:
-        for one in descriptors:
+
+def _work(pipe: int, server: int, others: Sequence[int]) -> NoReturn:
+    """A worker's life; `others` are descriptors that are not its."""
+    from qconvert.run.worker import die_with
+    from qconvert.run.worker import main as work
+
+    code = 1
+    try:
+        die_with(server)
+        for one in others:
             os.close(one)
+        work(pipe)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol, TypeAlias
+from multiprocessing.connection import wait
+from typing import Protocol
 
 from qconvert.checkpoint.checkpoint import imports_of
 from qconvert.core import errors
-from qconvert.core.errors import QConvertError, RunError
+from qconvert.core.errors import QConvertError
 from qconvert.ops.compiled.choice import LOOPS
 from qconvert.plan.units import Unit
 from qconvert.run.engine import Work
 from qconvert.run.files import Files
-from qconvert.run.forkserver import Forked, ended, server_for_a_run
+from qconvert.run.forkserver import AnyConnection, ForkServer, server_for_a_run
 from qconvert.run.metered import Meters
 from qconvert.run.sink import Sink, Underway
 from qconvert.run.unit_runner import Place, UnitRunner
@@ -40,7 +40,6 @@ BATCH_UNITS = 512
 _BATCHES_AHEAD = 2
 
 Numbered = tuple[int, Unit]
-AnyConnection: TypeAlias = "Connection[Any, Any]"
 
 
 def run_here(setup: Setup, batches: Iterable[Batch], files: Files) -> Generator[Told]:
@@ -89,9 +88,11 @@ def _announced(batches: Iterable[Batch], runner: UnitRunner) -> Iterator[Batch]:
 class _Worker:
     """A worker and what it was sent."""
 
-    def __init__(self, forked: Forked, setup: Setup) -> None:
-        self.connection = forked.connection
-        self._forked = forked
+    def __init__(
+        self, server: ForkServer, number: int, connection: AnyConnection, setup: Setup
+    ) -> None:
+        self.connection = connection
+        self._server, self._number = server, number
         self.ahead = 0
         # Where the last batch it was sent begins.
         self.file: int | None = None
@@ -116,10 +117,7 @@ class _Worker:
                 message = self.connection.recv()
                 if isinstance(message, Failed):
                     return failure(message)
-        try:
-            return ended(self._forked.pid, self._forked.ended(), self._forked.last_words())
-        except RunError as error:  # of the server: it went, and its workers with it
-            return error
+        return self._server.why_ended(self._number)
 
 
 class Supply(Protocol):
@@ -191,14 +189,13 @@ def run_workers(
     """Run units in `jobs` processes, which inherit the descriptors of the output folders' locks. What
     there is to do is asked for once the first of them is on its way. Raises what a worker raised, or
     RunError if one died."""
-    workers: list[_Worker] = []
     setup = replace(setup, maps=True)
     server = server_for_a_run()
     try:
         server.preload(imports_ahead(setup), compiled=setup.compiled)
         backlog = supply()
-        for _ in range(min(jobs, len(backlog))):
-            workers.append(_Worker(server.fork(locks), setup))
+        pipes = server.fork(min(jobs, len(backlog)), locks)
+        workers = [_Worker(server, number, pipe, setup) for number, pipe in enumerate(pipes)]
         for worker in workers * _BATCHES_AHEAD:
             if (batch := backlog.next(worker.file)) is not None:
                 worker.send(batch)

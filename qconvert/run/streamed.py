@@ -15,10 +15,10 @@ from qconvert.matrices.calibrated import calibrated_in
 from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events
 from qconvert.run.files import Files
+from qconvert.run.forkserver import AnyConnection
 from qconvert.run.local import whole_run
 from qconvert.run.pool import (
     BATCH_BYTES,
-    AnyConnection,
     Numbered,
     cut_batches,
     locks_of,

@@ -32,8 +32,8 @@ from qconvert.core.profiling import phase
 from qconvert.core.regular import open_regular
 from qconvert.core.shown import count
 from qconvert.run.events import Events
+from qconvert.run.forkserver import AnyConnection
 from qconvert.run.journal import Journal
-from qconvert.run.pool import AnyConnection
 from qconvert.run.shards import OutFile, ShardLayout
 from qconvert.run.upload_target import Sent, UploadTarget
 from qconvert.run.workspace import Workspace, is_there
