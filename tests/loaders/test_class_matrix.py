@@ -59,7 +59,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v32": _FIRST_DENSE, "glm4_moe_lite": {**_LATENT, **_FIRST_DENSE},
     "glm_moe_dsa": _FIRST_DENSE,
 }  # fmt: skip
-_NO_DEEPSTACK = {"vision_config": {"deepstack_visual_indexes": []}}
+_NO_DEEPSTACK: Mapping[str, Any] = {"vision_config": {"deepstack_visual_indexes": []}}
 GIVEN: Mapping[str, Mapping[str, Any]] = {
     **SETTINGS,
     "gemma4": {"vision_config": {"hidden_size": 256, "intermediate_size": 512}},
