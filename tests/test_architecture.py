@@ -21,6 +21,7 @@ _OUTSIDE = {"__init__", "__main__", "api"}
 _HEAVY = {"torch", "numpy", "transformers", "llmcompressor", "compressed_tensors", "triton",
           "safetensors", "huggingface_hub", "pydantic", "yaml", "tqdm", "rich", "datasets",
           "numba", "llvmlite", "ray"}  # fmt: skip
+_QUESTIONS = ("What", "Whose", "Who", "Where", "How", "Whether", "Which")
 _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
 # Kernels of torch and numba: they are imported where they run, and need those whole.
 _KERNELS = (
@@ -197,3 +198,11 @@ def test_linked_packages_refuse_their_folder_name(name: str) -> None:
     source = (_ROOT / name / "__init__.py").read_text(encoding="utf-8")
     with pytest.raises(ImportError, match=rf"import qconvert\.{name}, not {name}"):
         exec(compile(source, "init", "exec"), {"__name__": name})
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    for file in _PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = (ast.get_docstring(node) or "").partition(" ")[0]
+                assert first not in _QUESTIONS, (file.name, getattr(node, "name", ""))

@@ -137,7 +137,7 @@ class GptqBackend:
 
     @cached_property
     def _stored(self) -> dict[str, Stored]:
-        """How the checkpoint has each linear."""
+        """Return how the checkpoint has each linear."""
         source = Plan.identity(self.calibration.model.checkpoint)
         return {module: read_matrix(source, module)[0] for module in self.linears}
 
@@ -164,7 +164,7 @@ class GptqBackend:
 
     @cached_property
     def _works(self) -> list[Work]:
-        """What each layer takes."""
+        """Return what each layer takes."""
         request = self.calibration.request
         source = Plan.identity(self.calibration.model.checkpoint)
         places = source.role_index.places.items()
@@ -340,8 +340,8 @@ class GptqBackend:
             save_layer(Path(request.save_stats), layer, stats, files)
 
     def _about(self) -> dict[str, Any]:
-        """What tells these statistics from those of another model, data or format: layers see what
-        the formats before them answer."""
+        """Return what tells these statistics from those of another model, data or format: layers see
+        what the formats before them answer."""
         request, checkpoint = self.calibration.request, self.calibration.model.checkpoint
         return {
             "model_type": checkpoint.config.get("model_type"),
@@ -370,7 +370,7 @@ class GptqBackend:
 
 
 def _in_processes(devices: Sequence[str]) -> bool:
-    """Whether devices have a process each: all but one CPU, which is this process's."""
+    """Return whether devices have a process each: all but one CPU, which is this process's."""
     return len(devices) > 1 or kind_of(devices) != "cpu"
 
 
@@ -380,7 +380,8 @@ def _by_place(job: Job) -> dict[tuple[int, int | None, str], CalibratedUnit]:
 
 
 def unmet(plan: Plan) -> tuple[str, ...]:
-    """What a plan's calibration lacks on this machine, for who reads the plan; `check` refuses it."""
+    """Return what a plan's calibration lacks on this machine, for who reads the plan; `check` refuses
+    it."""
     missing = "" if plan.calibration is None else lacking("calibrate")
     return (f"{_NEEDS}, and {missing}",) if missing else ()
 
@@ -442,7 +443,7 @@ def silence_transformers() -> None:
 
 
 def _integers(module: str, scheme: Scheme) -> IntScheme:
-    """How a linear beside the experts is quantized."""
+    """Return how a linear beside the experts is quantized."""
     if not isinstance(scheme, IntScheme):
         raise PlanError(
             f"{module}: calibration finds NVFP4 codes of routed experts alone: ignore it"
@@ -460,7 +461,7 @@ def _settings(request: Calibration) -> Settings:
 
 
 def _targets(packers: Mapping[str, tuple[CodePacker, ...]], model: Plan) -> list[ExpertSchemes]:
-    """What to solve for, in the order of the packers, which all matrices of a kind share."""
+    """Return what to solve for, in the order of the packers, which all matrices of a kind share."""
     dims = model.role_index.dims
     columns = {"gate_proj": dims.hidden_size, "down_proj": dims.moe_intermediate_size}
     return [

@@ -1,4 +1,4 @@
-"""What is written behind a computation: hidden states in an accelerator's memory, or in the host's where
+"""Background writer: hidden states in an accelerator's memory, or in the host's where
 they are more, and in the file from which an interrupted calibration goes on. Written in between, they
 kept a GPU waiting for two thirds of a layer.
 """

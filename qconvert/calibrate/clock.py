@@ -1,4 +1,4 @@
-"""Where a calibration's time goes, and how much of its work is done."""
+"""Clock of a calibration: where its time goes, and how much of its work is done."""
 
 from __future__ import annotations
 

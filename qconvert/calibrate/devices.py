@@ -12,7 +12,7 @@ from qconvert.core.gpus import count_gpus
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a torch finds here: its version, and how many GPUs."""
+    """Result of asking a torch: its version, and how many GPUs."""
 
     torch: str
     gpus: int

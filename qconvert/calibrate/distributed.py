@@ -58,7 +58,7 @@ class Communicator(Protocol):
         and dtype everywhere."""
 
     def gathered(self, value: T) -> list[T]:
-        """What each process gave here, by rank."""
+        """Return what each process gave here, by rank."""
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -89,7 +89,7 @@ SINGLE_PROCESS = SingleProcess()
 
 
 def broadcast_from_rank0(comm: Communicator, value: T) -> T:
-    """What the first process says."""
+    """Return what the first process says."""
     return comm.gathered(value)[0]
 
 
@@ -194,19 +194,19 @@ class Launched:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the one that plans, writes and publishes."""
+        """Return whether this is the one that plans, writes and publishes."""
         return self.number == 0
 
     def devices(self, names: Sequence[str]) -> tuple[str, ...]:
-        """What this process computes on, of the devices of its host: all of them, or one where it is not
-        alone there."""
+        """Return what this process computes on, of the devices of its host: all of them, or one where it
+        is not alone there."""
         alone = self.local_count == 1 or len(names) == 1
         return tuple(names) if alone else (names[self.local % len(names)],)
 
 
 def launched(environment: Mapping[str, str]) -> Launched | None:
-    """What a launcher says in the environment; None for a process that it has started alone. Raises
-    UsageError."""
+    """Return what a launcher says in the environment; None for a process that it has started alone.
+    Raises UsageError."""
     found = [
         (rank, size, rest)
         for rank, size, *rest in (
@@ -296,7 +296,7 @@ class Rendezvous:
         return found
 
     def get(self, key: str, what: str, within: timedelta = _COMING) -> bytes:
-        """What a process has set, once it has. Raises RunError."""
+        """Return what a process has set, once it has. Raises RunError."""
         try:
             self.store.wait([key], within)
             found: bytes = self.store.get(key)

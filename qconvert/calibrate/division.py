@@ -1,4 +1,4 @@
-"""What a calibration is cut into, and which process of a team has which of it.
+"""Division of a calibration into batches, and which process of a team has which of it.
 
 What is computed must not depend on how many processes there are: samples go through attention in the
 same batches, and experts are solved in the same ones, each whole in one process.

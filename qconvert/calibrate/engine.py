@@ -275,7 +275,7 @@ def _run(
 
 
 def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) -> States:
-    """What goes into the first layer."""
+    """Return what goes into the first layer."""
     import numpy as np
 
     states = kept.states(0, new=True)
@@ -293,7 +293,7 @@ def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) ->
 
 
 def _remarks(layer: int, stats: LayerStats, settings: Settings) -> Iterator[str]:
-    """What the user must know of a layer."""
+    """Return what the user must know of a layer."""
     if stats.few:
         shown = ", ".join(map(str, stats.few[:16])) + (", ..." if len(stats.few) > 16 else "")
         what = (

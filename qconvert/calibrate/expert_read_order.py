@@ -1,4 +1,4 @@
-"""Which experts a process will read, and in what order: what its reader needs to read ahead."""
+"""Order in which a process reads experts: what its reader needs to read ahead."""
 
 from __future__ import annotations
 

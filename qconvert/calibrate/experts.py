@@ -44,7 +44,7 @@ _LOOKED = 1 << 28
 
 @dataclass(frozen=True, eq=False)
 class RoutedInputs:
-    """What goes into a layer's experts, by token: inputs [T, H], experts int32 [T, k], weights [T, k];
+    """Inputs of a layer's experts, by token: inputs [T, H], experts int32 [T, k], weights [T, k];
     `chunks` are the ranges of tokens that are looked at together, counts [E] the tokens routed to
     each."""
 
@@ -168,7 +168,7 @@ def _lent_together(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(eq=False)
 class Found:
-    """What a layer's statistics are made of, by expert."""
+    """Sums that a layer's statistics are made of, by expert."""
 
     rounded: list[int] = field(default_factory=list)
     fallbacks: list[tuple[int, str]] = field(default_factory=list)
@@ -177,7 +177,7 @@ class Found:
 
 
 def joined_found(parts: Sequence[Found]) -> Found:
-    """What several processes found, each of its own experts."""
+    """Return what several processes found, each of its own experts."""
     if len(parts) == 1:
         return parts[0]
     found = Found(sorted({expert for part in parts for expert in part.rounded}))
@@ -190,7 +190,7 @@ def joined_found(parts: Sequence[Found]) -> Found:
 
 @dataclass(frozen=True)
 class ExpertQuantizer:
-    """Where some experts of a layer are worked on: a device."""
+    """Place where some experts of a layer are solved: a device."""
 
     device: str
     layer: Layer
@@ -313,7 +313,8 @@ class ExpertQuantizer:
         self.layer.check(made, rows, expert.gate_up, expert.down)
 
     def look_at_all(self, seen: RoutedInputs, columns: int, plain: Rows | None = None) -> Inputs:
-        """What an expert sees that sees every token; `plain` is what goes into the unquantized one."""
+        """Return what an expert sees that sees every token; `plain` is what goes into the unquantized
+        one."""
         with self.clock("hessian", self.device):
             found = inputs_of(columns, self.device, paired=plain is not None)
             given = [seen.inputs] if plain is None else [seen.inputs, plain]
@@ -397,7 +398,7 @@ class ExpertQuantizer:
             yield count, found
 
     def _middle(self, expert: Expert, rows: torch.Tensor) -> torch.Tensor:
-        """What goes into down_proj, as the class makes it of gate and up."""
+        """Return what goes into down_proj, as the class makes it of gate and up."""
         import torch
 
         return self.middle(torch.nn.functional.linear(rows, expert.gate_up))
@@ -455,7 +456,8 @@ class ExpertQuantizer:
         return made
 
     def _goals(self, batch: Sequence[Expert], name: str) -> list[torch.Tensor]:
-        """What matrices are solved against: their weights, or what also corrects propagated errors."""
+        """Return what matrices are solved against: their weights, or what also corrects propagated
+        errors."""
         weights: list[torch.Tensor] = [getattr(expert, name) for expert in batch]
         sums = [_sums(expert, name) for expert in batch]
         crosses = [one.cross for one in sums if one.cross is not None]

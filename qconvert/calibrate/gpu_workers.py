@@ -70,7 +70,8 @@ _GREETING = 60  # seconds that one of another host takes to connect
 
 @dataclass(frozen=True)
 class CalibrationArgs:
-    """What is calibrated: arguments of `engine.calibrate`. `memory` is what each process may take."""
+    """Request for a calibration: arguments of `engine.calibrate`. `memory` is what each process may
+    take."""
 
     checkpoint: Checkpoint
     tokens: Sequence[Ids]
@@ -86,7 +87,7 @@ class CalibrationArgs:
 
 
 def calibrate_with(given: CalibrationArgs, device: str, **more: Any) -> Generator[Event]:
-    """What `engine.calibrate` yields in this process; `more` are other arguments of it."""
+    """Return what `engine.calibrate` yields in this process; `more` are other arguments of it."""
     from qconvert.calibrate.engine import calibrate  # imports torch
 
     asked = {field.name: getattr(given, field.name) for field in fields(given)}
@@ -97,7 +98,7 @@ def calibrate_with(given: CalibrationArgs, device: str, **more: Any) -> Generato
 
 @dataclass(frozen=True)
 class _Begin:
-    """What a process is to do, None where nothing is left to do, and who packs what it finds; `door`:
+    """Task of a process, None where nothing is left to do, and who packs what it finds; `door`:
     the port and the key of the process that leads."""
 
     given: CalibrationArgs | None
@@ -119,7 +120,7 @@ class _Over:
 
 @dataclass(frozen=True)
 class _WorkerMessage:
-    """What a process says: an event, None once it is done; how many bytes follow, by result of a packed
+    """Message of a process: an event, None once it is done; how many bytes follow, by result of a packed
     matrix; and the work since it last said something: kinds, amounts and seconds."""
 
     event: Event | Packed | _Others | None
@@ -160,15 +161,15 @@ class WorkerPool:
 
     @property
     def machine(self) -> Machine:
-        """What torch finds here: waits for its import. Raises RunError where that fails."""
+        """Return what torch finds here: waits for its import. Raises RunError where that fails."""
         return self._all[0].machine
 
     def calibrate(
         self, given: CalibrationArgs | None, packers: Packers, clock: Clock, works: Sequence[Work]
     ) -> Generator[Event | Packed]:
-        """What `engine.calibrate` yields, matrices packed; on another host than the first one only what
-        its processes are doing. `clock` is told of what is done, and `works` are what each layer takes.
-        None: nothing is left to do, which the others are told.
+        """Return what `engine.calibrate` yields, matrices packed; on another host than the first one
+        only what its processes are doing. `clock` is told of what is done, and `works` are what each
+        layer takes. None: nothing is left to do, which the others are told.
 
         Raises what one of the processes raises; RunError where one dies.
         """
@@ -239,8 +240,8 @@ def _heard(
     clock: Clock,
     works: Sequence[Work],
 ) -> Generator[Event | Packed]:
-    """What all of them say: what each has solved, the rest of the first one, and that a layer is done
-    once all of them have said so. Those of other hosts are added to `others` as they come."""
+    """Return what all of them say: what each has solved, the rest of the first one, and that a layer is
+    done once all of them have said so. Those of other hosts are added to `others` as they come."""
     listened: dict[Any, _Peer] = {worker.connection: worker for worker in own}
     first = own[0]
     layer, before = 0, dict(clock.work)
@@ -308,7 +309,7 @@ class _Peer:
     connection: Connection[Any, Any]
 
     def died(self) -> QConvertError:
-        """What its end tells."""
+        """Return what its end tells."""
         raise NotImplementedError
 
     def ends_within(self, seconds: float) -> bool:
@@ -339,7 +340,7 @@ class _Peer:
         return self._in_time(self.connection.recv)
 
     def _in_time(self, receive: Callable[[], Any]) -> Any:
-        """What is received of a process that has not died."""
+        """Return what is received of a process that has not died."""
         try:
             return receive()
         except (EOFError, OSError):
@@ -369,7 +370,7 @@ class _Other(_Peer):
 
 
 class _Door:
-    """Where processes of other hosts connect to the one that leads."""
+    """Address where processes of other hosts connect to the one that leads."""
 
     def __init__(self) -> None:
         both = socket.has_dualstack_ipv6()
@@ -468,7 +469,7 @@ class _Worker(_Peer):
         return True
 
     def died(self) -> QConvertError:
-        """What its end tells."""
+        """Return what its end tells."""
         code = self._process.wait()
         why = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         if -code == signal.SIGKILL:
@@ -756,7 +757,8 @@ def _met(
 
 
 def _agreed(comm: Communicator, begin: _Begin) -> bool:
-    """Whether there is something to do. Raises RunError where processes are to do other things."""
+    """Return whether there is something to do. Raises RunError where processes are to do other
+    things."""
     import torch
 
     from qconvert import __version__

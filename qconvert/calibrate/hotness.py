@@ -1,4 +1,4 @@
-"""Which experts are used most, in the file that runtimes take with `--init-expert-location`.
+"""Map of the experts that are used most, in the file that runtimes take with `--init-expert-location`.
 
 KTransformers' sglang-kt keeps the experts used most on the GPU:
 

@@ -71,7 +71,7 @@ def coded(
 def meaning(
     codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: IntScheme
 ) -> torch.Tensor:
-    """What codes int8 [..., K] mean, in the dtype of the scales [..., G]."""
+    """Return what codes int8 [..., K] mean, in the dtype of the scales [..., G]."""
     cut = grouped(codes, scheme.width(codes.shape[-1])).to(scale.dtype)
     if zero is not None:
         cut = cut - zero.to(scale.dtype).unsqueeze(-1)

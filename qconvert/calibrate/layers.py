@@ -145,7 +145,7 @@ class Layers:
 
     @property
     def corrects(self) -> bool:
-        """Whether hidden states of the unquantized model are kept too: where experts alone are
+        """Return whether hidden states of the unquantized model are kept too: where experts alone are
         quantized, because the rest of a layer then is the unquantized model's as well."""
         return bool(self.targets) and self.settings.corrects and not self.linears
 
@@ -177,8 +177,8 @@ class Layers:
     def through(
         self, number: int, states: Kept | InFile, *, whole: bool = False
     ) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
-        """What goes into a layer: samples together [B, T, H], and what the layer is called with; this
-        process's samples, or the `whole` team's."""
+        """Return what goes into a layer: samples together [B, T, H], and what the layer is called with;
+        this process's samples, or the `whole` team's."""
         mine = self.batches if whole else self.mine(shares(self.batches, self.comm.count))
         for batch in (batch for part in mine for batch in part):
             length = (batch.stop - batch.start) // batch.count
@@ -383,7 +383,7 @@ class Layers:
         import torch
 
         def routes(width: int, dtype: torch.dtype) -> tuple[Rows, Rows]:
-            """What is kept of the router, once it is known how wide that is."""
+            """Return what is kept of the router, once it is known how wide that is."""
             return (
                 scratch.rows(f"{prefix}routes", self.total, width, torch.int32),
                 scratch.rows(f"{prefix}shares", self.total, width, dtype),

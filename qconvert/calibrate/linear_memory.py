@@ -1,4 +1,4 @@
-"""How much memory solving linear layers takes, and how many of their Hessians fit at a time."""
+"""Memory that solving linear layers takes, and how many of their Hessians fit at a time."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def rounds(
     chunk: int,
     keeps: bool,
 ) -> list[list[int]]:
-    """Which sets of linears have their Hessians in memory together, one list after the other: numbers of
-    sets in order. `shapes` are [rows, columns] of the matrices of each set, which share an input;
-    `layer_bytes` are the layer's weights, `chunk` the tokens that run through it together; `keeps`: it
-    has experts, for which something is kept of each token.
+    """Return which sets of linears have their Hessians in memory together, one list after the other:
+    numbers of sets in order. `shapes` are [rows, columns] of the matrices of each set, which share an
+    input; `layer_bytes` are the layer's weights, `chunk` the tokens that run through it together;
+    `keeps`: it has experts, for which something is kept of each token.
 
     Raises RunError where not one fits on a CPU, with the smallest budget that is enough."""
     every = [shape for some in shapes for shape in some]

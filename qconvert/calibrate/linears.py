@@ -100,7 +100,7 @@ def _watched(
 
 
 def _tensor(rows: torch.Tensor) -> tuple[int, ...]:
-    """What tells a tensor from all others alive: where it lies, its size, and how often it was
+    """Return what tells a tensor from all others alive: where it lies, its size, and how often it was
     changed."""
     return rows.data_ptr(), rows.shape[-1], rows.numel(), rows._version
 
@@ -162,7 +162,7 @@ def inputs_counted(
 
 @dataclass(eq=False)
 class Noted:
-    """What the user must know of a layer's linears, by module."""
+    """Remarks on a layer's linears, by module."""
 
     rounded: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
@@ -192,7 +192,7 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class LinearQuantizer:
-    """Where the linears of a layer are solved: a device, which the layer is on. `samples` is what
+    """Place where the linears of a layer are solved: a device, which the layer is on. `samples` is what
     llm-compressor divides Hessians by, `tokens` how many all samples have, `chunk` how many run through
     the layer together at the most."""
 

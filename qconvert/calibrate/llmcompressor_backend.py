@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def are_asked(solver: Solver, device: str) -> bool:
-    """Whether matrices are solved by these functions on a device, by torch's name of it."""
+    """Return whether matrices are solved by these functions on a device, by torch's name of it."""
     return solver == "llmcompressor" and device.partition(":")[0] == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""How much of a layer fits in memory: the user's --memory cut into shares."""
+"""Memory of a calibration: the user's --memory cut into shares."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def solver_libraries(solver: Solver, device: str) -> int:
 
 @cache
 def _theirs_bytes() -> int:
-    """What llm-compressor takes that was not there yet: 0 where it had been imported."""
+    """Return what llm-compressor takes that was not there yet: 0 where it had been imported."""
     before = resident()
     llmcompressor_backend.load()
     return max(0, resident() - before)
@@ -132,7 +132,7 @@ def together_on(
 
 
 def _batches(together: int, hidden: int, middle: int) -> tuple[int, int]:
-    """How many matrices an accelerator solves at a time, of gate and up, and of down."""
+    """Return how many matrices an accelerator solves at a time, of gate and up, and of down."""
     return solved_together(together, hidden), solved_together(together, middle)
 
 

@@ -67,7 +67,7 @@ _COMPUTED = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What goes into a layer's routed experts: inputs [T, H], experts [T, k] and weights [T, k]."""
+    """Inputs of a layer's routed experts: inputs [T, H], experts [T, k] and weights [T, k]."""
 
     inputs: torch.Tensor
     experts: torch.Tensor
@@ -96,8 +96,8 @@ class Layer:
         return found
 
     def routed(self, hidden: torch.Tensor, call: Call) -> Routed:
-        """What the layer gives its routed experts. Raises RunError for a class that does not call them
-        once."""
+        """Return what the layer gives its routed experts. Raises RunError for a class that does not call
+        them once."""
         import torch
 
         caught: list[Routed] = []
@@ -121,7 +121,7 @@ class Layer:
             return self.forward(hidden, call)
 
     def middle(self, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What the class makes of an expert's gate and up [T, 2I] before down: [T, I]."""
+        """Return what the class makes of an expert's gate and up [T, 2I] before down: [T, I]."""
         apply: Callable[[torch.Tensor], torch.Tensor] = (
             copy.deepcopy(self.experts).to(device)._apply_gate
         )
@@ -178,15 +178,15 @@ class Model:
         self._calls: tuple[object, list[Call]] | None = None
 
     def embed(self, tokens: Tokens, weights: Weights) -> torch.Tensor:
-        """What goes into the first layer [T, H], BF16. Only rows of the embedding that are asked for
-        are read."""
+        """Return what goes into the first layer [T, H], BF16. Only rows of the embedding that are asked
+        for are read."""
         return self.embedder([tokens], weights, "cpu")(tokens[None])
 
     def embedder(
         self, tokens: Sequence[Tokens], weights: Weights, device: str
     ) -> Callable[[Tokens], torch.Tensor]:
-        """What gives for samples [B, T] of these tokens what goes into the first layer [B T, H], BF16.
-        Only rows of the embedding that are asked for are read, neighbours in one piece."""
+        """Return what gives for samples [B, T] of these tokens what goes into the first layer [B T, H],
+        BF16. Only rows of the embedding that are asked for are read, neighbours in one piece."""
         import numpy as np
         import torch
 
@@ -221,7 +221,7 @@ class Model:
         return embed
 
     def calls(self, batch: int, length: int, device: str, weights: Weights) -> list[Call]:
-        """What the class calls each layer with for `batch` samples of `length` tokens."""
+        """Return what the class calls each layer with for `batch` samples of `length` tokens."""
         import torch
 
         key = batch, length, device

@@ -33,7 +33,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Packers:
-    """Who packs which codes: of each kind of an expert's matrices (gate_proj, up_proj, down_proj), the
+    """Packers of codes: of each kind of an expert's matrices (gate_proj, up_proj, down_proj), the
     same in all layers, and of each module beside the experts."""
 
     experts: Mapping[str, tuple[CodePacker, ...]]

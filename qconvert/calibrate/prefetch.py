@@ -81,7 +81,7 @@ class _Lane:
         self._sent = into, arrived
 
     def arrived(self) -> torch.Tensor:
-        """What was sent last, for kernels that are asked for from now on."""
+        """Return what was sent last, for kernels that are asked for from now on."""
         assert self._sent is not None
         rows, event = self._sent
         if event is not None:

@@ -1,4 +1,4 @@
-"""What layers before lost by quantization, put right in the weights that are solved for.
+"""Error that layers before lost by quantization, put right in the weights that are solved for.
 
 A layer of the result is given inputs X~, of a model whose layers before are quantized, where the
 unquantized model gives it X. Its codes are solved against weights that answer X~ more as W answers X,

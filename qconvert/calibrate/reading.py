@@ -90,7 +90,7 @@ class Ahead(Generic[T]):
             self._next = next(self._order, None)
 
     def take(self, name: str) -> T | None:
-        """What was read under a name, if it is the next one; None if it is not."""
+        """Return what was read under a name, if it is the next one; None if it is not."""
         if not self._waiting or self._waiting[0][0] != name:
             return None
         _, size, found = self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""What is kept of each token: a row, on a GPU, in memory or, if too large, in a file.
+"""Store of what is kept of each token: a row, on a GPU, in memory or, if too large, in a file.
 
 Where the files lie: calibrate/work_dir.py. They are read and written, not mapped: mapped pages
 count as memory of the process.

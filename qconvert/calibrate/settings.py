@@ -1,4 +1,4 @@
-"""What a calibration is asked for, and what it gives back."""
+"""Settings of a calibration, and what it gives back."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class Settings:
 
     @property
     def corrects(self) -> bool:
-        """Whether what layers before lost is made up for."""
+        """Return whether what layers before lost is made up for."""
         return self.solver == "best" and self.propagated_error == "correct"
 
     def searches(self, scheme: IntScheme) -> bool:
-        """Whether llm-compressor's solver searches a scheme's scales."""
+        """Return whether llm-compressor's solver searches a scheme's scales."""
         if self.solver == "best" or not scheme.symmetric or self.search == "none":
             return False
         return self.search == "all" or scheme.narrow
@@ -104,7 +104,7 @@ class ExpertSchemes:
 
 @dataclass(frozen=True, eq=False)
 class LayerStats:
-    """What a layer's routed experts saw, in numpy.
+    """Statistics of a layer's routed experts, in numpy.
 
     counts int64 [E]: tokens routed to each. Mean square and absmax of each input column, over the
     tokens that an expert was calibrated with: gate_up_* float32 [E, H], down_* float32 [E, I].

@@ -90,7 +90,7 @@ def _scales(
 
 
 def _are_theirs(settings: Settings, weight: torch.Tensor) -> bool:
-    """Whether llm-compressor's own functions are called for a matrix."""
+    """Return whether llm-compressor's own functions are called for a matrix."""
     return llmcompressor_backend.are_asked(settings.solver, weight.device.type)
 
 

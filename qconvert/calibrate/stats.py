@@ -59,7 +59,7 @@ def begin(folder: Path, about: Mapping[str, Any], files: Files | None = None) ->
 
 
 def check_claim(folder: Path, about: Mapping[str, Any]) -> bool:
-    """Whether `begin` was called before for this calibration. Raises OutputError where it would
+    """Return whether `begin` was called before for this calibration. Raises OutputError where it would
     refuse the folder, or could not write there; writes nothing."""
     file = folder / ABOUT
     there = existing_parent(folder)
@@ -123,7 +123,7 @@ def write_whole(file: Path, content: bytes, files: Files) -> None:
 
 
 def _is_partial(file: Path) -> bool:
-    """Whether a file is what an interrupted run left of `write_whole`."""
+    """Return whether a file is what an interrupted run left of `write_whole`."""
     return file.name.startswith(".") and file.name.endswith(_PARTIAL)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens a layer's experts get, and what they answer added up."""
+"""Dispatch of tokens to a layer's experts, and what they answer added up."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ def add_answers(
 
 
 def _cuts(starts: Sequence[int], start: int, stop: int) -> list[int]:
-    """Where experts' slots begin within [start, stop], and its end."""
+    """Return where experts' slots begin within [start, stop], and its end."""
     return sorted({start, stop, *(at for at in starts if start < at < stop)})

@@ -1,4 +1,4 @@
-"""What the layers of a calibration take, by kind, from shapes alone: what a progress bar goes by.
+"""Cost of the layers of a calibration, by kind, from shapes alone: what a progress bar goes by.
 
 Operations are multiplications with an addition. They need not be exact: when a layer ends, what was told
 of it is made what was planned.
@@ -43,7 +43,7 @@ def look_cost(hidden: int, middle: int, *, into: bool, down: bool, paired: bool)
 
 
 def layer_work(sizes: Sizes, tokens: int, targets: int, settings: Settings) -> Work:
-    """What a layer takes, over all tokens."""
+    """Return what a layer takes, over all tokens."""
     corrects = settings.corrects and bool(sizes.experts) and not sizes.linears
     streams = 2 if corrects else 1
     hidden, middle, routed = sizes.hidden, sizes.middle, sizes.routed
@@ -110,5 +110,5 @@ def added(works: list[Work]) -> dict[str, float]:
 
 
 def has_begun(work_dir: Path) -> bool:
-    """Whether an earlier run left hidden states to go on from."""
+    """Return whether an earlier run left hidden states to go on from."""
     return (work_dir / "state.json").is_file()

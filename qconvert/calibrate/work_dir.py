@@ -56,7 +56,7 @@ class CalibrationDir:
     _found: Sequence[tuple[int, int]] = ()
 
     def due(self) -> bool:
-        """Whether what goes into the next layer is to be kept in files."""
+        """Return whether what goes into the next layer is to be kept in files."""
         if self.behind is None or self._since is None:
             return True
         return broadcast_from_rank0(self.comm, time.monotonic() - self._since >= _EVERY)
@@ -64,8 +64,8 @@ class CalibrationDir:
     def states(
         self, layer: int, *, new: bool, before: States | None = None, keeps: bool = True
     ) -> States:
-        """What goes into a layer; `before` is what went into the one before, in whose memory this is
-        held, and nowhere else unless it `keeps`. Raises RunError for a file that is damaged."""
+        """Return what goes into a layer; `before` is what went into the one before, in whose memory this
+        is held, and nowhere else unless it `keeps`. Raises RunError for a file that is damaged."""
         if not keeps:
             assert before is not None
             return States(*(self._held(None, old, new=True) for old in before.all))
@@ -239,7 +239,8 @@ def _cuts_in(found: Any, count: int, file: Path) -> list[tuple[int, int]]:
 
 
 def is_there_within(path: Path, seconds: float) -> bool:
-    """Whether a file is there, or comes: clients of NFS keep for some time that a name was missing."""
+    """Return whether a file is there, or comes: clients of NFS keep for some time that a name was
+    missing."""
     until = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > until:

@@ -30,7 +30,7 @@ from qconvert.run.worker import Done, Setup, unit_runner
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a backend takes beside the result, in bytes: `memory` at the very least (0: not known
+    """Needs of a backend beside the result, in bytes: `memory` at the very least (0: not known
     beforehand), `disk` of the work folder at the most."""
 
     memory: int
@@ -47,7 +47,7 @@ class CalibratedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a backend is asked for: `units`, which are those that are not in the journal yet.
+    """Request to a backend: `units`, which are those that are not in the journal yet.
 
     `memory` is what it may take, in bytes (None: as it sees fit). `work_dir` is a folder for what it has
     to keep between runs, removed with the rest of the work folder at the end; `files` carries out what
@@ -81,14 +81,14 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What is being done from now on, for a progress bar."""
+    """Phase of work from now on, for a progress bar."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """What the user must know of the result."""
+    """Remark on the result for the user."""
 
     text: str
 
@@ -110,14 +110,14 @@ class Backend(Protocol):
 
     @property
     def follows(self) -> bool:
-        """Whether the process of another machine leads, which writes the result: a job of this one
-        yields none, and no folder is claimed."""
+        """Return whether the process of another machine leads, which writes the result: a job of this
+        one yields none, and no folder is claimed."""
 
     def at_work(self) -> AbstractContextManager[None]:
         """Around a run: what was begun for it, here or on other machines, is ended."""
 
     def needs(self) -> Needs:
-        """What it takes. Reads and writes nothing."""
+        """Return what it takes. Reads and writes nothing."""
 
     def check(self, folders: Sequence[Path]) -> None:
         """Refuse what is known to go wrong before anything is written: data, devices, folders of its own
@@ -127,8 +127,8 @@ class Backend(Protocol):
         """Remarks for a run that has nothing left to solve."""
 
     def work(self, job: Job) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """What the job takes, by kind (run/estimate.py), and what earlier runs have done of it. Reads no
-        more than names in the work folder."""
+        """Return what the job takes, by kind (run/estimate.py), and what earlier runs have done of it.
+        Reads no more than names in the work folder."""
 
     def get_ready(self, job: Job) -> None:
         """Begin, in the background, what solving this job needs: workers still write other units."""

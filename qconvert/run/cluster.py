@@ -1,4 +1,4 @@
-"""Which engine a user asks for, and the address of a cluster: what can be refused without Ray."""
+"""Choice of an engine, and the address of a cluster: what can be refused without Ray."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class Delivery:
-    """Where in a store the result of a plan goes."""
+    """Place in a store where the result of a plan goes."""
 
     store: WritableStore
     ready: Prepared
@@ -52,8 +52,8 @@ class Delivery:
         return lasting(identity_of(self.ready))
 
     def look(self) -> Found:
-        """What is there: nothing, a part of this result, or all of it. Raises OutputError for objects
-        that are neither."""
+        """Return what is there: nothing, a part of this result, or all of it. Raises OutputError for
+        objects that are neither."""
         there = self._listed()
         if not there:
             return "new"
@@ -133,7 +133,7 @@ class Delivery:
             return None
 
     def _same(self, found: Stored, file: Path, part: int) -> bool:
-        """Whether an object holds a file's bytes."""
+        """Return whether an object holds a file's bytes."""
         if found.size != _size(file):
             return False
         if found.mark == md5_mark(file, part):

@@ -1,4 +1,4 @@
-"""Which shard of a run does which units: by plan alone, so that machines agree without asking.
+"""Division of a run's units among shards: by plan alone, so that machines agree without asking.
 
 Units are sorted by where their first output goes, and cut into runs of about the same bytes read and
 written, so that a shard writes long stretches of few files. A file has no single owner: a weight and its

@@ -29,7 +29,7 @@ State = Literal["new", "unfinished", "finished"]
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a run would meet in the folder `out`, and why it would refuse to begin; `done` of `units`
+    """Findings of a dry run in the folder `out`, and why it would refuse to begin; `done` of `units`
     units are finished there; `damaged` are files of a finished result that a run would make again. A
     state of None: the refusals left nothing to be said of it. `url`: where in a store it is sent."""
 
@@ -43,7 +43,7 @@ class Outlook:
 
     @property
     def name(self) -> str:
-        """Where the result is, or will be."""
+        """Return where the result is, or will be."""
         return self.url or str(self.out)
 
 
@@ -90,8 +90,8 @@ def unfinished(out: Path) -> list[Path]:
 
 
 def foreseen(parts: Parts, *, backend: Backend | None = None) -> list[Outlook]:
-    """What `run_together` would find in each folder and refuse to begin, by its own checks, without a
-    write. Refusals of the folders as a whole are listed with the first one's."""
+    """Return what `run_together` would find in each folder and refuse to begin, by its own checks,
+    without a write. Refusals of the folders as a whole are listed with the first one's."""
     common: list[str] = []
     with _noted(common):
         check_parts(parts, backend)

@@ -1,5 +1,6 @@
-"""What runs the units of a conversion, as one small protocol: workers of this machine (run/local.py),
-the same as one shard of several machines (run/sharing.py), a Ray cluster (run/on_ray.py).
+"""Engines, which run the units of a conversion, as one small protocol: workers of this machine
+(run/local.py), the same as one shard of several machines (run/sharing.py), a Ray cluster
+(run/on_ray.py).
 
 An engine says how folders are claimed, which journal a run has and which units are its own, and it
 runs batches of units. The rest is the executor's, once: the look at the source, the journal's lines,
@@ -48,15 +49,15 @@ class Work:
 
 
 class Engine(Protocol):
-    """Where the units of a run are done."""
+    """Place where the units of a run are done."""
 
     @property
     def space(self) -> type[Workspace]:
-        """What claims an output folder: for one run alone, or beside others."""
+        """Return what claims an output folder: for one run alone, or beside others."""
 
     @property
     def publishes(self) -> bool:
-        """Whether a run does all units, and its folders are published then."""
+        """Return whether a run does all units, and its folders are published then."""
 
     def begin(
         self, targets: Sequence[Target], told: Events, files: Files, backend: Backend | None
@@ -65,8 +66,8 @@ class Engine(Protocol):
         Raises OutputError where what is there cannot be gone on with."""
 
     def settle(self, begun: Begun, told: Events) -> Sequence[int]:
-        """What is to be done once all units have run, before anything is published. Returns numbers of
-        units that have to run again: what they had made was lost meanwhile."""
+        """Return what is to be done once all units have run, before anything is published. Returns
+        numbers of units that have to run again: what they had made was lost meanwhile."""
 
     def run(self, work: Work) -> Generator[Told]:
         """Run units, in any order. A `Done` comes when its bytes are in their files, so that a sync by

@@ -1,4 +1,5 @@
-"""How much of a run's work is done, and how long the rest takes: by what each kind of work took so far.
+"""Estimate of how much of a run's work is done, and how long the rest takes: by what each kind of work
+took so far.
 
 Bytes say little of a calibration: before its first layer most of them may be written, and nearly all of
 the time is to come. So work is planned by kind (bytes written and read, operations of forwards, of
@@ -36,7 +37,7 @@ class Amount:
 
 
 class Estimate:
-    """What is left of a run. `now` is a clock that only goes forward."""
+    """Estimate of what is left of a run. `now` is a clock that only goes forward."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -99,7 +100,7 @@ class Estimate:
         return max(0.0, left - (self._now() - self._last))
 
     def part(self) -> float:
-        """How much of the whole is done, from 0 to 1, by the time that it takes."""
+        """Return how much of the whole is done, from 0 to 1, by the time that it takes."""
         rates = self._rates() or COSTS
         cost = {kind: rates.get(kind, 1.0) for kind in self.kinds}
         done = sum((a.before + min(a.done, a.planned)) * cost[k] for k, a in self.kinds.items())

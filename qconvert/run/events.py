@@ -1,4 +1,4 @@
-"""What a run tells its caller while it goes on."""
+"""Events that a run sends its caller while it goes on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 
 class Events(Protocol):
-    """What a run tells while it goes on."""
+    """Event of a run while it goes on."""
 
     def start(self, total: int, done: int) -> None:
         """Bytes to write in all, and those an interrupted run left finished."""
@@ -16,7 +16,7 @@ class Events(Protocol):
         """That many more bytes were written."""
 
     def phase(self, text: str) -> None:
-        """What follows the writing: hashing, publishing."""
+        """Return what follows the writing: hashing, publishing."""
 
 
 @runtime_checkable

@@ -141,8 +141,8 @@ def _run_together(
 
 
 def engine_of(options: Options, outlets: Sequence[UploadTarget] = ()) -> Engine:
-    """What runs the units, as the options have it. Each engine is imported where it is used: with the
-    others a start took 20 ms more."""
+    """Return what runs the units, as the options have it. Each engine is imported where it is used: with
+    the others a start took 20 ms more."""
     if outlets:
         from qconvert.run.streamed import StreamEngine
 

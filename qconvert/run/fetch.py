@@ -67,7 +67,8 @@ class Fetching:
         self._go_ahead()
 
     def _made_known(self, new: _Piece) -> list[_Piece]:
-        """What of a piece no other holds, as pieces; those that hold the rest are read once more."""
+        """Return what of a piece no other holds, as pieces; those that hold the rest are read once
+        more."""
         known = self._known.setdefault(new.shard, [])
         made: list[_Piece] = []
         start = new.start
@@ -213,9 +214,9 @@ def pieces_of(ranges: Iterable[Range]) -> list[_Piece]:
 
 
 def ranges_of(units: Iterable[Unit], room: int = 0) -> Iterator[Range]:
-    """What units read of their sources, in their order; of one step the small parts first, since a part
-    of its work needs some of each. What a step reads more than once is read once where it has `room` to
-    keep it."""
+    """Return what units read of their sources, in their order; of one step the small parts first, since
+    a part of its work needs some of each. What a step reads more than once is read once where it has
+    `room` to keep it."""
     for unit in units:
         for step in unit.steps:
             if isinstance(step, Copy):

@@ -47,8 +47,8 @@ def existing_parent(path: Path) -> Path:
 
 
 def can_link(path: Path, folder: Path) -> bool:
-    """Whether a file can get a second name in a folder: tried, because another disk, a bind mount, a
-    file of another owner or a full link count all forbid it. Leaves nothing behind."""
+    """Return whether a file can get a second name in a folder: tried, because another disk, a bind
+    mount, a file of another owner or a full link count all forbid it. Leaves nothing behind."""
     probe = folder / f".qconvert-link-{os.getpid()}"
     try:
         os.link(path.resolve(), probe)
@@ -186,7 +186,7 @@ class Files:
 
 
 def _in_memory(system: ctypes.CDLL, fd: int) -> bool:
-    """Whether a file is on tmpfs (statfs(2): the first word says what a file system is)."""
+    """Return whether a file is on tmpfs (statfs(2): the first word says what a file system is)."""
     found = (ctypes.c_long * 64)()
     return system.fstatfs(fd, found) == 0 and found[0] == _TMPFS
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class State:
-    """How a folder is. `faults` are files that are not as they were made, with what is wrong; of those
+    """State of a folder. `faults` are files that are not as they were made, with what is wrong; of those
     shards are in `lost`. `records` are the receipt's lines of tensors, `wrong` the tensors that are not
     as these say; `edited` are files that people have changed, which is their right."""
 
@@ -141,7 +141,7 @@ def _receipt(
 def _wrong_file_lines(
     ready: Prepared, out: Path, lines: Sequence[Mapping[str, Any]], wanted: Mapping[str, str]
 ) -> str | None:
-    """Whether the receipt's lines of files are those of this result."""
+    """Return whether the receipt's lines of files are those of this result."""
     said = {line["file"]: line for line in lines if "name" not in line}
     for file in ready.layout.files:
         line = said.get(file.name, {})

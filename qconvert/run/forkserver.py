@@ -137,7 +137,7 @@ class ForkServer:
         return self._codes[pid]
 
     def why_ended(self, worker: int) -> RunError:
-        """What is said of a worker that went without a word."""
+        """Return what is said of a worker that went without a word."""
         try:
             return ended(self.pids()[worker], self.ended(worker), _last_words(self._said))
         except RunError as error:  # of the server: it went, and its workers with it
@@ -209,7 +209,7 @@ def server_for_a_run() -> ForkServer:
 
 
 def ended(pid: int, code: int, last_words: str) -> RunError:
-    """What is said of a worker that went without a word."""
+    """Return what is said of a worker that went without a word."""
     why = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
     hint = _HINTS.get(-code, last_words)
     return RunError(f"worker process {pid} {why}{hint}; run the same command again to go on")

@@ -1,4 +1,4 @@
-"""What has been done and is safe on disk: an append-only file, one checked line at a time.
+"""Journal of what is done and safe on disk: an append-only file, one checked line at a time.
 
 A line is written only after the file data it speaks of has been synced, so a line that can be read
 back whole is true of the moment it was written. A torn last line (a crash in mid-write) fails its hash
@@ -67,7 +67,7 @@ class Remembered:
 
     @property
     def run(self) -> str | None:
-        """What the journals of folders that were begun together have in common, and no others."""
+        """Return what the journals of folders that were begun together have in common, and no others."""
         run = self.header.get("run")
         return run if isinstance(run, str) else None
 
@@ -127,7 +127,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _begun(record: Mapping[str, Any]) -> Remembered:
-    """What the first line says. What is only compared with this run's own may be of any type: it
+    """Return what the first line says. What is only compared with this run's own may be of any type: it
     differs then. Raises ValueError for a line that qconvert does not write."""
     _expect(isinstance(record.get("fingerprint"), str), "the first line names no run")
     _expect(isinstance(record.get("run", ""), str), "run is not a string")
@@ -291,7 +291,7 @@ def _step_text(step: Any) -> str:
 
 
 def _moved(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Where a run was begun from another commit of a repo, both, and how to go on."""
+    """Return where a run was begun from another commit of a repo, both, and how to go on."""
     was, found = (header.get("stores") for header in (then, now))
     if not (_is_texts(was) and _is_texts(found)):
         return ""

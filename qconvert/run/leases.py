@@ -162,7 +162,7 @@ def refuse_other_plans(
 
 
 def merged(journals: Sequence[ShardJournal], identity: Mapping[str, Any]) -> Remembered:
-    """What all shards have done, as one journal. `seen` is how the source is now if any shard saw
+    """Return what all shards have done, as one journal. `seen` is how the source is now if any shard saw
     it so."""
     newest = max(journals, key=lambda journal: journal.path.stat().st_mtime_ns)
     by = {"command": list(newest.command), "folder": newest.folder}

@@ -28,7 +28,7 @@ def _patiently(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def _names_the_dead(fd: int) -> bool:
-    """Whether the process that took a lock is no more, and its workers alone hold it."""
+    """Return whether the process that took a lock is no more, and its workers alone hold it."""
     name = os.pread(fd, 32, 0)
     if not name.isdigit() or not 0 < int(name) < 1 << 31:
         return False
@@ -111,7 +111,7 @@ def refuse_locked(path: Path) -> None:
 
 
 def _is(fd: int, path: Path) -> bool:
-    """Whether the file opened as `fd` is still the one that `path` names."""
+    """Return whether the file opened as `fd` is still the one that `path` names."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

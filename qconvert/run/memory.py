@@ -1,4 +1,4 @@
-"""How much memory there is, how much a run may take, and how it is shared out.
+"""Memory: how much there is, how much a run may take, and how it is shared out.
 
 `--memory` bounds the anonymous memory of all processes of a run, interpreters included. File pages
 in the kernel's cache are not counted: they are given back on demand.
@@ -142,10 +142,9 @@ def share_out(
 def share_on_cluster(
     units: Sequence[Unit], tensors: int, memory: int | None, jobs: int | None, client: int = 0
 ) -> Share:
-    """What a worker on a node of a cluster gets, and this process takes. `memory` is what every machine
-    gives, in bytes: how many workers fit there is known when the run begins; `client` is as for
-    `share_out`. Raises PlanError naming
-    the tensor for which not even one does."""
+    """Return what a worker on a node of a cluster gets, and this process takes. `memory` is what every
+    machine gives, in bytes: how many workers fit there is known when the run begins; `client` is as for
+    `share_out`. Raises PlanError naming the tensor for which not even one does."""
     process = RAY_PROCESS_BYTES + client
     leader = tensors * PLAN_BYTES_PER_TENSOR + process
     worst = max(units, key=lambda unit: unit.peak)

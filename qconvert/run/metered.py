@@ -25,7 +25,7 @@ class Meters:
         self._watch = Stopwatch()
 
     def word(self) -> Word:
-        """What was spent since the last word."""
+        """Return what was spent since the last word."""
         seconds, cpu = self._watch.take()
         computes = "numpy" if in_use() is None else "numba"
         return Word(os.getpid(), seconds, cpu, self.own.take(), self.writing.take(), computes)

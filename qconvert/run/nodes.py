@@ -1,4 +1,4 @@
-"""What a node of a cluster does for a run that another machine leads: it looks whether it sees the same
+"""Node of a cluster, in a run that another machine leads: it looks whether it sees the same
 files, and runs batches of units. Standard library and this package alone: whatever brings it there."""
 
 from __future__ import annotations
@@ -81,11 +81,12 @@ class BlockSink(Sink):
     _ends: list[End]
 
     def own(self, blocks: Mapping[int, Sequence[Range]]) -> None:
-        """What may be written from now on. All that was taken before has been flushed, and asked for."""
+        """Return what may be written from now on. All that was taken before has been flushed, and asked
+        for."""
         self._own, self._ends = blocks, []
 
     def ends(self) -> tuple[End, ...]:
-        """What was kept since this was last asked. All that was taken has been flushed."""
+        """Return what was kept since this was last asked. All that was taken has been flushed."""
         found, self._ends = self._ends, []
         return tuple(found)
 
@@ -112,7 +113,7 @@ _ALIKE = (
 
 @dataclass(frozen=True)
 class Probe:
-    """What a node must find: the version of qconvert, files with these contents that it may write to,
+    """Expectations of a node: the version of qconvert, files with these contents that it may write to,
     and the shards of the source."""
 
     version: str
@@ -161,7 +162,7 @@ def check_node(probe: Probe) -> str | None:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a node leaves of a batch: its finished units, whose blocks are synced, the bytes that the
+    """Result of a batch on a node: its finished units, whose blocks are synced, the bytes that the
     leading machine is to write, how many bytes were made, what went wrong, and, where the run is
     profiled, what was spent."""
 

@@ -242,7 +242,7 @@ class _RayCrew:
 
 
 def _short(error: BaseException) -> str:
-    """What Ray says of an error, in a line."""
+    """Return what Ray says of an error, in a line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {' '.join(lines[:3])}"
     return message(text if len(text) <= _WHY else text[:_WHY] + " ...")
@@ -306,8 +306,8 @@ def _handler_kept() -> Iterator[None]:
 
 @contextmanager
 def _without_notices() -> Iterator[_Quiet]:
-    """What a thread of Ray's prints of nodes, log files and all, does not reach stdout, which may be
-    JSON: the run tells of lost workers itself."""
+    """Return what a thread of Ray's prints of nodes, log files and all, does not reach stdout, which may
+    be JSON: the run tells of lost workers itself."""
     before = sys.stdout
     sys.stdout = quiet = _Quiet(before)
     try:

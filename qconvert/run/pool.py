@@ -1,4 +1,4 @@
-"""Who runs the units: this process, or several workers fed over pipes."""
+"""Pool of processes that run units: this process, or several workers fed over pipes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Supply(Protocol):
     """Batches for workers, of which some may have to wait for what happens outside them."""
 
     def __len__(self) -> int:
-        """How many nobody has been given yet."""
+        """Return how many nobody has been given yet."""
 
     def next(self, current: int | None) -> Batch | None:
         """A batch for a worker that is at file `current`; None where there is none, or none now."""
@@ -247,8 +247,9 @@ def locks_of(work: Work) -> list[int]:
 
 
 def imports_ahead(setup: Setup) -> list[str]:
-    """What a plan's ops are of, which was imported to plan them, and what they import when they run. Not
-    loops that this process has compiled before: numba takes a worker that needs none 1 s more."""
+    """Return what a plan's ops are of, which was imported to plan them, and what they import when they
+    run. Not loops that this process has compiled before: numba takes a worker that needs none 1 s
+    more."""
     ours = "qconvert.ops.", "qconvert.formats."
     of_ops = [n for n in sys.modules if n.startswith(ours) and not n.startswith(f"{LOOPS}.")]
     return ["numpy", "xxhash", *imports_of(setup.shards), *of_ops]

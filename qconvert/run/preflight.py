@@ -1,4 +1,4 @@
-"""What is refused before a run touches anything: folders, disk, a backend's memory. A foreign folder, or
+"""Checks before a run touches anything: folders, disk, a backend's memory. A foreign folder, or
 another plan's work in it: run/workspace.py, run/journal.py. The plan itself: validation/judgement.py."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_backend(parts: Parts, backend: Backend | None) -> None:
 
 
 def is_finished(parts: Parts) -> bool:
-    """Whether all folders look finished from outside."""
+    """Return whether all folders look finished from outside."""
     return all((out / MANIFEST).is_file() and not (out / WORK_DIR).is_dir() for _, out in parts)
 
 

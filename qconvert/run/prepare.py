@@ -35,7 +35,7 @@ _RECORD_BYTES = 2048
 
 @dataclass(frozen=True)
 class Options:
-    """How to run a plan. None lets qconvert choose: `memory` 1 GiB, or what the plan and a worker for
+    """Options of a run. None lets qconvert choose: `memory` 1 GiB, or what the plan and a worker for
     each core need, half of what is free at most; `jobs` the cores that pay. Sizes in bytes.
     `commit_bytes` is how much work a crash may lose. `link_near`, the output folder, lets source
     files that a plan may hold as they are stand in by hard link where they are on the same disk.
@@ -152,7 +152,7 @@ def _prepare_streamed(
 
 
 def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options) -> Share:
-    """What each worker gets. Those that read a store have its client, too."""
+    """Return what each worker gets. Those that read a store have its client, too."""
     from qconvert.run.memory import share_on_cluster
 
     far = any(shard.remote is not None for shard in first.checkpoint.shards)

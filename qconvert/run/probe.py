@@ -1,4 +1,4 @@
-"""How fast this machine reads the source and writes the output, measured in a moment, so that a
+"""Speed at which this machine reads the source and writes the output, measured in a moment, so that a
 plan can say how long it will take here."""
 
 from __future__ import annotations

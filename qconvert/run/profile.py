@@ -1,4 +1,4 @@
-"""What a run took and where: the report that --profile makes of a record."""
+"""Profile of a run: the report that --profile makes of a record."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a conversion or a validation went.
+    """Times of a conversion or a validation.
 
     `seconds` by the clock since the process began (or since profiling did, in a program); `cpu_seconds`
     of this process and of its workers. `main` are the phases of this process; they and its `rest` add up
@@ -120,7 +120,7 @@ class Profiling:
         self._main: Steps = {}
 
     def profile(self) -> Profile:
-        """What was recorded so far."""
+        """Return what was recorded so far."""
         record = self._record
         add_steps(self._main, record.main.take())
         seconds = perf_counter() - self._begin + self._before
@@ -141,7 +141,7 @@ class Profiling:
 
     @property
     def has_run(self) -> bool:
-        """Whether there is anything to report beside the start."""
+        """Return whether there is anything to report beside the start."""
         add_steps(self._main, self._record.main.take())
         return bool(self._main)
 
@@ -154,7 +154,7 @@ def profiled(*, whole_process: bool = False) -> Iterator[Profiling]:
 
 
 def note_run(targets: Sequence[Target], units: Sequence[tuple[int, Unit]]) -> None:
-    """What is about to be run goes into the record, if there is one."""
+    """Return what is about to be run goes into the record, if there is one."""
     record = recording()
     if record is None:
         return
@@ -209,7 +209,7 @@ def _workers(record: Record, around: float) -> list[Row]:
 
 
 def _less(seconds: float, cpu: float, known: Spent) -> Spent:
-    """What is left; clocks of threads and of the process are not read at one instant."""
+    """Return what is left; clocks of threads and of the process are not read at one instant."""
     return Spent(0, max(0.0, seconds - known.seconds), max(0.0, cpu - known.cpu))
 
 

@@ -1,4 +1,4 @@
-"""What an interrupted run left: which folders can go on, and what of the work in them is still good.
+"""Resuming of an interrupted run: which folders can go on, and what of the work in them is still good.
 
 Work of another plan is refused before: run/journal.py, `refuse_other_plan`."""
 
@@ -27,7 +27,7 @@ _Shard = tuple[Workspace, str]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come, and where its units add what they leave. `kept` are the receipt lines of
+    """Progress of a run, and where its units add what they leave. `kept` are the receipt lines of
     finished units, by number; `before` those of units that were finished once and must be done again;
     `remarks` are for the user; `seen` is how the source's shards were when the units were made.
     `mine` are the units of this run, None for all."""
@@ -39,7 +39,7 @@ class Progress:
     mine: frozenset[int] | None = None
 
     def left(self, units: int) -> list[int]:
-        """Which of all units this run has still to do."""
+        """Return which of all units this run has still to do."""
         mine = range(units) if self.mine is None else sorted(self.mine)
         return [number for number in mine if number not in self.kept]
 
@@ -68,8 +68,8 @@ def open_journals(targets: Sequence[Target]) -> list[Target]:
 
 
 def is_resumable(targets: Sequence[Target]) -> bool:
-    """Whether all folders can be gone on with. Raises OutputError where one is finished that another
-    begun anew would write to."""
+    """Return whether all folders can be gone on with. Raises OutputError where one is finished that
+    another begun anew would write to."""
     first = targets[0].space
     unfinished = [target.space.remembered for target in targets if not target.space.finished]
     runs = {None if left is None else left.run for left in unfinished}
@@ -86,8 +86,8 @@ def is_resumable(targets: Sequence[Target]) -> bool:
 
 @phase("stage")
 def progress_of(targets: Sequence[Target], told: Events) -> Progress:
-    """What of the work that was left can be built on. Files that are not as planned are made anew; where
-    some had been published, all are taken out of sight first.
+    """Return what of the work that was left can be built on. Files that are not as planned are made
+    anew; where some had been published, all are taken out of sight first.
 
     Raises OutputError for records that are not this plan's, and where another folder of the run is
     finished and would have to be written to.
@@ -143,7 +143,7 @@ def _withdraw(begun: Sequence[Target], *, damaged: bool) -> None:
 
 
 def _is_sound(target: Target) -> bool:
-    """Whether a folder that is being published, or about to be, can be."""
+    """Return whether a folder that is being published, or about to be, can be."""
     try:
         if target.publishing:
             check_staged(target.ready, target.space)

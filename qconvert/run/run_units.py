@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Writing:
-    """What all units of a run are written with. `finished` takes what a unit leaves once its bytes are
+    """Writer of all units of a run. `finished` takes what a unit leaves once its bytes are
     written, `commit` makes that durable."""
 
     setup: Setup
@@ -134,8 +134,8 @@ def _by_engine(
     writing: _Writing,
     progress: Progress,
 ) -> bool:
-    """Whether the time was over: units are left then, and what workers have not finished is lost. One
-    unit is always done."""
+    """Return whether the time was over: units are left then, and what workers have not finished is lost.
+    One unit is always done."""
     until = targets[0].ready.options.until
     size = min(BATCH_BYTES, targets[0].ready.options.commit_bytes)
     batches = cut_batches(todo, writing.places, size)
@@ -167,7 +167,7 @@ def calibrated_left(ready: Prepared, progress: Progress) -> dict[int, Unit]:
 
 
 def _job(first: Target, units: Mapping[int, Unit], files: Files, watching: Watching | None) -> Job:
-    """What a backend is asked for."""
+    """Return what a backend is asked for."""
     from qconvert.run.backend import CalibratedUnit, Job
 
     asked = [(number, calibrated_in(unit)) for number, unit in units.items()]

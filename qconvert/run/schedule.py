@@ -80,7 +80,7 @@ def peak(units: Sequence[Unit], layouts: Sequence[ShardLayout]) -> int:
 def room_for(
     units: Sequence[Unit], layouts: Sequence[ShardLayout], rest: int, budget: int | None
 ) -> Room:
-    """What a run that sends its files takes. `rest` bytes lie beside them."""
+    """Return what a run that sends its files takes. `rest` bytes lie beside them."""
     sizes = [file.size for layout in layouts for file in layout.files]
     begun, total = peak(units, layouts), sum(sizes)
     least = min(total, begun + max(sizes)) + rest

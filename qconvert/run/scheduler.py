@@ -63,7 +63,7 @@ class Crew(Protocol):
         """Send a batch; `next` brings what it left."""
 
     def next(self, seconds: float) -> tuple[int, Ready | Returned | Lost] | None:
-        """What comes next of any worker; None when nothing did for that long."""
+        """Return what comes next of any worker; None when nothing did for that long."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class _Shift:
 
     @property
     def idle(self) -> bool:
-        """Whether no worker has begun."""
+        """Return whether no worker has begun."""
         return not any(worker.ready for worker in self._workers.values())
 
     def hire(self) -> None:

@@ -1,4 +1,4 @@
-"""Which output goes into which file, at which byte: all known before the first read.
+"""Layout of outputs in files, at which byte: all known before the first read.
 
 Whether a shard of the source is hard-linked instead: passes/stages.py (`_linkable`) says where it would
 be right, run/prepare.py (`_links`) where it can be done.

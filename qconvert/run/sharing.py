@@ -204,7 +204,7 @@ def _progress(
     told: Events,
     files: Files,
 ) -> Progress:
-    """What is done of the run, after the files that this shard writes to are there."""
+    """Return what is done of the run, after the files that this shard writes to are there."""
     first = targets[0]
     units = first.ready.units
     journals = journals_in(first.space.work)
@@ -260,8 +260,8 @@ def _stage(target: Target, file: OutFile, shard: Shard, filled: bool, files: Fil
 
 @dataclass(frozen=True)
 class Share:
-    """What of a run a shard does: units and bytes to write; of those that are left to `finish`, too;
-    `least` and `most` are the bytes of the smallest and the largest share."""
+    """Share of a run that a shard does: units and bytes to write; of those that are left to `finish`,
+    too; `least` and `most` are the bytes of the smallest and the largest share."""
 
     shard: str
     units: int

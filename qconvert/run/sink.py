@@ -80,7 +80,7 @@ class Sink:
 
     @property
     def written(self) -> int:
-        """How many bytes have been written, those taken first. Raises what a write raised."""
+        """Return how many bytes have been written, those taken first. Raises what a write raised."""
         self._check()
         return self._written
 
@@ -193,7 +193,7 @@ class Sink:
                 self._files.write(self._cached[file], path, data, base + start)
 
     def _write_directly(self, file: int, memory: memoryview, base: int, low: int, high: int) -> int:
-        """How many of these bytes got written past the page cache: none where that is not to be
+        """Return how many of these bytes got written past the page cache: none where that is not to be
         had, which is then not asked for again."""
         if low == high or not self._go_direct:
             return 0
@@ -247,8 +247,8 @@ class Ring:
         self._oldest = self._next = 0
 
     def begin(self, least: int) -> int:
-        """Where a piece of `least` bytes, at most a window, may begin. What is left before the end is
-        passed over if it is less, or less than half a window."""
+        """Return where a piece of `least` bytes, at most a window, may begin. What is left before the
+        end is passed over if it is less, or less than half a window."""
         assert least <= self._window
         left = self._size - self._next % self._size
         if left < max(least, self._window // 2):

@@ -62,8 +62,8 @@ _READ_BYTES = 4 << 20
 
 
 def identity_of(ready: Prepared) -> dict[str, Any]:
-    """What makes this run this run. A journal with another identity is not resumed, `seen` and `stores`
-    aside; the manifest keeps all of it but what this machine's files are like."""
+    """Return what makes this run this run. A journal with another identity is not resumed, `seen` and
+    `stores` aside; the manifest keeps all of it but what this machine's files are like."""
     checkpoint = ready.plan.checkpoint
     return {
         "qconvert": __version__,

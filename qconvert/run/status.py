@@ -1,4 +1,4 @@
-"""Who did what in a folder that is being filled, told from its journals without the plan."""
+"""Status of a folder that is being filled, told from its journals without the plan."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FolderStatus:
 
     @property
     def complete(self) -> bool:
-        """Whether `qconvert finish` has no shard's work to wait for."""
+        """Return whether `qconvert finish` has no shard's work to wait for."""
         done = all(shard.units_done >= shard.units for shard in self.shards)
         return self.state == "shared" and done
 

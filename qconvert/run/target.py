@@ -40,7 +40,7 @@ class Target:
 
     @property
     def publishing(self) -> bool:
-        """Whether renaming has begun, as the journal says."""
+        """Return whether renaming has begun, as the journal says."""
         return self.space.remembered is not None and self.space.remembered.publish is not None
 
     @property

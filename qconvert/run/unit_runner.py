@@ -46,7 +46,7 @@ _HASHED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an output's bytes go: file index, offset in it. `linked` files are the source's own:
+    """Place of an output's bytes: file index, offset in it. `linked` files are the source's own:
     their bytes are read and hashed, and not written."""
 
     file: int
@@ -56,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class UnitResult:
-    """What a finished unit leaves behind: a receipt line a tensor, in the order of the unit's
+    """Result of a finished unit: a receipt line a tensor, in the order of the unit's
     outputs, and remarks for the user. Lines are text, because a model has very many, and as dicts
     they would take five times the memory.
     `files` are the indexes of the files written, which must be synced before it counts."""
@@ -186,7 +186,8 @@ class UnitRunner:
 
 @dataclass(slots=True)
 class Kept:
-    """What several nodes of a step read, and how much of it has been; `mapped`: it is all there."""
+    """Argument that several nodes of a step read, and how much of it has been; `mapped`: it is all
+    there."""
 
     data: memoryview
     filled: int = 0
@@ -283,7 +284,7 @@ class Job:
         self._kept = {piece: self._kept_of(piece, count) for piece, count in wanted.items()}
 
     def _kept_of(self, piece: Piece, count: int) -> Kept:
-        """Where a piece lies in the page cache, or memory to read it to."""
+        """Return where a piece lies in the page cache, or memory to read it to."""
         origin, start, stop = piece
         assert isinstance(origin, Source)
         data = self._reader.mapped(origin, start, stop)
@@ -427,7 +428,8 @@ class Job:
         return write if whole_part and not self._places[write.output].linked else None
 
     def _out_of(self, part: Part, port: int, write: Write) -> Buffer:
-        """Where a result of a part is written from. The sink is not asked for more until it is there."""
+        """Return where a result of a part is written from. The sink is not asked for more until it is
+        there."""
         start, kind = part.outs[port]
         place, at = self._places[write.output], write.at + start - write.start
         return Buffer(kind, self._sink.room(place.file, place.offset + at, kind.nbytes))

@@ -270,9 +270,9 @@ class UploadQueue:
         return sum(self._files[number].file.size for number in self._here)
 
     def admit(self, numbers: Iterable[int], *, idle: bool = False) -> bool:
-        """Whether files may be written to now: they are made where there is room, or where nothing would
-        ever make room: the run is `idle`, and nothing is on its way. (It goes on with less than it was
-        begun with.)"""
+        """Return whether files may be written to now: they are made where there is room, or where
+        nothing would ever make room: the run is `idle`, and nothing is on its way. (It goes on with less
+        than it was begun with.)"""
         new = [number for number in numbers if number not in self._here]
         needed = sum(self._files[number].file.size for number in new)
         self._wanted = bool(new) and self._used + needed > self._room

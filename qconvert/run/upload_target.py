@@ -1,4 +1,4 @@
-"""Where finished files of a run go while it is still at work: what is asked of such a place.
+"""Target of finished files of a run that is still at work: what is asked of such a place.
 
 The Hub is one (hub/outlet.py). Files get there before anything refers to them as a checkpoint; what
 makes them one is published at the end, in one step.
@@ -35,10 +35,10 @@ class UploadTarget(Protocol):
 
     @property
     def url(self) -> str:
-        """What the user named it by."""
+        """Return what the user named it by."""
 
     def look(self) -> Found:
-        """What is there. Raises OutputError for anything that is not of this result."""
+        """Return what is there. Raises OutputError for anything that is not of this result."""
 
     def tidy(self) -> None:
         """Drop what was kept out of sight for a finished result: a run may have been killed between its

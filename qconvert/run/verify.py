@@ -1,4 +1,4 @@
-"""What an interrupted run, or a finished one, left is checked before it is used.
+"""Verification of what an interrupted run, or a finished one, left.
 
 Shards are checked as a loader would check them: size and header. A unit counts as finished where
 its record is the plan's, and, as far as that was asked for, its bytes have the hash in it. Where the
@@ -39,14 +39,14 @@ Part = tuple[Path, int, int]
 
 
 class Where(Protocol):
-    """Where the bytes of an output lie, or should."""
+    """Place of an output's bytes, or the one where they should be."""
 
     def __call__(self, name: str) -> tuple[Path, int] | None:
         """File and offset of a tensor, None for one whose file is elsewhere."""
 
 
 def shard_fault(path: Path, file: OutFile) -> str | None:
-    """What is wrong with a shard, seen without its data: None where it is a regular file of the
+    """Return what is wrong with a shard, seen without its data: None where it is a regular file of the
     planned size with the planned header."""
     try:
         if path.is_symlink():
@@ -244,7 +244,8 @@ class _Hashing:
 
 
 def seen(shards: Sequence[Shard]) -> list[list[int | str]]:
-    """What tells a file that was written to from one whose modification time alone is as it was."""
+    """Return what tells a file that was written to from one whose modification time alone is as it
+    was."""
     return [shard.seen for shard in shards]
 
 

@@ -37,7 +37,7 @@ _PROGRESS_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker needs once: the source's shards, the files to write, its memory in bytes (an
+    """Setup of a worker: the source's shards, the files to write, its memory in bytes (an
     arena, and each window of the sink), whether it computes in compiled loops, whether it tells what
     its steps take, and whether it may map source files (a file that is cut then ends the process, which
     must be one that somebody waits for)."""
@@ -78,7 +78,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was spent since the last word, of a worker that is metered."""
+    """Time since the last message, of a worker that is profiled."""
 
     word: Word
 
@@ -198,7 +198,7 @@ class _Inbox:
 def _send(
     connection: Connection[Message, Batch | None], messages: Iterable[Message], work: Meters
 ) -> None:
-    """What a batch took is told before its last word, after which nobody may be listening."""
+    """Return what a batch took is told before its last word, after which nobody may be listening."""
     for message in messages:
         if work.on and isinstance(message, BatchDone):
             connection.send(Measured(work.word()))
@@ -233,8 +233,8 @@ def main(descriptor: int) -> None:
 
 
 def broken(error: Exception, where: str = "") -> Failed:
-    """What a worker says of an arena, a thread or a module that there is no room for; `where` names its
-    machine."""
+    """Return what a worker says of an arena, a thread or a module that there is no room for; `where`
+    names its machine."""
     what = str(error) or "out of memory"
     return Failed(
         "RunError",

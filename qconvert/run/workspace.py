@@ -174,8 +174,8 @@ class Workspace:
         self.remembered = found
 
     def _of_shards(self) -> Remembered | None:
-        """What shards did, if any were here. Raises OutputError where one is at work, or for another
-        plan."""
+        """Return what shards did, if any were here. Raises OutputError where one is at work, or for
+        another plan."""
         self.journals = tuple(journals_in(self.work))
         if not self.journals:
             return None
@@ -203,8 +203,8 @@ class Workspace:
         )
 
     def _is_ours(self) -> bool:
-        """Whether OUT holds this result, if not whole: its manifest says so, or the receipt has the hash
-        of the manifest that it must have."""
+        """Return whether OUT holds this result, if not whole: its manifest says so, or the receipt has
+        the hash of the manifest that it must have."""
         if identity_in(self.out / MANIFEST) == lasting(self._identity):
             return True
         try:
@@ -226,11 +226,11 @@ class Workspace:
 
     @property
     def withdrawals(self) -> int:
-        """How often the result was taken out of sight again."""
+        """Return how often the result was taken out of sight again."""
         return self.remembered.withdrawals if self.remembered is not None else 0
 
     def find(self, name: str) -> Path:
-        """Where a file is: staged, or in sight."""
+        """Return where a file is: staged, or in sight."""
         staged = self.stage / name
         return staged if is_there(staged) else self.out / name
 
@@ -319,7 +319,8 @@ class Workspace:
             self.write_file(path, memoryview(file.header), file.size)
 
     def _remove_if_there(self, path: Path) -> None:
-        """What a path names is gone afterwards: writing into it could reach what it is a link to."""
+        """Return what a path names is gone afterwards: writing into it could reach what it is a link
+        to."""
         if is_there(path):
             if path.is_dir() and not path.is_symlink():
                 self._files.remove_tree(path)
@@ -327,7 +328,7 @@ class Workspace:
                 self._files.remove(path)
 
     def _room_for(self, name: str) -> Path:
-        """Where a file is staged: nothing has that name yet, and its folder is there."""
+        """Return where a file is staged: nothing has that name yet, and its folder is there."""
         path = self.stage / name
         check_way(self.stage, name)
         self._remove_if_there(path)
@@ -498,7 +499,7 @@ class Workspace:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a name stands for anything, a broken link included."""
+    """Return whether a name stands for anything, a broken link included."""
     return os.path.lexists(path)
 
 
@@ -587,7 +588,7 @@ _HERE = ("stat", "seen", "stores")
 
 
 def lasting(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a run's identity the manifest keeps: all but what this machine's files are like."""
+    """Return what of a run's identity the manifest keeps: all but what this machine's files are like."""
     return {key: value for key, value in identity.items() if key not in _HERE}
 
 

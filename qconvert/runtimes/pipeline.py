@@ -126,7 +126,7 @@ def check_runtime(name: str | None) -> Runtime | None:
 
 
 def one_stage(runtime: str, config: Mapping[str, Any]) -> bool:
-    """Whether a runtime's class of a model runs in one stage only."""
+    """Return whether a runtime's class of a model runs in one stage only."""
     return architecture_of(config) in _ONE_STAGE.get(runtime, ())
 
 

@@ -1,4 +1,4 @@
-"""What experts answer, weighted and added up by token, as a Triton kernel: each number is read once. By
+"""Answers of experts, weighted and added up by token, as a Triton kernel: each number is read once. By
 torch's operators an expert's answers are read and written four times, and its tokens' sums once more.
 """
 

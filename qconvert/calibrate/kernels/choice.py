@@ -1,4 +1,4 @@
-"""Whether Triton kernels compute: on a GPU, where Triton is installed."""
+"""Choice of Triton kernels: on a GPU, where Triton is installed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fused(weight: torch.Tensor, width: int) -> ModuleType | None:
 
 
 def by_triton(tensor: torch.Tensor) -> bool:
-    """Whether kernels are to compute with a tensor."""
+    """Return whether kernels are to compute with a tensor."""
     there = tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
     return there and _is_installed()
 

@@ -330,7 +330,7 @@ def search(
 
 
 def can_multiply(width: int) -> bool:
-    """Whether `normal` takes groups of so many columns."""
+    """Return whether `normal` takes groups of so many columns."""
     return width in (16, 32, 64, 128)
 
 
@@ -362,9 +362,9 @@ def normal(steps: torch.Tensor, hessian: torch.Tensor, width: int) -> torch.Tens
 
 
 def normal_options(capability: tuple[int, int]) -> dict[str, int]:
-    """How `_normal` is launched. Loads run ahead on an H100 or a B200: that takes 176 KB of shared
-    memory for groups of 128, and a program of other GPUs can have 99 or 163 (CUDA C++ Programming Guide
-    13, table of technical specifications)."""
+    """Return how `_normal` is launched. Loads run ahead on an H100 or a B200: that takes 176 KB of
+    shared memory for groups of 128, and a program of other GPUs can have 99 or 163 (CUDA C++ Programming
+    Guide 13, table of technical specifications)."""
     return {} if capability in _WITH_SPACE else {"num_warps": 8, "num_stages": 1}
 
 

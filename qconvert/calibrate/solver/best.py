@@ -70,10 +70,10 @@ def _step(batch: int, columns: int, *, on_cpu: bool) -> int:
 
 
 def best_bytes(batch: int, rows: int, columns: int, device: str) -> int:
-    """What `best` takes beside the matrices [B, N, K] and Hessians that it is given: those Hessians'
-    factors, and one of them turned around; some rows in float32, twelve times at the most (refits: the
-    weight, what is left of it, steps before and after, their errors and gradients); normal equations of
-    scales; codes, and what they mean."""
+    """Return what `best` takes beside the matrices [B, N, K] and Hessians that it is given: those
+    Hessians' factors, and one of them turned around; some rows in float32, twelve times at the most
+    (refits: the weight, what is left of it, steps before and after, their errors and gradients); normal
+    equations of scales; codes, and what they mean."""
     on_cpu = device == "cpu"
     some = batch * min(rows, _step(batch, columns, on_cpu=on_cpu))
     normal = min(normal_room(on_cpu=on_cpu), some * max(columns, (columns // _NARROWEST) ** 2))

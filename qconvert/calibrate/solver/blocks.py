@@ -40,7 +40,7 @@ def e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def number_of(codes: torch.Tensor) -> torch.Tensor:
-    """What codes of E4M3 mean, float32."""
+    """Return what codes of E4M3 mean, float32."""
     import torch
 
     return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()

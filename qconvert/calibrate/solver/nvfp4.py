@@ -128,7 +128,7 @@ def _found(
 
 
 def factors(scale: torch.Tensor, own: torch.Tensor, dialect: Dialect) -> torch.Tensor:
-    """What codes are multiplied with: block scales [B, ...] with the matrices' own [B]."""
+    """Return what codes are multiplied with: block scales [B, ...] with the matrices' own [B]."""
     each = own.view(-1, *[1] * (scale.dim() - 1))
     return scale * each if dialect == "modelopt" else scale / each
 

@@ -59,7 +59,7 @@ def _by_importance(diagonal: torch.Tensor, together: int) -> torch.Tensor:
 def _factorize_all(
     hessians: torch.Tensor, order: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `_factorize` finds, of all [B, K, K] at once, and which [B] failed."""
+    """Return what `_factorize` finds, of all [B, K, K] at once, and which [B] failed."""
     import torch
 
     turned = order.flip(1)

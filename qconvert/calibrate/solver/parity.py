@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Lattice:
-    """What values can be rounded to: codes from `low` to `high`, scales float32 [B, G, N] and zero
+    """Range that values are rounded to: codes from `low` to `high`, scales float32 [B, G, N] and zero
     points int8 of that shape, None where all are 0; codes times scales are numbers of `dtype`."""
 
     low: int

@@ -1,4 +1,4 @@
-"""What is to be solved: weights, the Hessian of their inputs, and the codes there are."""
+"""Problem of a solver: weights, the Hessian of their inputs, and the codes there are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Curvature:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """What a matrix's codes can be, as steps from its zero point: float32 `low` and `high`, one number
+    """Range of a matrix's codes, as steps from its zero point: float32 `low` and `high`, one number
     or [B, G, N]; G groups of `width` columns, and scales that are values of `dtype`, below 0 too where
     they are `signed`: codes -8 to 7 are then 8 to -7 steps of the same size."""
 
@@ -103,7 +103,7 @@ def in_groups(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def meant(steps: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What steps [B, K, N] mean."""
+    """Return what steps [B, K, N] mean."""
     width = steps.shape[1] // scale.shape[1]
     return (in_groups(steps, width) * scale.unsqueeze(2)).flatten(1, 2)
 
