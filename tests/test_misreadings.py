@@ -14,7 +14,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.misreadings import misread
-from qconvert.runtimes.serving import loads, served
+from qconvert.runtimes.serving import Offered, loads, served
 
 _AT = "model.layers.0.self_attn"
 _LLAMA4: dict[str, Any] = {
@@ -45,7 +45,7 @@ def test_block_scales_that_are_looked_for_under_another_name(name: str) -> None:
     assert not misread("sglang", {"architectures": ["Qwen2ForCausalLM"]}, blocks)
     # A scale a matrix has that name in Mistral's own releases, and is what the class looks for.
     assert not misread("sglang", config, {scale: TensorType("F32", ())})
-    answer = served(config, blocks, Setting())
+    answer = served(Offered(config, blocks), Setting())
     assert not answer.whole
     assert answer.cure
 

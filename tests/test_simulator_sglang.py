@@ -34,7 +34,7 @@ from qconvert.runtimes.consumers import parse_consumer
 from qconvert.runtimes.loading import offering
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
-from qconvert.runtimes.serving import NO_FUSION, loads, served
+from qconvert.runtimes.serving import NO_FUSION, Offered, loads, served
 from qconvert.runtimes.sglang.matching import (
     Compressed,
     SkipList,
@@ -175,7 +175,7 @@ def test_shared_experts_of_another_scheme_are_lost() -> None:
         for which in ("w13", "w2")
         for what in ("packed", "scale")
     }
-    assert served(*packed, Setting()).required_flag == NO_FUSION
+    assert served(Offered(*packed), Setting()).required_flag == NO_FUSION
     assert simulate(*packed, Setting(disable_shared_experts_fusion=True)).whole
 
 
@@ -185,7 +185,7 @@ def test_a_strict_class_refuses_them() -> None:
     answer = simulate(*packed)
     assert answer.refused is not None
     assert answer.refused.kind == "KeyError"
-    assert served(*packed, Setting()).required_flag == NO_FUSION
+    assert served(Offered(*packed), Setting()).required_flag == NO_FUSION
 
 
 def test_an_ignore_list_without_fused_names_is_refused() -> None:

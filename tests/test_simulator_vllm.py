@@ -33,7 +33,7 @@ import qconvert
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
-from qconvert.runtimes.serving import SIMULATED, loads, served
+from qconvert.runtimes.serving import SIMULATED, Offered, loads, served
 from qconvert.runtimes.vllm.matching import excluded, ignored, skipped, target
 from qconvert.runtimes.vllm.simulator import simulate
 
@@ -298,7 +298,7 @@ def test_both_runtimes_are_asked() -> None:
     assert tuple(said) == (*SIMULATED, "transformers")
     assert tuple(said["vllm"].sizes[""]) == (1, 2, 4)
     assert "not at tp 8" in said["vllm"].failed
-    whole = served(config, tensors, Setting(tp=2), runtime="vllm")
+    whole = served(Offered(config, tensors), Setting(tp=2), runtime="vllm")
     assert whole.nbytes == said["vllm"].sizes[""][2]
 
 

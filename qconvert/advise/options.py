@@ -22,7 +22,7 @@ from qconvert.run.prepare import Options, disk_bytes, prepare
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.offering import Tensors
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
-from qconvert.runtimes.serving import Answer, NotKnown, asked
+from qconvert.runtimes.serving import Answer, NotKnown, Offered, asked
 from qconvert.validation import judgement
 from qconvert.validators.reading.matrices import FUSED, gdn_groups
 
@@ -121,7 +121,7 @@ def considered(
     unknown = ""
     for tp in sizes:
         setting = Setting(tp=tp, capability=machine.capability)
-        answer = asked(consumer, folder.config, tensors, setting, groups=_groups(folder))
+        answer = asked(consumer, Offered(folder.config, tensors, _groups(folder)), setting)
         if isinstance(answer, NotKnown):
             unknown = str(answer)
             break

@@ -66,6 +66,30 @@ class Serving:
         return f"{self.consumer.name}{version}"
 
 
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A folder as a runtime gets it: config and headers; in how many groups its fused rows are; the
+    pipeline stage that it holds alone, and the layers of each; whether it is a draft without its
+    model."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorType]
+    groups: int | None = None
+    place: tuple[int, tuple[int, ...]] | None = None
+    alone: bool = False
+
+    @property
+    def stage(self) -> int | None:
+        return None if self.place is None else self.place[0]
+
+    def digest(self) -> bytes:
+        found = blake2b(json.dumps(self.config, sort_keys=True).encode())
+        for name, kind in self.tensors.items():
+            found.update(f"{name} {kind.dtype} {kind.shape}\n".encode())
+        found.update(f"{self.groups} {self.place} {self.alone}".encode())
+        return found.digest()
+
+
 @dataclass(frozen=True)
 class Answer:
     """Answer of all ranks of a server together. `ignored` are tensors that no rank reads though one
@@ -117,31 +141,22 @@ class NotKnown:
 
 
 def asked(
-    consumer: Consumer,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorType],
-    setting: Setting,
-    *,
-    groups: int | None = None,
-    stage: int | None = None,
-    every: bool = True,
-    alone: bool = False,
+    consumer: Consumer, folder: Offered, setting: Setting, *, every: bool = True
 ) -> Answer | NotKnown:
-    """Tell whether a runtime loads a folder, which holds one pipeline stage alone where `stage` is
-    given, or a draft without its model (`alone`)."""
+    """Tell whether a runtime loads a folder; one of a stage as it was cut."""
     if (unknown := version_not_known(consumer)) is not None:
         return unknown
     name = consumer.name
     if name not in SIMULATED:
         return NotKnown(name, "its loader is not simulated")
+    if folder.place is not None:
+        setting = replace(setting, pp=len(folder.place[1]), partition=folder.place[1])
     try:
-        if alone:
-            return draft_alone(config, tensors, setting, every=every, runtime=name)
-        return served(
-            config, tensors, setting, groups=groups, stage=stage, every=every, runtime=name
-        )
+        if folder.alone:
+            return draft_alone(folder, setting, every=every, runtime=name)
+        return served(folder, setting, every=every, runtime=name)
     except NotSimulated as reason:
-        return NotKnown(class_of(config), str(reason))
+        return NotKnown(class_of(folder.config), str(reason))
 
 
 def version_not_known(consumer: Consumer) -> NotKnown | None:
@@ -186,63 +201,57 @@ def ranks_of(setting: Setting, only: int | None = None) -> Iterator[Setting]:
 
 
 def served(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorType],
+    folder: Offered,
     setting: Setting,
     *,
-    groups: int | None = None,
-    stage: int | None = None,
     every: bool = True,
     draft: bool = False,
     runtime: str = "sglang",
 ) -> Answer:
     """Ask a runtime's simulator for every kind of rank, or for the last alone; where the folder does not
-    load whole, also with shared experts kept apart. `stage`: the folder holds only that one;
-    `draft`: as the draft model that the folder holds. Raises NotSimulated."""
+    load whole, also with shared experts kept apart. `draft`: as the draft model that the folder holds.
+    Raises NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
-    if setting.pp > 1 and one_stage(runtime, config):
-        refused = LoadRefused("", "", class_of(config), "it runs in one pipeline stage only")
+    if setting.pp > 1 and one_stage(runtime, folder.config):
+        refused = LoadRefused("", "", class_of(folder.config), "it runs in one pipeline stage only")
         return Answer((Simulated(setting, refused),), ())
-    named = Tensors.of(tensors)
-    known = named.once(f"misread {runtime}", config, partial(misread, runtime))
+    folder = replace(folder, tensors=(named := Tensors.of(folder.tensors)))
+    known = named.once(f"misread {runtime}", folder.config, partial(misread, runtime))
     if known:
         ranks = (Simulated(setting, None, misread=known.wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
-    simulate = partial(_SIMULATE[runtime], groups=groups, draft=draft)
-    answer = _served(simulate, config, named, setting, stage, every=every)
+    simulate = partial(_SIMULATE[runtime], groups=folder.groups, draft=draft)
+    answer = _served(simulate, folder, setting, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
     if not any(rank.shared_fused for rank in answer.ranks):
         return answer
     split = replace(setting, disable_shared_experts_fusion=True)
-    apart = _served(simulate, config, named, split, stage, every=every)
+    apart = _served(simulate, folder, split, every=every)
     return replace(answer, required_flag=NO_FUSION) if apart.whole else answer
 
 
 def drafted(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorType],
-    model: Answer,
-    *,
-    groups: int | None = None,
-    every: bool = True,
-    runtime: str = "sglang",
+    folder: Offered, model: Answer, *, every: bool = True, runtime: str = "sglang"
 ) -> Answer | None:
     """The same for the draft model in the folder, started as its model is, whose answer is `model`: with
     the option that mends it. None where there is none. Raises NotSimulated, also for one in pipeline
     stages."""
     setting = model.setting
     answered = bool(model.cure) or model.refused is not None
-    named = Tensors.of(tensors)
-    own = {} if answered else named.once(f"draft {runtime}", config, partial(_draft, runtime))
+    own: Mapping[str, TensorType] = {}
+    if not answered:
+        named = Tensors.of(folder.tensors)
+        own = named.once(f"draft {runtime}", folder.config, partial(_draft, runtime))
     if not own:
         return None
     if setting.pp > 1:
         raise NotSimulated("a draft in pipeline stages")
     if model.required_flag == NO_FUSION:
         setting = replace(setting, disable_shared_experts_fusion=True)
-    return served(config, own, setting, groups=groups, every=every, draft=True, runtime=runtime)
+    draft = Offered(folder.config, own, folder.groups)
+    return served(draft, setting, every=every, draft=True, runtime=runtime)
 
 
 def _draft(runtime: str, config: Mapping[str, Any], tensors: Tensors) -> Tensors:
@@ -250,33 +259,23 @@ def _draft(runtime: str, config: Mapping[str, Any], tensors: Tensors) -> Tensors
 
 
 def draft_alone(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorType],
-    setting: Setting,
-    *,
-    every: bool = True,
-    runtime: str = "sglang",
+    folder: Offered, setting: Setting, *, every: bool = True, runtime: str = "sglang"
 ) -> Answer:
     """The same for a folder that holds a draft and not its model. Raises NotSimulated, also under vLLM,
     for which drafts are not simulated, and for a class without a draft."""
     if runtime != "sglang":
         raise NotSimulated(f"a draft under {runtime}")
-    if setting.pp > 1 or not (found := sglang.of_draft(config, tensors)):
+    if setting.pp > 1 or not (found := sglang.of_draft(folder.config, folder.tensors)):
         raise NotSimulated(
             "a draft in pipeline stages" if setting.pp > 1 else "a draft of its class"
         )
-    return served(config, found, setting, every=every, draft=True)
+    return served(Offered(folder.config, found), setting, every=every, draft=True)
 
 
 def _served(
-    simulate: Callable[..., Simulated],
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorType],
-    setting: Setting,
-    stage: int | None,
-    *,
-    every: bool,
+    simulate: Callable[..., Simulated], folder: Offered, setting: Setting, *, every: bool
 ) -> Answer:
+    config, tensors, stage = folder.config, folder.tensors, folder.stage
     ranks: list[Simulated] = []
     asked = list(ranks_of(setting, stage))
     for rank in asked if every else asked[-1:]:
@@ -371,7 +370,6 @@ def loads(
     if facts.get("amx") is not None or facts.get("trtllm_gen") is not None:
         return {}
     groups, stage = facts.get("gdn_groups"), facts.get("stage")
-    alone = facts.get("draft") is not None
     place = None
     if stage is not None:
         place = _place(stage)
@@ -379,14 +377,14 @@ def loads(
             return {}
     order = groups if type(groups) is int else None
     # Sorted, so that what is said first does not depend on where the headers come from.
-    named = Tensors.of(tensors).by_name
-    digest = _digest(config, named, order, place, alone=alone)
+    folder = Offered(
+        config, Tensors.of(tensors).by_name, order, place, facts.get("draft") is not None
+    )
+    digest = folder.digest()
     if digest not in _SAID:
         if len(_SAID) >= _MOST_SAID:
             _SAID.clear()
-        _SAID[digest] = tuple(
-            _loading(name, config, named, order, place, alone=alone) for name in RUNTIMES
-        )
+        _SAID[digest] = tuple(_loading(name, folder) for name in RUNTIMES)
     return {one.runtime: _of_facts(one, config, facts) for one in _SAID[digest]}
 
 
@@ -408,21 +406,6 @@ _SAID: dict[bytes, tuple[Loading, ...]] = {}
 _MOST_SAID = 64
 
 
-def _digest(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorType],
-    groups: int | None,
-    place: tuple[int, tuple[int, ...]] | None,
-    *,
-    alone: bool,
-) -> bytes:
-    found = blake2b(json.dumps(config, sort_keys=True).encode())
-    for name, kind in tensors.items():
-        found.update(f"{name} {kind.dtype} {kind.shape}\n".encode())
-    found.update(f"{groups} {place} {alone}".encode())
-    return found.digest()
-
-
 def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
     """A stage's number and partition."""
     if not isinstance(stage, Mapping):
@@ -434,30 +417,15 @@ def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
     return (number, layers) if 0 <= number < len(layers) == len(partition) else None
 
 
-def _loading(
-    runtime: str,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorType],
-    groups: int | None,
-    stage: tuple[int, tuple[int, ...]] | None,
-    *,
-    alone: bool,
-) -> Loading:
+def _loading(runtime: str, folder: Offered) -> Loading:
     """Answer of one runtime."""
-    number, partition = stage or (None, None)
     whole: dict[str, dict[int, int]] = {}
     failed = draft = unknown = cache = ""
     unread: frozenset[str] | None = None
     sizes: list[int] = []
     for tp in _SIZES:
-        setting = Setting(tp=tp, rank=tp - 1)
-        if partition is not None:
-            setting = replace(setting, pp=len(partition), partition=partition)
         beside = None
-        answer = asked(
-            Consumer(runtime), config, tensors, setting, groups=groups, stage=number, every=False,
-            alone=alone,
-        )  # fmt: skip
+        answer = asked(Consumer(runtime), folder, Setting(tp=tp, rank=tp - 1), every=False)
         if isinstance(answer, NotKnown):
             at = f"at tp {tp} " if sizes else ""
             unknown = f"{at}{_short(str(answer))}"
@@ -467,10 +435,8 @@ def _loading(
             end = answer.refused.refused if answer.refused is not None else None
             unread = frozenset(answer.unread if end is None else (end.where,))
         try:
-            if not alone:
-                beside = drafted(
-                    config, tensors, answer, groups=groups, every=False, runtime=runtime
-                )
+            if not folder.alone:
+                beside = drafted(folder, answer, every=False, runtime=runtime)
         except NotSimulated as reason:
             draft = draft or f"is not known to load its draft, which is not simulated: {reason}"
         if answer.verdict == "loads":

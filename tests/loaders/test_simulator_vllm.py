@@ -21,7 +21,7 @@ from loaders.published import FAMILIES, published
 from qconvert.runtimes.loading.offering import Simulated
 from qconvert.runtimes.loading.refusal import NotSimulated
 from qconvert.runtimes.loading.setting import Setting
-from qconvert.runtimes.serving import served
+from qconvert.runtimes.serving import Offered, served
 from qconvert.runtimes.vllm.simulator import simulate
 
 pytestmark = [
@@ -339,7 +339,7 @@ def test_qwen35_becomes_qwen3_next(vllm: Server, folders: Path) -> None:
 def test_all_ranks_together(folders: Path) -> None:
     """What `validate --for vllm` asks."""
     folder = source(folders, "glm4_moe", fp8=True)
-    answer = served(config_of(folder), headers(folder), Setting(tp=2), runtime="vllm")
+    answer = served(Offered(config_of(folder), headers(folder)), Setting(tp=2), runtime="vllm")
     assert answer.whole
     assert answer.nbytes == simulate(config_of(folder), headers(folder), Setting(tp=2)).nbytes
 

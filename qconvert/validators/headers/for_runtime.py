@@ -3,10 +3,9 @@ loader."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.shown import count
@@ -18,7 +17,7 @@ from qconvert.runtimes.serving import (
     SIMULATED,
     Answer,
     NotKnown,
-    Serving,
+    Offered,
     asked,
     class_of,
     drafted,
@@ -92,19 +91,16 @@ class ForRuntime:
             stage = stage_of(checkpoint)
             place = None if stage is None else (stage.number, stage.partition)
             alone = DRAFT in (checkpoint.manifest or {})
-            groups = _groups(folder)
+            offered = Offered(checkpoint.config, tensors, _groups(folder), place, alone)
         except PlanError as reason:
             raise NotChecked(str(NotKnown(class_of(checkpoint.config), str(reason)))) from None
-        answer = ask(serving, checkpoint.config, tensors, groups, place, alone=alone)
+        answer = asked(serving.consumer, offered, serving.setting)
         if isinstance(answer, NotKnown):
             raise NotChecked(str(answer))
         draft = None
         try:
             if not alone:
-                draft = drafted(
-                    checkpoint.config, tensors, answer, groups=groups,
-                    runtime=serving.consumer.name,
-                )  # fmt: skip
+                draft = drafted(offered, answer, runtime=serving.consumer.name)
         except NotSimulated as reason:
             yield OnlyRead(f"the draft is not simulated: {reason}")
         version = SIMULATED[serving.consumer.name]
@@ -119,26 +115,6 @@ class ForRuntime:
             if draft.whole:
                 size = format_size(draft.nbytes)
                 yield Proved(f"{who} loads the folder's draft model: {size} of weights more")
-
-
-def ask(
-    serving: Serving,
-    config: Mapping[str, object],
-    tensors: Mapping[str, TensorType],
-    groups: int | None,
-    stage: tuple[int, tuple[int, ...]] | None,
-    *,
-    alone: bool = False,
-) -> Answer | NotKnown:
-    """The simulator's answer for all ranks; those of one stage for the folder of one, cut as it was, and
-    of a draft that is `alone` in its folder."""
-    setting, number = serving.setting, None
-    if stage is not None:
-        number, partition = stage
-        setting = replace(setting, pp=len(partition), partition=partition)
-    return asked(
-        serving.consumer, config, tensors, setting, groups=groups, stage=number, alone=alone
-    )
 
 
 def findings(answer: Answer) -> Iterator[Finding]:
