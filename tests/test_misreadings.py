@@ -133,12 +133,12 @@ def test_experts_that_are_computed_with_without_scales(dtype: str) -> None:
     ("runtime", "name"), [("sglang", "OlmoeForCausalLM"), ("vllm", "Zamba2ForCausalLM")]
 )
 def test_a_class_that_runs_in_one_stage(runtime: str, name: str) -> None:
-    answer = served({"architectures": [name]}, {}, Setting(pp=2), runtime=runtime)
+    answer = served(Offered({"architectures": [name]}, {}), Setting(pp=2), runtime=runtime)
     assert answer.verdict == "does not load"
     assert answer.refused is not None
     assert "one pipeline stage only" in str(answer.refused.refused)
     with pytest.raises(NotSimulated):
-        served({"architectures": [name]}, {}, Setting(), runtime=runtime)
+        served(Offered({"architectures": [name]}, {}), Setting(), runtime=runtime)
 
 
 def test_a_folder_that_is_misread(llama: Path, tmp_path: Path) -> None:
