@@ -214,7 +214,7 @@ def test_the_work_dir_is_of_a_kind_of_device(
             pass
 
     monkeypatch.setattr("qconvert.calibrate.engine.calibrate", seen)
-    monkeypatch.setattr("qconvert.calibrate.backend.Mates", Fake)
+    monkeypatch.setattr("qconvert.calibrate.backend.WorkerPool", Fake)
     monkeypatch.setattr("qconvert.calibrate.backend.check_devices", lambda _: None)
     for name, kind in (("cpu", "cpu"), ("cuda:1", "cuda")):
         plan = amx_plan(source, replace(SYNTHETIC, devices=(name,)))

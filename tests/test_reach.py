@@ -404,6 +404,7 @@ _PARSERS = {
     "run/workspace.py", "run/journal.py", "run/staging.py", "run/verify.py", "run/finished.py",
     "validation/judgement.py",  # our own files, and texts that journal and receipt were read to
     "contrib/trtllm_gen/sglang_plugin.py",  # runs within sglang, without qconvert
+    "calibrate/distributed.py",  # what processes of one run tell one another
     "validators/amx/kt_forward.py", "client/retries.py",  # our own job; answers of the Hub
     "layouts/derived/transformers_class.py",  # what find.py asks it
 }  # fmt: skip
