@@ -75,8 +75,8 @@ def applied(mutant: Mutant) -> Iterator[None]:
         patch.setenv(both_forms.VARIABLE, "none")  # the two forms of an op differ now
         _forget(modules.values())
         patch.setattr(owner, name, wrong)
-        for other in modules.values() if not above else ():
-            if vars(other).get(name) is right:
+        for other in list(sys.modules.values()) if not above else ():  # those of tests, too
+            if getattr(other, "__dict__", {}).get(name) is right:
                 patch.setattr(other, name, wrong)
         yield
     _forget(modules.values())

@@ -28,6 +28,7 @@ def test_a_plan_that_differs_in_nothing_else_points_to_the_card() -> None:
     ("change", "words"),
     [
         ({"passes": ["Fuse()"]}, "pass 1 was `dequant`, now `fuse`"),
+        ({"passes": []}, "pass 1 was `dequant`, now no pass"),
         ({"source": "t"}, "the source changed since that run began"),
         ({"sha256": True}, "--sha256 was False, now True"),
     ],
@@ -52,6 +53,7 @@ def test_files_that_were_sent(tmp_path: Path) -> None:
     found = read_journal(path)
     assert found is not None
     assert found.sent == {two.name: two}
+    assert found.length == path.stat().st_size
 
 
 @pytest.mark.parametrize(
