@@ -277,8 +277,8 @@ def test_split_takes_data_for_a_recipe(source: Path, tmp_path: Path) -> None:
 def test_the_libraries_say_nothing_on_stdout() -> None:
     """--json is alone there: llm-compressor warns, as it is imported, of a machine without a GPU."""
     code = (
-        "from qconvert.calibrate.backend import hush_llm_compressor\n"
-        "hush_llm_compressor()\n"
+        "from qconvert.calibrate.backend import silence_llm_compressor\n"
+        "silence_llm_compressor()\n"
         "from llmcompressor.utils.dev import get_main_device\n"
         "get_main_device()\n"
     )

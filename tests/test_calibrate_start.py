@@ -109,8 +109,8 @@ def test_a_command_takes_nothing_that_it_does_not_use(
 
 _HUSHED = """
 import os
-from qconvert.calibrate.backend import hush_llm_compressor
-hush_llm_compressor()
+from qconvert.calibrate.backend import silence_llm_compressor
+silence_llm_compressor()
 from loguru import logger
 logger.log("METRIC", "as llm-compressor's modifiers do")
 assert "LLM_COMPRESSOR_LOG_DISABLED" not in os.environ

@@ -13,7 +13,7 @@ from qconvert.run.journal import Journal, first_difference, lines_of, read_journ
 from qconvert.run.upload_target import Sent
 
 HEADER: dict[str, Any] = {
-    "source": "s", "passes": ["Dequant()"], "qconvert": "0.1.0", "sha256": False, "fingerprint": "a",
+    "source": "s", "passes": [{"name": "dequant", "options": {}}], "qconvert": "0.1.0", "sha256": False, "fingerprint": "a",
 }  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def test_a_plan_that_differs_in_nothing_else_points_to_the_card() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"passes": ["Fuse()"]}, "pass 1 was `dequant`, now `fuse`"),
+        ({"passes": [{"name": "fuse", "options": {}}]}, "pass 1 was `dequant`, now `fuse`"),
         ({"passes": []}, "pass 1 was `dequant`, now no pass"),
         ({"source": "t"}, "the source changed since that run began"),
         ({"sha256": True}, "--sha256 was False, now True"),
