@@ -21,7 +21,7 @@ from qconvert.core.errors import OutputError, PlanError, RunError, UsageError
 from qconvert.hub.outlet import UNFINISHED, HubOutlet
 from qconvert.run.events import Silent
 from qconvert.run.files import Files
-from qconvert.run.upload_queue import StreamSpace
+from qconvert.run.upload_queue import StreamSpace, seen_whole
 from qconvert.run.upload_target import Sent
 
 # Of the client, on its way to httpx.
@@ -394,8 +394,6 @@ def test_bytes_that_change_on_this_disk_are_not_sent(
 
 def _after_damage(path: Path, *given: Any) -> Sent:
     """A bit flips in the file before it is looked at."""
-    from qconvert.run.upload_queue import seen_whole
-
     with path.open("r+b") as stream:
         stream.seek(-1, 2)
         byte = stream.read(1)
