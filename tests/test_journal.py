@@ -13,7 +13,8 @@ from qconvert.run.journal import Journal, first_difference, lines_of, read_journ
 from qconvert.run.upload_target import Sent
 
 HEADER: dict[str, Any] = {
-    "source": "s", "passes": [{"name": "dequant", "options": {}}], "qconvert": "0.1.0", "sha256": False, "fingerprint": "a",
+    "source": "s", "passes": [{"name": "dequant", "options": {}}], "qconvert": "0.1.0",
+    "sha256": False, "fingerprint": "a",
 }  # fmt: skip
 
 
