@@ -5,7 +5,7 @@ NUMA shards by rows, down by columns, so each of down's shards has scales of its
 kt-kernel 0.7.2 (its converter's output, byte for byte, over all of tests/test_amx_peer.py's cases);
 names and shapes as `kt_kernel/utils/loader.py` (SafeTensorLoader) asks for them.
 
-Codes, with `rounding: peer`, as that converter makes them (its build flushes denormals to zero):
+Codes, with `rounding: reference`, as that converter makes them (its build flushes denormals to zero):
 
     amax = max |w|          w bf16, elements below 2^-126 taken for zero
     int8: d = fp32(amax * fp32(1/127))      int4: d = fp32(amax / 112)      d < 2^-126: d = 0
@@ -58,7 +58,7 @@ class Amx:
     """weight BF16 [N, K] -> for each of `shards` column shards: packed I8 [N * K/shards * bits/8] and
     scale F32 [N].
 
-    `rounding` is `peer` (kt-kernel's own bytes) or `search` (same format, each row's step chosen for
+    `rounding` is `reference` (kt-kernel's own bytes) or `search` (same format, each row's step chosen for
     the least sum of squared weight errors, see formats/amx/clip.py). N must be a multiple of the step
     (128 int4, 64 int8), K of step * shards, else PlanError. NaN or infinity: RowError.
     """
