@@ -35,8 +35,7 @@ from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.calibrate.solve import rounded
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.fp4_scheme import Nvfp4Scheme
-from qconvert.core.int_scheme import Codes, IntScheme, Scheme, Signs
+from qconvert.core.int_scheme import Codes, IntScheme, Nvfp4Scheme, Scheme, Signs
 from qconvert.formats.int_packed.search import search_rows
 from qconvert.plan.plan import Plan
 

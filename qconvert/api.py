@@ -43,7 +43,7 @@ from qconvert.core.errors import (
     RunError,
     UsageError,
 )
-from qconvert.core.sizes import parse_size
+from qconvert.core.shown import parse_size
 from qconvert.hub.card.of_plan import with_card
 from qconvert.hub.destination import is_hub
 from qconvert.plan.plan import Pass, Plan, run_passes
@@ -69,7 +69,7 @@ from qconvert.validation.findings import Verdict
 
 if TYPE_CHECKING:
     from qconvert.advise.advice import Advice
-    from qconvert.advise.machine import Machine
+    from qconvert.advise.options import Machine
     from qconvert.checkpoint.grafted import Grafted
     from qconvert.core.encodings import Encoding
     from qconvert.evaluate.result import Evaluation
@@ -186,7 +186,7 @@ __all__ = (
 # modules, of which a conversion needs 245.
 _LATER: Mapping[str, tuple[str, ...]] = {
     "advise.advice": ("Advice",),
-    "advise.machine": ("Machine",),
+    "advise.options": ("Machine",),
     "core.encodings": ("Encoding",),
     "evaluate.result": ("Evaluation",),
     "hub.file_diff": ("FileDifference", "FilesCompared"),
@@ -1050,7 +1050,7 @@ def advise(
     KTransformers. Raises CheckpointError, UsageError for a runtime that is not simulated.
     """
     from qconvert.advise.advice import advise as _advise
-    from qconvert.advise.machine import Machine
+    from qconvert.advise.options import Machine
     from qconvert.runtimes.consumers import Consumer, parse_consumer
 
     consumer = Consumer("ktransformers") if runtime == "ktransformers" else parse_consumer(runtime)

@@ -10,8 +10,7 @@ import headers
 
 from qconvert import api
 from qconvert.advise.advice import hybrids
-from qconvert.advise.machine import Machine
-from qconvert.advise.options import candidates, considered
+from qconvert.advise.options import Machine, candidates, considered
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.runtimes.consumers import Consumer
 

@@ -12,8 +12,7 @@ from checkpoints import run_cli
 
 from qconvert import api
 from qconvert.advise.advice import Hybrid, as_json, lines_of
-from qconvert.advise.machine import FOR_WEIGHTS
-from qconvert.advise.options import Choice, candidates, considered, cpu_candidates
+from qconvert.advise.options import FOR_WEIGHTS, Choice, candidates, considered, cpu_candidates
 from qconvert.cli.main import cli
 from qconvert.core.errors import PlanError, UsageError
 from qconvert.runtimes.consumers import Consumer

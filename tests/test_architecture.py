@@ -174,7 +174,7 @@ _FOR_VALIDATORS = {
     # Names that a manifest and config.json have: facts, no code that makes a folder.
     "qconvert.core.manifest_keys", "qconvert.checkpoint.text_class",
     # The simulator of a runtime's loader, which knows nothing of how a folder was made.
-    "qconvert.core.sizes", "qconvert.runtimes.advisories", "qconvert.runtimes.serving",
+    "qconvert.runtimes.advisories", "qconvert.runtimes.serving",
     "qconvert.runtimes.loading.offering", "qconvert.runtimes.loading.refusal",
     "qconvert.runtimes.loading.setting",
 }  # fmt: skip

@@ -27,8 +27,7 @@ from sampled import sampled
 
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import LayerStats, Settings
-from qconvert.core.fp4_scheme import Nvfp4Scheme
-from qconvert.core.int_scheme import Codes, IntScheme, Scheme
+from qconvert.core.int_scheme import Codes, IntScheme, Nvfp4Scheme, Scheme
 
 every_family = pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
 

@@ -36,8 +36,7 @@ from qconvert.calibrate.solve import rounded
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import PlanError, RunError
-from qconvert.core.fp4_scheme import Nvfp4Scheme
-from qconvert.core.int_scheme import Codes, IntScheme, Scheme
+from qconvert.core.int_scheme import Codes, IntScheme, Nvfp4Scheme, Scheme
 from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 

@@ -38,7 +38,7 @@ import numpy as np
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.fp4_scheme import Nvfp4Scheme
+from qconvert.core.int_scheme import Nvfp4Scheme
 from qconvert.core.int_scheme import IntScheme
 from qconvert.plan.plan import Plan
 

@@ -16,9 +16,8 @@ from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import ExpertSchemes, Settings, Solver
 from qconvert.calibrate.solve import rounded
 from qconvert.core.dtypes import TensorType
-from qconvert.core.fp4_scheme import Nvfp4Scheme
 from qconvert.core.graph import Buffer
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.int_scheme import Codes, IntScheme, Nvfp4Scheme
 from qconvert.formats.amx.encode import Amx
 from qconvert.validators.reading.amx import tile_floats
 

@@ -64,7 +64,7 @@ def _ran(
 # what it imports takes seconds.
 _STARTS = {
     "the class of transformers": (
-        "from qconvert.layouts.derived import find; find._MODULE = 'qconvert.core.sizes'; "
+        "from qconvert.layouts.derived import find; find._MODULE = 'qconvert.core.shown'; "
         "assert 'exit' not in str(find._run('{}')), find._run('{}')"
     ),
     "workers of a conversion": (

@@ -642,7 +642,7 @@ MUTANTS = (
         "MxToBlockFp8.run", "target[part] = made", "target[part] = made[::-1]",
     ),
     Mutant(
-        "a multiplier where a divisor is read", "relabel nvfp4", "formats.nvfp4.dialects",
+        "a multiplier where a divisor is read", "relabel nvfp4", "formats.nvfp4.relabel",
         "Reciprocal.run", "near = one / value", "near = value.copy()",
     ),
     # --- what is left out

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qconvert.core.errors import RecipeError, UsageError
-from qconvert.core.sizes import exact_size, format_size, parse_size
+from qconvert.core.shown import exact_size, format_size, parse_size
 from qconvert.passes import passes
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant

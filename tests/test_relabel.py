@@ -25,8 +25,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import RowError, RunError
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
-from qconvert.formats.nvfp4.dialects import Reciprocal
-from qconvert.formats.nvfp4.relabel import ExponentRange, RelabelBlocks, RelabelOwn
+from qconvert.formats.nvfp4.relabel import ExponentRange, Reciprocal, RelabelBlocks, RelabelOwn
 from qconvert.ops.fp4 import DequantNvfp4
 from qconvert.ops.fp8 import DequantFp8
 from qconvert.ops.mx import DequantMxfp4

@@ -37,9 +37,9 @@ from qconvert.validation.reports import (
     render,
     suffix_format,
 )
+from qconvert.validation.reports.as_html import EXACT, UNKNOWN, plot_data
 from qconvert.validation.reports.figures import groups, worst
 from qconvert.validation.reports.places import Place, places
-from qconvert.validation.reports.plots import EXACT, UNKNOWN, plot_data
 from qconvert.validation.reports.words import split_reason
 from qconvert.validation.runner import Report
 

@@ -16,7 +16,7 @@ from qconvert.checkpoint.hub_cache import parse_repo
 from qconvert.cli.calibration import SETTINGS
 from qconvert.cli.main import cli
 from qconvert.core.errors import QConvertError, RecipeError, UsageError
-from qconvert.core.sizes import parse_size
+from qconvert.core.shown import parse_size
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.runtimes.pipeline import check_runtime, parse_partition
 from qconvert.validation.reports import suffix_format

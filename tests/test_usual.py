@@ -24,9 +24,8 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.validation.findings import Measure
 from qconvert.validation.reports import as_html, as_json, as_text
-from qconvert.validation.reports.figures import Group
+from qconvert.validation.reports.figures import USUAL, Group, compared
 from qconvert.validation.reports.side_by_side import side_by_side
-from qconvert.validation.reports.usual import USUAL, compared
 from qconvert.validation.runner import Report
 
 W4A16 = "usual for w4a16 that is rounded (16 to 20.6 dB)"

@@ -23,7 +23,7 @@ from qconvert.core.graph import Value
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import split_parameter
 from qconvert.matrices.calibrated import Calibrated, calibrated_op
-from qconvert.matrices.calibrated_linears import calibrated_linear
+from qconvert.matrices.linears import calibrated_linear
 from qconvert.matrices.reading import read_matrix
 from qconvert.matrices.stored import Stored
 from qconvert.passes.amx import ExpertsToAmx

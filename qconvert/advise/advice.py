@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
-from qconvert.advise.machine import FOR_WEIGHTS, Machine
-from qconvert.advise.options import Choice, candidates, considered, cpu_candidates
+from qconvert.advise.options import (
+    FOR_WEIGHTS,
+    Choice,
+    Machine,
+    candidates,
+    considered,
+    cpu_candidates,
+)
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError, UsageError
-from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
+from qconvert.core.shown import count, format_size
 from qconvert.formats.amx.limits import RUNTIME_NAME
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.runtimes.consumers import Consumer

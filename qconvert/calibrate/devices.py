@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
 
 from qconvert.core.errors import RunError
-from qconvert.core.gpus import count_gpus
+
+# --- NVIDIA GPUs of this machine, without torch ---------------------------------------------------
+
+
+_NODES = Path("/dev")
+_NODE = re.compile(r"nvidia[0-9]+")
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def count_gpus() -> int:
+    """Return how many GPUs torch will probably find: 0 where that is not known."""
+    named = _named()
+    if named is not None:
+        return len(named)
+    try:
+        return sum(1 for path in _NODES.iterdir() if _NODE.fullmatch(path.name))
+    except OSError:
+        return 0
+
+
+def _named() -> list[str] | None:
+    """Return what CUDA_VISIBLE_DEVICES names, if it is set."""
+    asked = os.environ.get(_VARIABLE)
+    return None if asked is None else [part.strip() for part in asked.split(",") if part.strip()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from qconvert.calibrate.settings import CLIPS, Settings
 from qconvert.calibrate.solver import nvfp4
 from qconvert.calibrate.solver.best import best, least_squares
 from qconvert.calibrate.solver.parity import parity
-from qconvert.core.fp4_scheme import Nvfp4Scheme
-from qconvert.core.int_scheme import Codes, IntScheme, Scheme
+from qconvert.core.int_scheme import Codes, IntScheme, Nvfp4Scheme, Scheme
 
 if TYPE_CHECKING:
     import torch

@@ -34,8 +34,7 @@ from qconvert.checkpoint.store import (
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.own_process import make_private
 from qconvert.core.regular import writing
-from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
+from qconvert.core.shown import count, format_size
 
 # Most headers end within this, so most shards take one request.
 _FIRST_READ = 16 << 10

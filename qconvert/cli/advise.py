@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from qconvert.cli.command import Command
-from qconvert.cli.consumer import made_for
-from qconvert.cli.options import FINDINGS, JSON, NOT_KNOWN, OPENING, SOURCE, Count, Size
+from qconvert.cli.options import FINDINGS, JSON, NOT_KNOWN, OPENING, SOURCE, Count, Size, made_for
 from qconvert.core.say import say, say_all, say_json
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.next_step import tell_next
 from qconvert.cli.options import FINDINGS, MORE
 from qconvert.cli.profile import profile_json
+from qconvert.cli.verbosity import is_quiet
 from qconvert.core.say import say, say_json, say_report
 
 if TYPE_CHECKING:
@@ -23,6 +24,28 @@ if TYPE_CHECKING:
     from qconvert.cli.convert import RunOptions
     from qconvert.run.prepare import Prepared
     from qconvert.validation.runner import Report
+
+
+# --- Advice on a result ---------------------------------------------------------------------------
+
+
+def tell_next(folders: Sequence[str], source: str, draft: str | None, *, validated: bool) -> None:
+    """Name, on stderr, the command that compares the first folder with its source, or, where that has
+    been done, the place of the line that serves it. Of two folders the second is the GPU side."""
+    if is_quiet():
+        return
+    first, *others = folders
+    if validated:
+        say(
+            f"next    {first}/README.md says how to serve it, and at which sizes it loads", err=True
+        )
+        return
+    words = ["qconvert", "validate", first, "--against", source]
+    if others:
+        words += ["--pair", others[0]]
+    if draft is not None:
+        words += ["--draft", draft]
+    say(f"next    {shlex.join([*words, '--level', 'full'])}", err=True)
 
 
 @dataclass(frozen=True)
@@ -164,8 +187,7 @@ def _summary(result: Result, seconds: float) -> dict[str, Any]:
 
 
 def _ending(result: Result, seconds: float, ready: Prepared) -> str:
-    from qconvert.core.shown import count, message
-    from qconvert.core.sizes import format_size
+    from qconvert.core.shown import count, format_size, message
 
     shard = ready.options.shard
     if result.left_units:

@@ -13,7 +13,6 @@ import click
 
 from qconvert.cli import completion
 from qconvert.cli.command import Command
-from qconvert.cli.consumer import made_for
 from qconvert.cli.options import (
     AGAINST,
     DRAFT,
@@ -26,6 +25,7 @@ from qconvert.cli.options import (
     SourceName,
     jobs,
     level,
+    made_for,
     memory,
     pair,
     report,

@@ -425,8 +425,7 @@ def show_plan(planned: Planned, options: RunOptions) -> None:
 
 def share_line(share: Share) -> str:
     """Return what a shard does, in a line of the plan."""
-    from qconvert.core.shown import count
-    from qconvert.core.sizes import format_size
+    from qconvert.core.shown import count, format_size
 
     rest = ""
     if share.rest_units:

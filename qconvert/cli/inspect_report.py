@@ -10,8 +10,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.stored_formats import Formats, own_role
 from qconvert.cli.plan_report import MOST_ROWS, some, unknown_names
 from qconvert.cli.provenance import provenance_lines
-from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
+from qconvert.core.shown import count, format_size
 from qconvert.hub.card.front import base_model_of
 from qconvert.hub.card.of_plan import source_front
 

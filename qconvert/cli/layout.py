@@ -1,16 +1,265 @@
-"""fuse, unfuse, experts: the same weights in another layout."""
+"""fuse, unfuse, experts, relabel, prepare, mtp, text: the same weights in another layout."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import click
 
+from qconvert.cli.carry_out import carry_out
 from qconvert.cli.command import Command
-from qconvert.cli.consumer import made_for
-from qconvert.cli.convert import CONVERSION, RunOptions, convert
-from qconvert.cli.options import OUT, SOURCE, SOURCE_GROUPS, Count
+from qconvert.cli.convert import CONVERSION, RUNNING, RunOptions, convert, plan_options, show_plan
+from qconvert.cli.options import (
+    DIALECT_HELP,
+    INPUT_SCALE,
+    OUT,
+    SOURCE,
+    SOURCE_GROUPS,
+    Count,
+    SourceName,
+    from_options,
+    made_for,
+)
+from qconvert.passes.as_class import AsClass
+from qconvert.passes.experts import Unstack
+from qconvert.plan.plan import Pass
+from qconvert.runtimes.consumers import parse_consumer
+
+if TYPE_CHECKING:
+    from qconvert.core.encodings import Dialect
+
+
+# --- relabel --------------------------------------------------------------------------------------
+
+
+@click.command(cls=Command)
+@SOURCE
+@OUT
+@click.option(
+    "--to", "form", required=True,
+    type=click.Choice(["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"]),
+    help="The form to write.",
+)  # fmt: skip
+@click.option(
+    "--dialect", type=click.Choice(["compressed-tensors", "modelopt"]), help=DIALECT_HELP,
+)  # fmt: skip
+@INPUT_SCALE
+@click.option(
+    "--nearest", is_flag=True,
+    help="Between NVFP4's dialects: take the nearest float32 where a global scale has no exact "
+    "reciprocal (2^-23 of it at most); otherwise such a scale ends the run.",
+)  # fmt: skip
+@CONVERSION
+def relabel(
+    source: str,
+    out: Path | str,
+    form: Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"],
+    dialect: Dialect | None,
+    input_scale: float | None,
+    nearest: bool,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Write the quantized weights of SRC in another form, without rounding a number.
+
+    Codes stay the numbers that they are: AutoAWQ's and GPTQ's become compressed-tensors' and GPTQ's two
+    versions each other, NVFP4 goes between the dialects of modelopt and compressed-tensors, block FP8
+    between the names of DeepSeek and of compressed-tensors, and MXFP4 becomes block FP8 (--to fp8) or
+    NVFP4 (--to nvfp4; beside FP8 layers, as in DeepSeek-V4, runtimes need --input-scale then). What the
+    other form cannot hold ends the run, with the tensor's name.
+
+    \b
+    Examples:
+      qconvert relabel Qwen2.5-72B-Instruct-AWQ out --to compressed-tensors
+      qconvert relabel Qwen3-30B-A3B-GPTQ-Int4 out --to gptq-v2 --dry-run
+      qconvert relabel DeepSeek-V4-Flash out --to fp8
+      qconvert relabel DeepSeek-V4-Flash out --to nvfp4 --dialect modelopt --input-scale 1.0
+      qconvert relabel Qwen3-235B-A22B-NVFP4 out --to compressed-tensors --nearest
+    """
+    from qconvert.passes.relabel import Relabel
+    from qconvert.recipe.recipe import Recipe
+
+    if (form == "nvfp4") != (dialect is not None):
+        raise click.UsageError("--to nvfp4 and --dialect go together: give both, or neither")
+    if input_scale is not None and form != "nvfp4":
+        raise click.UsageError("--input-scale is written with --to nvfp4 only: omit it")
+    with from_options():
+        step = Relabel(to=form, nearest=nearest, dialect=dialect, input_scale=input_scale)
+    convert(Recipe("relabel", (step,), options["max_shard_size"]), source, out, options)
+
+
+# --- prepare and unprepare ------------------------------------------------------------------------
+
+
+@click.group()
+def prepare() -> None:
+    """Experimental: do once what a runtime does to the weights at every load.
+
+    \b
+    Example:
+      qconvert prepare trtllm-gen DeepSeek-R1-FP4 DeepSeek-R1-FP4-prepared
+    """
+
+
+@prepare.command("trtllm-gen", cls=Command)
+@SOURCE
+@OUT
+@CONVERSION
+def trtllm_gen(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+    """Experimental: NVFP4 experts in the layout of TensorRT-LLM's MoE kernels.
+
+    sglang runs these in its flashinfer_trtllm backend. The same bytes in another order, for every
+    tensor-parallel size that divides them. A stock server refuses the folder, by design;
+    OUT/PREPARED.md says how to serve it. The kernels have not been run on such a folder yet.
+
+    \b
+    Examples:
+      qconvert prepare trtllm-gen DeepSeek-R1-FP4 out --dry-run
+      qconvert prepare trtllm-gen DeepSeek-R1-FP4 out
+    """
+    from qconvert.contrib.trtllm_gen.prepare import Prepare
+    from qconvert.recipe.recipe import Recipe
+
+    recipe = Recipe("prepare-trtllm-gen", (Prepare(),), options["max_shard_size"])
+    convert(recipe, source, out, options)
+
+
+@click.command(cls=Command)
+@SOURCE
+@OUT
+@CONVERSION
+def unprepare(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+    """Experimental: restore, byte for byte, the tensors that `qconvert prepare` read.
+
+    \b
+    Example:
+      qconvert unprepare DeepSeek-R1-FP4-prepared DeepSeek-R1-FP4
+    """
+    from qconvert.contrib.trtllm_gen.unprepare import Unprepare
+    from qconvert.recipe.recipe import Recipe
+
+    convert(Recipe("unprepare", (Unprepare(),), options["max_shard_size"]), source, out, options)
+
+
+# --- mtp, text ------------------------------------------------------------------------------------
+
+
+@click.group()
+def mtp() -> None:
+    """Draft (MTP) layers: as a folder of their own, put into a model, or left out.
+
+    \b
+    Examples:
+      qconvert mtp extract DeepSeek-V3 DeepSeek-V3-draft
+      qconvert mtp graft Qwen3.5-w4a16 Qwen/Qwen3.5-35B-A3B out
+      qconvert mtp drop Qwen/Qwen3.5-35B-A3B out
+    """
+
+
+@mtp.command(cls=Command)
+@SOURCE
+@OUT
+@CONVERSION
+def extract(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+    """Write a folder of the draft layers of SRC, with embeddings and head where they have none.
+
+    sglang takes it as --speculative-draft-model-path, vLLM as the model of --speculative-config. Names
+    and config.json are those of SRC: runtimes look for the draft's layer behind the model's last.
+
+    \b
+    Examples:
+      qconvert mtp extract DeepSeek-V3 DeepSeek-V3-draft
+      qconvert mtp extract Qwen/Qwen3.5-35B-A3B-FP8 draft --dry-run
+    """
+    from qconvert.passes.drafts import ExtractDraft
+    from qconvert.recipe.recipe import Recipe
+
+    recipe = Recipe("mtp-extract", (ExtractDraft(),), options["max_shard_size"])
+    convert(recipe, source, out, options)
+
+
+@mtp.command(cls=Command)
+@SOURCE
+@OUT
+@CONVERSION
+def drop(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+    """Write SRC without its draft layers; config.json counts none.
+
+    \b
+    Example:
+      qconvert mtp drop Qwen/Qwen3.5-35B-A3B out
+    """
+    from qconvert.passes.drop import Drop
+    from qconvert.recipe.recipe import Recipe
+
+    convert(
+        Recipe("mtp-drop", (Drop(what="mtp"),), options["max_shard_size"]), source, out, options
+    )
+
+
+@mtp.command(cls=Command)
+@SOURCE
+@click.argument("draft", metavar="DRAFT", type=SourceName())
+@OUT
+@RUNNING
+def graft(source: str, draft: str, out: Path | str, **given: Unpack[RunOptions]) -> None:
+    """Write SRC, which has no draft layers, with those of DRAFT: of the original model, or of a folder
+    that `mtp extract` made.
+
+    Refused where names, sizes or encodings do not fit. Layers that are not quantized in a model that is
+    are added to config.json's list of such modules.
+
+    \b
+    Examples:
+      qconvert mtp graft Qwen3.5-w4a16 Qwen/Qwen3.5-35B-A3B out
+      qconvert mtp graft DeepSeek-V3-without DeepSeek-V3-draft out --dry-run
+      qconvert validate out --against Qwen3.5-w4a16 --draft Qwen/Qwen3.5-35B-A3B --level full
+    """
+    from qconvert import api
+
+    options: RunOptions = {**given, "print_recipe": False}  # two folders are no recipe
+    if options["dump_after"] is not None:
+        raise click.UsageError("--dump-after is not supported with two sources; see `mtp extract`")
+    planned = api.plan_graft(source, draft, out, **plan_options(options))
+    show_plan(planned, options)
+    if not options["dry_run"]:
+        carry_out(planned, options, source, draft)
+
+
+@click.command(cls=Command)
+@SOURCE
+@OUT
+@CONVERSION
+def text(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+    """Write the text model of a multi-modal SRC under its own class: without towers, renamed, with a
+    flat config.json.
+
+    The class is the one that transformers has for SRC's text_config; where it has none, SRC is refused.
+    Draft layers are kept.
+
+    \b
+    Examples:
+      qconvert text Qwen/Qwen3.5-35B-A3B out
+      qconvert text google/gemma-3-27b-it gemma-3-27b-text --dry-run
+    """
+    from qconvert.passes.text_only import TextOnly
+    from qconvert.recipe.recipe import Recipe
+
+    convert(Recipe("text", (TextOnly(),), options["max_shard_size"]), source, out, options)
+
+
+# --- Steps that make one model class of another ---------------------------------------------------
+
+
+def steps_for(step: Pass, consumer: str | None, family: str) -> tuple[Pass, ...]:
+    """The step, and those that make the consumer's model class of a source of that family. Raises
+    PlanError for an unknown consumer."""
+    name = None if consumer is None else parse_consumer(consumer).name
+    if name == "qwen3-next" and family == "qwen3_5":
+        return Unstack(optional=True), step, AsClass("qwen3_next")
+    if name == "qwen3.5" and family == "qwen3_next":
+        return step, AsClass("qwen3_5_text")
+    return (step,)
 
 
 @click.command(cls=Command)
@@ -54,8 +303,8 @@ def fuse(
       qconvert fuse my-model out --groups 4
     """
     from qconvert.api import open_checkpoint
+    from qconvert.cli.layout import steps_for
     from qconvert.passes.fuse import Fuse
-    from qconvert.recipe.model_class import steps_for
     from qconvert.recipe.recipe import Recipe
 
     if consumer is None and groups is None:
@@ -91,8 +340,8 @@ def unfuse(
       qconvert unfuse Qwen/Qwen3-Next-80B-A3B-Instruct out --for qwen3.5
     """
     from qconvert.api import open_checkpoint
+    from qconvert.cli.layout import steps_for
     from qconvert.passes.fuse import Unfuse
-    from qconvert.recipe.model_class import steps_for
     from qconvert.recipe.recipe import Recipe
 
     checkpoint = open_checkpoint(source, follow_links=options["follow_links"])

@@ -11,8 +11,7 @@ from qconvert.checkpoint.stored_formats import OF_CODES, Formats, own_role
 from qconvert.core.dtypes import TypesOf
 from qconvert.core.graph import Apply, Output, Source
 from qconvert.core.names import is_scale, parse, split_parameter
-from qconvert.core.shown import count
-from qconvert.core.sizes import exact_size, format_size
+from qconvert.core.shown import count, exact_size, format_size
 from qconvert.plan.plan import Plan
 from qconvert.run.prepare import Prepared, side_bytes
 from qconvert.validation.findings import NO_FINDINGS, Verdict

@@ -125,8 +125,7 @@ def PROFILE(command: F) -> F:
 
 def profile_lines(profile: Profile) -> list[str]:
     """The profile as a table."""
-    from qconvert.core.shown import count
-    from qconvert.core.sizes import format_size
+    from qconvert.core.shown import count, format_size
 
     machine = profile.machine
     packages = "".join(f", {n} {machine[n]}" for n in ("numpy", "numba") if machine[n])
@@ -168,7 +167,7 @@ def profile_lines(profile: Profile) -> list[str]:
 
 
 def _table(title: str, rows: Sequence[Row], width: int) -> list[str]:
-    from qconvert.core.sizes import format_size
+    from qconvert.core.shown import format_size
 
     width = max(width, len(title))
     lines = [f"{title:<{width}}   seconds     CPU s      times       bytes     GB/s"]

@@ -9,7 +9,6 @@ import click
 
 from qconvert.cli.calibration import CALIBRATION, calibration_from, flag, split_options
 from qconvert.cli.command import Command
-from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
 from qconvert.cli.options import (
     DIALECT_HELP,
@@ -24,6 +23,7 @@ from qconvert.cli.options import (
     TARGETS,
     TP,
     from_options,
+    made_for,
 )
 
 if TYPE_CHECKING:

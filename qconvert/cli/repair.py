@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.command import Command
-from qconvert.cli.consumer import made_for
-from qconvert.cli.options import DRY_RUN, FINDINGS, JSON, OPENING, TP, Folder, SourceName
+from qconvert.cli.options import DRY_RUN, FINDINGS, JSON, OPENING, TP, Folder, SourceName, made_for
 from qconvert.core.say import say, say_json
 from qconvert.core.shown import count
 

@@ -17,8 +17,7 @@ from qconvert.cli.command import Command
 from qconvert.cli.options import FINDINGS, JSON, OPENING, SourceName
 from qconvert.core.extras import EXTRAS
 from qconvert.core.say import say, say_json
-from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
+from qconvert.core.shown import count, format_size
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.checkpoint import Checkpoint

@@ -142,8 +142,7 @@ def _as_json(folder: FolderStatus) -> dict[str, Any]:
 
 
 def _lines(folder: FolderStatus) -> list[str]:
-    from qconvert.core.shown import count
-    from qconvert.core.sizes import format_size
+    from qconvert.core.shown import count, format_size
 
     if folder.state == "finished":
         return [f"{folder.out} is finished"]

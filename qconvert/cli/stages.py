@@ -10,12 +10,10 @@ import click
 
 from qconvert.cli import completion
 from qconvert.cli.calibration import DATA, split_data
-from qconvert.cli.carry_out import carry_out, checked, end_with
+from qconvert.cli.carry_out import carry_out, checked, end_with, tell_next
 from qconvert.cli.command import Command
-from qconvert.cli.consumer import made_for
 from qconvert.cli.convert import RUNNING, RunOptions, convert, dump_after, plan_options, share_line
-from qconvert.cli.next_step import tell_next
-from qconvert.cli.options import OUT, SOURCE, FolderOrRepo, Partition, SourceName
+from qconvert.cli.options import OUT, SOURCE, FolderOrRepo, Partition, SourceName, made_for
 from qconvert.cli.verbosity import is_quiet, is_verbose
 from qconvert.core.say import say, say_json
 
@@ -50,7 +48,7 @@ def _show(planned: PlannedStages, looks: tuple[Outlook, ...], options: RunOption
 
 def _balance_lines(planned: PlannedStages) -> list[str]:
     """Bytes of weights of each stage as the runtime would cut, and as it is told to."""
-    from qconvert.core.sizes import format_size
+    from qconvert.core.shown import format_size
 
     lines = []
     for label, cut in (("instead of", planned.unbalanced), ("balanced", planned.balanced)):
@@ -89,8 +87,7 @@ def _stages_json(planned: PlannedStages) -> dict[str, Any]:
 
 
 def _stage_lines(planned: PlannedStages) -> list[str]:
-    from qconvert.core.shown import count
-    from qconvert.core.sizes import format_size
+    from qconvert.core.shown import count, format_size
 
     warned = (line for folder in planned.folders for line in folder.verdict.lines())
     lines = [f"warning {line}" for line in dict.fromkeys(warned)]

@@ -144,8 +144,7 @@ def _tell_findings(report: Report) -> None:
 
 def _would(repo: str, files: Mapping[str, int]) -> list[str]:
     """A dry run does not contact the Hub, so what the repo already has is unknown."""
-    from qconvert.core.shown import count
-    from qconvert.core.sizes import format_size
+    from qconvert.core.shown import count, format_size
 
     lines = [f"{count(len(files), 'file')} for {repo}; the Hub was not asked what it has of them:"]
     lines += [f"  {path}  {format_size(size)}" for path, size in files.items()]
@@ -164,8 +163,7 @@ def _considered(repo: str, files: Mapping[str, int], hidden: Sequence[str]) -> d
 
 
 def _done(pending: Pending, arrived: Arrived) -> list[str]:
-    from qconvert.core.shown import count
-    from qconvert.core.sizes import format_size
+    from qconvert.core.shown import count, format_size
 
     files, size = count(len(pending.files), "file"), format_size(pending.nbytes)
     sent = f"{len(pending.changed)} of {files}, {size}"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
-from qconvert.core.fp4_scheme import Nvfp4Scheme
 from qconvert.core.graph import Buffer
 
 if TYPE_CHECKING:
@@ -24,6 +24,27 @@ if TYPE_CHECKING:
     Int8s = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
     Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
     Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+
+# --- NVFP4 scheme of a matrix ---------------------------------------------------------------------
+
+
+NVFP4_BLOCK = 16  # columns that share an E4M3 scale
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Scheme:
+    """Of one matrix [N, K]: E2M1 codes, an E4M3 scale for each block of 16 columns, a float32 scale for
+    the matrix, or for several that are served as one. The `dialect` says how the last is rounded."""
+
+    dialect: Dialect
+
+    def groups(self, columns: int) -> int:
+        """Scales in a row. Raises PlanError if the columns are not whole blocks."""
+        if columns % NVFP4_BLOCK:
+            raise PlanError(f"expected columns in whole blocks of {NVFP4_BLOCK}, found {columns}")
+        return columns // NVFP4_BLOCK
+
 
 Bits = Literal[4, 8]
 Actorder = Literal["static", "group"]

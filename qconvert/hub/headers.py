@@ -21,8 +21,7 @@ from qconvert.checkpoint.open import local, named_repo
 from qconvert.checkpoint.store import Stored, is_url, named, store_of
 from qconvert.client.download import client
 from qconvert.core.errors import CheckpointError
-from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
+from qconvert.core.shown import count, format_size
 
 if TYPE_CHECKING:
     from qconvert.validation.runner import Report

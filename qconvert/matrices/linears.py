@@ -7,15 +7,108 @@ What runtimes do was read in sglang 0.5.23 and vLLM 0.33.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output
+from qconvert.core.graph import Output, Source
+from qconvert.core.int_scheme import Packer
 from qconvert.core.names import split_parameter
 from qconvert.core.patterns import compiled
 from qconvert.core.roles import Kind, joined_with
+from qconvert.matrices.calibrated import Calibrated
+from qconvert.matrices.experts import check_not_computed, solved_by
+from qconvert.matrices.stored import Stored
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
+
+# --- Linear layers beside the routed experts, whose codes a calibration finds ---------------------
+
+
+def calibrated_linear(
+    plan: Plan,
+    module: str,
+    weight: Stored,
+    names: Iterable[str],
+    packers: tuple[Packer, ...],
+    digest: str,
+) -> tuple[tuple[Output, ...], ...]:
+    """A linear's matrix whose codes a calibration finds: the results of each packer. `names` are the
+    tensors of the plan that it is read from.
+
+    Raises PlanError where the matrix is of no size that a packer takes, is in no decoder layer, or is
+    not one of the checkpoint, from which a calibration reads the model."""
+    check_not_computed(module, weight)
+    places = plan.role_index.places
+    layers = {places[name].layer for name in names if name in places}
+    layer = layers.pop() if len(layers) == 1 else None
+    if layer is None:
+        raise PlanError(
+            f"{module} is in no decoder layer, and a calibration runs these one after the other: "
+            "ignore it"
+        )
+    op = Calibrated(weight.decoder, packers, layer, None, _stored_as(module, weight), digest)
+    return solved_by(op, module, weight)
+
+
+def _stored_as(module: str, weight: Stored) -> str:
+    """The module that a matrix is in the checkpoint, which an earlier pass may have renamed."""
+    pieces = [piece for arg in weight.args for piece in arg.pieces]
+    sources = [piece.origin for piece in pieces if isinstance(piece.origin, Source)]
+    whole = all(
+        piece.start == 0 and piece.stop == source.type.nbytes
+        for piece, source in zip(pieces, sources, strict=True)
+    )
+    found = {split_parameter(source.name)[0] for source in sources}
+    if whole and len(found) == 1 and len(pieces) == len(weight.args):
+        return found.pop()
+    raise PlanError(
+        f"{module} is cut or joined by an earlier pass from {', '.join(sorted(found))}, and a "
+        "calibration solves matrices as the checkpoint has them: make that pass a conversion of its "
+        "own, or ignore this module"
+    )
+
+
+# --- Why a linear that a target names stays as it is ----------------------------------------------
+
+
+_FUSED_INPUT = (
+    "sglang 0.5.23 joins q_a_proj and kv_a_proj_with_mqa while it loads them, their weight_shape too, "
+    "which then has four numbers"
+)
+_WHY = {
+    Kind.QUERY_DOWN: _FUSED_INPUT,
+    Kind.KV_DOWN: _FUSED_INPUT,
+    Kind.KV_UP: "sglang 0.5.23 takes its `weight` apart once it is loaded, and a packed one has none",
+    Kind.GDN_QKVZ: "sglang 0.5.23 asks Qwen3-Next's fused inputs of linear attention for a `weight`",
+    Kind.VISION: "it is of a vision tower, which sglang 0.5.23 builds unquantized (quant_config=None in "
+    "models/qwen3_vl.py)",
+}
+_UNSEEN = "; nor could it be calibrated, because samples hold no images: nothing goes through it"
+
+
+def skip_reason(
+    plan: Plan, target: str, *, calibrated: bool, kept: Container[Kind] = ()
+) -> str | None:
+    """Why no linear that a target matches is quantized, with the first of them; None where it matches
+    none. `kept` are shared experts where they shall be kept. Raises PlanError for an invalid pattern."""
+    dims = plan.role_index.dims
+    for name, output in plan.tensors.items():
+        module, parameter = split_parameter(name)
+        if parameter != "weight" or len(output.type.shape) != 2 or not matches(module, (target,)):
+            continue
+        kind = plan.role_index.kind(name)
+        if kind.never_quantized:
+            return f"{module}: no runtime loads such a matrix quantized"
+        if plan.family.is_mtp(name, dims):
+            return (
+                f"{module}: a draft layer's linears stay, as codes cost it more guesses than bytes"
+            )
+        if kind in kept:
+            return f"{module}: shared_experts says keep"
+        why = _WHY.get(kind, "no runtime is known to load it quantized")
+        return f"{module}: {why}{_UNSEEN if calibrated and kind is Kind.VISION else ''}"
+    return None
+
 
 # Matrices that no runtime asks a quantization config about.
 _NEVER_ASKED = (Kind.EMBEDDING, Kind.HEAD, Kind.ROUTER, Kind.DRAFT_JOIN)

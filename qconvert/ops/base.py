@@ -5,10 +5,31 @@ Mixins without fields: the repr of an op is its identity, and these leave it as 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Op, Part, whole
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.core.dtypes import Shape
+
+
+# --- Raw bytes seen as numpy arrays, without a copy -----------------------------------------------
+
+
+T = TypeVar("T", bound="np.generic")
+
+
+def array(
+    data: memoryview, dtype: type[T], shape: Shape
+) -> np.ndarray[tuple[int, ...], np.dtype[T]]:
+    """An array over `data`, which must hold exactly that many bytes; writes go through to it."""
+    import numpy as np
+
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
 class Exact:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.rowwise import row_parts
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
-from qconvert.core.fp4_scheme import NVFP4_BLOCK
 from qconvert.core.graph import Buffer, Part
-from qconvert.ops.buffers import array
+from qconvert.core.int_scheme import NVFP4_BLOCK
+from qconvert.ops.base import array
 from qconvert.ops.cast import BF16_OVERFLOW, TILE_ELEMENTS, round_to_bf16
 from qconvert.ops.compiled import done
 from qconvert.ops.ints import spread_nibbles

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, ScaleError
 from qconvert.core.graph import Buffer, Part
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.cast import BF16_OVERFLOW, round_to_bf16
 from qconvert.ops.compiled import done, may_be_done
 

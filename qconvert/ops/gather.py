@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, Part
-from qconvert.ops.base import Exact
-from qconvert.ops.buffers import array
+from qconvert.ops.base import Exact, array
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
-from qconvert.ops.base import Columnwise
-from qconvert.ops.buffers import array
+from qconvert.ops.base import Columnwise, array
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.ops.ints import (
     Products,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, Part
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.ops.ints import Products, product_scratch, scale_scratch, scales
 from qconvert.ops.rowwise import row_parts

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part, aligned
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.cast import (
     BF16_OVERFLOW,
     FLOAT_DTYPES,

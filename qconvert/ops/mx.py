@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part, aligned
-from qconvert.ops.base import Uncut
-from qconvert.ops.buffers import array
+from qconvert.ops.base import Uncut, array
 from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import SIZES
 from qconvert.ops.rowwise import row_parts

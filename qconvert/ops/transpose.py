@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
-from qconvert.ops.base import Columnwise, Exact
-from qconvert.ops.buffers import array
+from qconvert.ops.base import Columnwise, Exact, array
 
 # Transposing single bf16 values is slow: a strided copy takes nanoseconds per element, however small.
 # So four source rows are interleaved into 64-bit words first (whole rows at a time, which is fast),

@@ -36,10 +36,10 @@ _KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 @dataclass(frozen=True, slots=True)
 class ExpertsToAmx:
-    """`method` int4 or int8, for `numa` NUMA nodes; `rounding` reference (kt-kernel's own bytes) or search
-    (smaller weight errors); `mtp` keep (experts of draft layers follow the model's, numbered on) or
-    drop. With `calibrate` GPTQ finds the codes, but not of draft layers, for which transformers has no
-    class: those are rounded.
+    """`method` int4 or int8, for `numa` NUMA nodes; `rounding` reference (kt-kernel's own bytes) or
+    search (smaller weight errors); `mtp` keep (experts of draft layers follow the model's, numbered on)
+    or drop. With `calibrate` GPTQ finds the codes, but not of draft layers, for which transformers has
+    no class: those are rounded.
 
     Raises PlanError for sizes that the kernels cannot hold, with supported NUMA counts, for an
     activation other than SiLU, and as `routed_experts` does.

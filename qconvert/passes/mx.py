@@ -16,10 +16,8 @@ from typing import Any, ClassVar
 
 from qconvert.core.encodings import MX
 from qconvert.core.errors import PlanError
-from qconvert.formats.mx.config import FORMATS, Format, mx_group_config
+from qconvert.formats.mx.config import FORMATS, MX_BLOCK, Format, mx_group_config, mxfp4_modules
 from qconvert.formats.mx.encode import EncodeMx
-from qconvert.formats.mxfp4.limits import MX_BLOCK
-from qconvert.formats.mxfp4.stored import mxfp4_modules
 from qconvert.passes.by_row import ByRow
 from qconvert.passes.ranks import check_size
 from qconvert.passes.replace_weights import takes_linears

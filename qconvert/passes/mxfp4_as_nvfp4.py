@@ -13,7 +13,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
 from qconvert.formats.nvfp4.config import constant_input, hf_quant_config, modelopt_config
-from qconvert.formats.nvfp4.from_mxfp4 import hybrid_block, relabelled, relabelled_block
+from qconvert.formats.nvfp4.relabel import hybrid_block, relabelled, relabelled_block
 from qconvert.matrices.experts import check_described
 from qconvert.matrices.reading import Read
 from qconvert.matrices.unquantized import Named

@@ -18,7 +18,7 @@ from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.formats.int_packed.limits import TP_SIZES
-from qconvert.formats.mxfp4.stored import mxfp4_modules
+from qconvert.formats.mx.config import mxfp4_modules
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
 from qconvert.formats.nvfp4.config import (
     NAMES,

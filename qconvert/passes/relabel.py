@@ -35,7 +35,7 @@ from qconvert.formats.int_packed.packers import Packing, packer
 from qconvert.formats.int_packed.repack import RepackInts
 from qconvert.formats.nvfp4.config import group_config as nvfp4_group
 from qconvert.formats.nvfp4.config import modelopt_config
-from qconvert.formats.nvfp4.dialects import Reciprocal
+from qconvert.formats.nvfp4.relabel import Reciprocal
 from qconvert.matrices.encodings import mxfp4
 from qconvert.matrices.experts import STALE_RULE
 from qconvert.matrices.linears import runtime_linears

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from qconvert.core.errors import PlanError
-from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
+from qconvert.core.shown import count, format_size
 from qconvert.passes.replace_weights import Selection, shared_experts
 from qconvert.plan.plan import Plan
 from qconvert.runtimes.shared_experts import (

@@ -27,7 +27,6 @@ from qconvert.formats.int_packed.config import (
 from qconvert.formats.int_packed.encode import RoundToNearest, Scales, encoder
 from qconvert.formats.int_packed.limits import TP_SIZES, fitting_groups, loads_at
 from qconvert.formats.int_packed.packers import PackGptq, Packing, packer
-from qconvert.matrices.calibrated_linears import calibrated_linear
 from qconvert.matrices.causes import check_experts, check_runs
 from qconvert.matrices.experts import (
     Experts,
@@ -36,8 +35,13 @@ from qconvert.matrices.experts import (
     check_described,
     routed_experts,
 )
-from qconvert.matrices.left_linears import skip_reason
-from qconvert.matrices.linears import check_sets, matches, runtime_linears
+from qconvert.matrices.linears import (
+    calibrated_linear,
+    check_sets,
+    matches,
+    runtime_linears,
+    skip_reason,
+)
 from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
     Named,

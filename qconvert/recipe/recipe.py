@@ -23,7 +23,7 @@ from typing import Any
 from qconvert.core.errors import DataError, PlanError, RecipeError, UsageError
 from qconvert.core.patterns import compiled
 from qconvert.core.regular import read_regular
-from qconvert.core.sizes import parse_size
+from qconvert.core.shown import parse_size
 from qconvert.plan.plan import Pass
 
 _KEYS = ("passes", "max_shard_size")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Apply, aligned
-from qconvert.core.sizes import exact_size, format_size
+from qconvert.core.shown import exact_size, format_size
 from qconvert.ops.compiled.choice import LOOP_BYTES
 from qconvert.ops.compiled.choice import wanted as loops_wanted
 from qconvert.ops.rowwise import encoded, search_loops

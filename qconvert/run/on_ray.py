@@ -22,8 +22,7 @@ from typing import Any
 from qconvert import __version__
 from qconvert.core import own_process
 from qconvert.core.errors import OutputError, RunError
-from qconvert.core.shown import count, message
-from qconvert.core.sizes import format_size
+from qconvert.core.shown import count, format_size, message
 from qconvert.run.backend import Backend
 from qconvert.run.cluster import OWN, check_address, check_installed
 from qconvert.run.engine import Begun, Work

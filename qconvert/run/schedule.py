@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qconvert.core.errors import PlanError
-from qconvert.core.sizes import exact_size, format_size
+from qconvert.core.shown import exact_size, format_size
 from qconvert.matrices.calibrated import calibrated_in
 from qconvert.plan.units import Unit
 from qconvert.run.shards import ShardLayout

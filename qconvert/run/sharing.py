@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.command_line import without_option
 from qconvert.core.errors import OutputError
-from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
+from qconvert.core.shown import count, format_size
 from qconvert.run.division import LEFT_TO_FINISH, Division, Shard, divide
 from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events

@@ -21,7 +21,7 @@ from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoi
 from qconvert.checkpoint.receipt import digest, read_receipt
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.regular import open_regular, read_regular
-from qconvert.core.sizes import format_size
+from qconvert.core.shown import format_size
 from qconvert.run.files import Files, existing_parent
 from qconvert.run.journal import Journal, Remembered, lines_of, read_journal, refuse_other_plan
 from qconvert.run.leases import (

@@ -27,8 +27,7 @@ from qconvert.contrib.trtllm_gen.stacks import Form
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.graph import Buffer
-from qconvert.ops.base import Exact, Uncut
-from qconvert.ops.buffers import array
+from qconvert.ops.base import Exact, Uncut, array
 from qconvert.ops.gather import take_tiles
 
 if TYPE_CHECKING:

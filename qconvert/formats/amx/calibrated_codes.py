@@ -16,7 +16,7 @@ from qconvert.core.int_scheme import Bits, Codes, IntScheme
 from qconvert.formats.amx.encode import Amx
 from qconvert.formats.amx.limits import RUNTIME_NAME, Method
 from qconvert.formats.amx.tiles import place_codes
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 
 _LARGEST = {"int4": 7, "int8": 127}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 
 if TYPE_CHECKING:
     import numpy as np

@@ -28,7 +28,7 @@ from qconvert.core.graph import Buffer, Part
 from qconvert.formats.amx.clip import best_steps, clip_scratch, ladder
 from qconvert.formats.amx.limits import BITS, RUNTIME_NAME, STEP, Method
 from qconvert.formats.amx.tiles import pair_up, place, tile
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import row_parts
 
@@ -58,9 +58,9 @@ class Amx:
     """weight BF16 [N, K] -> for each of `shards` column shards: packed I8 [N * K/shards * bits/8] and
     scale F32 [N].
 
-    `rounding` is `reference` (kt-kernel's own bytes) or `search` (same format, each row's step chosen for
-    the least sum of squared weight errors, see formats/amx/clip.py). N must be a multiple of the step
-    (128 int4, 64 int8), K of step * shards, else PlanError. NaN or infinity: RowError.
+    `rounding` is `reference` (kt-kernel's own bytes) or `search` (same format, each row's step chosen
+    for the least sum of squared weight errors, see formats/amx/clip.py). N must be a multiple of the
+    step (128 int4, 64 int8), K of step * shards, else PlanError. NaN or infinity: RowError.
     """
 
     method: Method

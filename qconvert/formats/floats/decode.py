@@ -15,7 +15,7 @@ from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Op, Part, aligned
 from qconvert.formats.int_packed.repack import taken_apart
 from qconvert.ops.awq import DequantAwq
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.fp4 import BLOCK, SIZES, DequantNvfp4, factors, from_e4m3
 from qconvert.ops.fp8 import DequantFp8
 from qconvert.ops.gptq_packed import DequantGptq

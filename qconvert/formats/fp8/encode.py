@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part, aligned
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.cast import round_to_bf16
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import row_parts

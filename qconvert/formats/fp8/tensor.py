@@ -20,8 +20,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, aligned
 from qconvert.formats.fp8.encode import Dialect, put_scales, scales_of, to_fp8
-from qconvert.ops.base import Exact, Uncut
-from qconvert.ops.buffers import array
+from qconvert.ops.base import Exact, Uncut, array
 from qconvert.ops.cast import TILE_ELEMENTS
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import Scaled

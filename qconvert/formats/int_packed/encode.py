@@ -21,7 +21,7 @@ from qconvert.core.int_scheme import Codes, IntScheme, Packer, Signs
 from qconvert.formats.int_packed.packers import PackQuantized
 from qconvert.formats.int_packed.scales import EPS, held, round_any
 from qconvert.formats.int_packed.search import search_rows, searched
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.cast import decode
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import RowOp, row_parts

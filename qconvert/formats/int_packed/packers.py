@@ -21,7 +21,7 @@ from qconvert.core.encodings import INT8, PACKED
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, IntScheme, Packer
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.cast import round_to_bf16
 from qconvert.ops.compiled import done
 

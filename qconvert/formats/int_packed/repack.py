@@ -13,8 +13,7 @@ from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, aligned
 from qconvert.core.int_scheme import Codes, Packer
 from qconvert.ops.awq import BITS, DequantAwq, awq_rows
-from qconvert.ops.base import Exact, Uncut
-from qconvert.ops.buffers import array
+from qconvert.ops.base import Exact, Uncut, array
 from qconvert.ops.gptq_packed import DequantGptq
 from qconvert.ops.ints import DequantInts, group_of_columns, unpacked
 

@@ -25,9 +25,8 @@ from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part, aligned
 from qconvert.formats.fp8.encode import to_e4m3
 from qconvert.formats.int_packed.encode import largest_sizes
-from qconvert.formats.mx.config import Format
-from qconvert.formats.mxfp4.limits import MX_BLOCK
-from qconvert.ops.buffers import array
+from qconvert.formats.mx.config import MX_BLOCK, Format
+from qconvert.ops.base import array
 from qconvert.ops.cast import TILE_ELEMENTS
 from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import pack, to_codes

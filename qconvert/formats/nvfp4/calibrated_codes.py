@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
-from qconvert.core.fp4_scheme import Nvfp4Scheme
 from qconvert.core.graph import Buffer
-from qconvert.core.int_scheme import Codes
+from qconvert.core.int_scheme import Codes, Nvfp4Scheme
 from qconvert.formats.nvfp4.config import NAMES
 from qconvert.formats.nvfp4.encode import check_columns
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.cast import TILE_ELEMENTS
 from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, pack
 

@@ -34,7 +34,7 @@ from qconvert.formats.nvfp4.scales import (
     check_matrix,
     to_bf16_values,
 )
-from qconvert.ops.buffers import array
+from qconvert.ops.base import array
 from qconvert.ops.cast import TILE_ELEMENTS, decode
 from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, from_e4m3, pack, to_codes

@@ -11,15 +11,125 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
+from qconvert.checkpoint.quantization_config import states_mxfp4
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
-from qconvert.core.graph import Buffer, Part
-from qconvert.formats.mxfp4.limits import EXPONENTS, check_mxfp4
-from qconvert.ops.base import Exact, Uncut
-from qconvert.ops.buffers import array
+from qconvert.core.graph import Buffer, Output, Part, apply
+from qconvert.formats.mx.config import EXPONENTS, MX_BLOCK, check_mxfp4
+from qconvert.formats.nvfp4.config import NAMES, group_config
+from qconvert.ops.base import Exact, Uncut, array
+from qconvert.ops.fp4 import BLOCK
 from qconvert.ops.rowwise import row_parts
+from qconvert.plan.plan import Plan
+
+# --- NVFP4's scalars from one dialect to the other ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reciprocal(Uncut):
+    """F32 [] or [1] -> F32 of the same shape: the divisor that means the same multiplier, or the
+    multiplier that the same divisor means, by what is wanted.
+
+    Raises RunError for what is no positive finite number, and, unless `nearest`, where there is no such
+    divisor, or where that of the multiplier would be another one.
+    """
+
+    wanted: Literal["divisor", "multiplier"]
+    nearest: bool = False
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        (scale,) = args
+        if scale.dtype != "F32" or scale.numel != 1:
+            raise PlanError(f"expected a scale in F32 [1] or [], found {scale}")
+        return (scale,)
+
+    def loss(self, *args: TensorType) -> str | None:
+        if not self.nearest:
+            return None
+        return "takes the nearest float32 where a scale has no exact reciprocal (2^-23 at most)"
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        value = array(ins[0].data, np.float32, (1,))
+        if not 0 < float(value[0]) < float("inf"):
+            raise RunError(f"its scale is {value[0]}; the checkpoint is broken")
+        one = np.float32(1)
+        with np.errstate(all="ignore"):
+            near = one / value
+            tried = [near, np.nextafter(near, np.float32(0)), np.nextafter(near, one * np.inf)]
+            fits = [other for other in tried if (one / other)[0] == value[0]]
+        if self.wanted == "multiplier":
+            # What a divisor means is its rounded reciprocal; back again it has to be the same divisor.
+            fits = [near] if fits and fits[0][0] == near[0] else []
+        if not fits and not self.nearest:
+            raise RunError(
+                f"its scale {float(value[0])!r} has no reciprocal in float32 that leads back to it; "
+                "relabel with --nearest to take the nearest (2^-23 of the scale at most)"
+            )
+        array(outs[0].data, np.float32, (1,))[:] = fits[0] if fits else near
+        return {} if fits else {"scales without an exact reciprocal": 1}
+
+
+# --- MXFP4 matrices of a plan under NVFP4's scales, and the config's block for them ---------------
+
+
+# Keys of a block that make it one of NVFP4 experts beside block FP8: sglang 0.5.23
+# (`configs/model_config.py`, "hybrid NVFP4 moe") and vLLM 0.33 (`models/deepseek_v4/quant_config.py`).
+# Both then take NVFP4 of weights and activations.
+_HYBRID = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": BLOCK}
+
+
+def relabelled(matrices: Mapping[str, Sequence[Output]], dialect: Dialect) -> dict[str, Output]:
+    """The tensors of matrices that share a scale, by name, from codes and exponents of each. Raises
+    PlanError naming a matrix whose parts do not fit."""
+    names = NAMES[dialect]
+    ranges = []
+    for module, parts in matrices.items():
+        try:
+            ranges.append(apply(ExponentRange(), *parts)[0])
+        except PlanError as error:
+            raise PlanError(f"{module}: {error}") from error
+    (global_scale,) = apply(RelabelOwn(dialect), *ranges)
+    made: dict[str, Output] = {}
+    for module, (codes, scale) in matrices.items():
+        (blocks,) = apply(RelabelBlocks(dialect), scale, global_scale)
+        # DeepSeek-V4 calls the same bytes I8.
+        made[f"{module}.{names.weight}"] = Output(TensorType("U8", codes.type.shape), codes.pieces)
+        made[f"{module}.{names.scale}"] = blocks
+        made[f"{module}.{names.global_scale}"] = global_scale.reshape(names.scalar)
+    return made
+
+
+def hybrid_block(block: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V4's own block of its FP8 layers, with experts in modelopt's NVFP4 beside them."""
+    return {**block, **_HYBRID}
+
+
+def relabelled_block(plan: Plan, *, inputs: bool = False) -> dict[str, Any]:
+    """The config's block with each MXFP4 group in NVFP4, weights only or with `inputs` too. Raises
+    PlanError for a group that is another format."""
+    config = next(c for c in plan.checkpoint.quantization_configs if states_mxfp4(c.block))
+    groups = config.block.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise PlanError(f"{config.where}: compressed-tensors without config_groups")
+    made = {}
+    for key, group in groups.items():
+        weights = group.get("weights") or {}
+        found = weights.get("type"), weights.get("num_bits"), weights.get("group_size")
+        if found != ("float", 4, MX_BLOCK):
+            raise PlanError(
+                f"{config.where}: {key} is {found[1]}-bit {found[0]} in groups of {found[2]}; only "
+                "models whose groups are all MXFP4 are relabelled"
+            )
+        made[key] = group_config(group.get("targets") or [], inputs=inputs)
+    return {**config.block, "format": "nvfp4-pack-quantized", "config_groups": made}
+
 
 # E4M3's largest and smallest powers of two; the spread that fits between them.
 _HIGH, _LOW = 8, -9

@@ -12,8 +12,7 @@ from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part
 from qconvert.formats.nvfp4.config import RANGE
-from qconvert.ops.base import Exact, Uncut
-from qconvert.ops.buffers import array
+from qconvert.ops.base import Exact, Uncut, array
 from qconvert.ops.cast import BEYOND, FLOAT_DTYPES, TILE_ELEMENTS, check_beyond, round_to_bf16
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import Recode, row_parts

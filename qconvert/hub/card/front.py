@@ -14,8 +14,15 @@ from typing import Any
 from qconvert.checkpoint.family import vision_config
 from qconvert.checkpoint.hub_cache import cached_id
 from qconvert.checkpoint.store import mirrored_repo
-from qconvert.hub.card.facts import amx_of, consumer_of, quantization_of
-from qconvert.hub.card.loaders import TRANSFORMERS, Loads, library, takers
+from qconvert.hub.card.loaders import (
+    TRANSFORMERS,
+    Loads,
+    amx_of,
+    consumer_of,
+    library,
+    quantization_of,
+    takers,
+)
 
 # Keys of the source's front matter that remain true of the same model in another format. Evaluation
 # results, widgets and its own base model do not.

@@ -8,10 +8,17 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
-from qconvert.hub.card.facts import amx_of, consumer_of, has_signed_scales, quantization_of
-from qconvert.hub.card.loaders import Loads, command, said_of, takers
+from qconvert.core.shown import count, format_size
+from qconvert.hub.card.loaders import (
+    Loads,
+    amx_of,
+    command,
+    consumer_of,
+    has_signed_scales,
+    quantization_of,
+    said_of,
+    takers,
+)
 from qconvert.plan.pass_options import recipe_line
 from qconvert.runtimes.consumers import CLASSES
 from qconvert.runtimes.ktransformers import RUNTIME, launch_line

@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.shown import count, printable
 from qconvert.validation.findings import Rule, Table
-from qconvert.validation.reports.figures import COLUMNS, Group, cells, decibel, groups, worst
+from qconvert.validation.reports.figures import (
+    CALIBRATED,
+    COLUMNS,
+    Group,
+    cells,
+    compared,
+    decibel,
+    groups,
+    worst,
+)
 from qconvert.validation.reports.side_by_side import name_of, side_by_side
-from qconvert.validation.reports.usual import CALIBRATED, compared
 from qconvert.validation.reports.words import by_rule, claims, is_figure, totals
 from qconvert.validation.runner import Report
 

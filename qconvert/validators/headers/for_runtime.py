@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from qconvert.core.errors import PlanError
 from qconvert.core.manifest_keys import DRAFT
-from qconvert.core.shown import count
-from qconvert.core.sizes import format_size
+from qconvert.core.shown import count, format_size
 from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.loading.offering import Simulated
 from qconvert.runtimes.loading.refusal import NotSimulated

@@ -1,1 +1,0 @@
-"""MXFP4, as compressed-tensors stores it: read alone so far."""
