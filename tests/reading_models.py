@@ -6,7 +6,7 @@ from checkpoints import Model, tensor
 
 # The same layout under other names, which no class has.
 FAMILY_FILE = """
-from qconvert.checkpoint.family import Family, Role
+from qconvert.core.family import Family, Role
 from qconvert.core.roles import Kind
 from qconvert.layouts._blocks import NORMS, ATTENTION, outer, parts, qwen_dims
 

@@ -25,8 +25,9 @@ from checkpoints import (
     write_shard,
 )
 
-from qconvert.checkpoint.checkpoint import Checkpoint, without_quantization
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import CheckpointError
+from qconvert.core.family import without_quantization
 
 FIRST, SECOND = shard_name(1), shard_name(2)
 

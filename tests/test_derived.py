@@ -19,14 +19,14 @@ import pytest
 from checkpoints import Model, run_cli, tensor
 from header_checkpoints import checkpoint
 
-from qconvert.checkpoint.family import Family, family_for, role_index
 from qconvert.core import own_process
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
+from qconvert.core.family import Family, role_index
 from qconvert.core.roles import Kind
 from qconvert.layouts.derived import find, transformers_class
 from qconvert.layouts.derived.description import family_of, parsed
-from qconvert.layouts.derived.find import derive, representatives
+from qconvert.layouts.derived.find import derive, family_for, representatives
 from qconvert.layouts.derived.kinds import Parameter, kind_of
 from qconvert.layouts.derived.transformers_class import kind
 from qconvert.passes.w4a16 import ExpertsToW4A16

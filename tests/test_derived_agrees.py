@@ -10,9 +10,9 @@ from importlib import resources
 import headers
 import pytest
 
-from qconvert.checkpoint.family import RoleIndex, family_for, role_index
+from qconvert.core.family import RoleIndex, role_index
 from qconvert.core.roles import Kind
-from qconvert.layouts.derived.find import derive
+from qconvert.layouts.derived.find import derive, family_for
 
 EXPERTS = 3
 # By kind, hand-written then derived: what a file calls otherwise than the class's modules show.

@@ -13,9 +13,10 @@ import headers
 import pytest
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Family, Role, RoleIndex, families, family_for, role_index
 from qconvert.core.errors import PlanError
+from qconvert.core.family import Family, Role, RoleIndex, families, role_index
 from qconvert.core.names import parse
+from qconvert.layouts.derived.find import family_for
 from qconvert.passes.experts import Stack, Unstack
 from qconvert.plan.plan import Plan, run_passes
 

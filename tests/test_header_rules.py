@@ -19,10 +19,10 @@ from checkpoints import bf16_moe, edit_json, fp8_moe, run_cli, tensor, without
 from sampled import sampled
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
-from qconvert.checkpoint.family import vision_config
 from qconvert.checkpoint.prepared import QUANT_METHOD
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError
+from qconvert.core.family import vision_config
 from qconvert.core.graph import Source
 from qconvert.core.names import parse
 from qconvert.validation.findings import Finding

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from qconvert.checkpoint.family import Dims, Family
+from qconvert.core.family import Dims, Family
 from qconvert.core.names import (
     _WEIGHT_OF_SCALE,
     Parsed,

@@ -102,7 +102,7 @@ def test_the_wheel_works_alone(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import qconvert;"
         "assert qconvert.__file__.startswith(sys.argv[1]), qconvert.__file__;"
-        "from qconvert.checkpoint.family import families;"
+        "from qconvert.core.family import families;"
         "from qconvert.recipe.recipe import builtin_recipes;"
         "from qconvert.validation.runner import validators;"
         "print(len(families()), len(builtin_recipes()), len(validators()));"

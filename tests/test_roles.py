@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from checkpoints import Model, Tensor, run_cli, tensor
 
-import qconvert.checkpoint.family
+import qconvert.core.family
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Config, Dims, Family, Role, families, first_int
 from qconvert.core.errors import PlanError
+from qconvert.core.family import Config, Dims, Family, Role, families, first_int
 from qconvert.core.graph import Apply
 from qconvert.core.roles import Cut, Kind, joined_with
 from qconvert.passes.amx import ExpertsToAmx
@@ -300,7 +300,7 @@ MINIMAX = Family("minimax_like", ("minimax_like",), _dims, _roles())
 @pytest.fixture
 def minimax(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [*families(), MINIMAX]
-    monkeypatch.setattr(qconvert.checkpoint.family, "families", lambda: every)
+    monkeypatch.setattr(qconvert.core.family, "families", lambda: every)
 
 
 def minimax_model(intermediate: int = 1536) -> Model:

@@ -157,7 +157,7 @@ def test_a_folder_that_is_not_shared_is_refused(
     "more",
     [
         pytest.param({"experts": "all"}, marks=pytest.mark.rest),
-        pytest.param({"min_tokens": 30, "few": "rtn"}, marks=pytest.mark.big),
+        pytest.param({"min_tokens": 30, "undersampled": "rtn"}, marks=pytest.mark.big),
         {"min_tokens": 30},
     ],
 )

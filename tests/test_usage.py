@@ -379,8 +379,12 @@ def _printed(line: str, *more: str) -> str:
         ("w4a16: {calibrate: {synthetic: true, signs: some}}", "'calibrate.signs'"),
         ("w4a16: {scales: search, signs: negative}", "'signs'"),
         ("w4a16: {signs: positive}", "scales of amax are never below 0: leave it out"),
-        ("w4a16: {calibrate: {synthetic: true, refit: -1}}", "refit: expected 0 or more, found -1"),
-        ("w4a16: {calibrate: {synthetic: true, descent: -1}}", "descent: expected 0 or more"),
+        ("w4a16: {calibrate: {synthetic: true, refit: -1}}", "refit: expected 0 to 1000, found -1"),
+        (
+            "w4a16: {calibrate: {synthetic: true, descent: 1001}}",
+            "descent: expected 0 to 1000, found 1001",
+        ),
+        ("w4a16: {calibrate: {synthetic: true, descent: -1}}", "descent: expected 0 to 1000"),
         (
             "w4a16: {calibrate: {synthetic: true, solver: llmcompressor, descent: 4}}",
             "descent: solver llmcompressor has no such option, found 4",

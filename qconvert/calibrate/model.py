@@ -16,9 +16,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.reading import Weights
-from qconvert.checkpoint.checkpoint import without_quantization
-from qconvert.checkpoint.family import text_config
 from qconvert.core.errors import PlanError, RunError
+from qconvert.core.family import text_config, without_quantization
 from qconvert.core.names import split_parameter
 from qconvert.layouts.derived.running import (
     Call,

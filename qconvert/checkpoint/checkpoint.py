@@ -19,13 +19,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
-from qconvert.checkpoint.family import Family, RoleIndex, role_index
 from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
 from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
 from qconvert.checkpoint.store import Remote, Store, Stored, mirrored_at, named
 from qconvert.core.errors import CheckpointError, UsageError
+from qconvert.core.family import Family, RoleIndex, role_index
 from qconvert.core.graph import Source
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import is_inside, open_inside, read_inside, resolved
@@ -764,14 +764,3 @@ def _nested_quantization(block: Mapping[str, Any], where: str) -> Iterator[Quant
             yield QuantConfig(f"{where}: {key}", value)
         elif key.endswith("_config"):
             yield from _nested_quantization(value, f"{where}: {key}")
-
-
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with every quantization block taken out, nested ones too."""
-    kept: dict[str, Any] = {}
-    for key, value in config.items():
-        if key in ("quantization_config", "compression_config") and isinstance(value, dict):
-            continue
-        nested = isinstance(value, dict) and key.endswith("_config")
-        kept[key] = without_quantization(value) if nested else value
-    return kept

@@ -13,8 +13,8 @@ from hashlib import sha256
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import MTP_COUNTS, Config, first_int, text_config
 from qconvert.core.errors import CheckpointError
+from qconvert.core.family import MTP_COUNTS, Config, first_int, text_config
 from qconvert.core.shown import shortened
 
 # A draft reads hidden states, and writes tokens, of a model of these sizes and this arithmetic.

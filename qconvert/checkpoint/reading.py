@@ -8,7 +8,6 @@ from there, but a file is code, and is only run if the user names it.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,10 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qconvert.checkpoint.family import Config, Family, family_for, generic, role_index
 from qconvert.core.errors import CheckpointError, UsageError
+from qconvert.core.family import Config, Family, generic, role_index
 from qconvert.core.names import parse
 from qconvert.core.regular import read_regular
+from qconvert.layouts.derived.find import architecture as architecture_of
+from qconvert.layouts.derived.find import family_for
 
 FACT = "reading"  # of the manifest
 
@@ -126,10 +127,7 @@ def read_family(
 
 def _known(architecture: str) -> tuple[str, str]:
     """The model_type and the class of an architecture. Raises UsageError."""
-    # The tier above, as in family_for.
-    find = importlib.import_module("qconvert.layouts.derived.find")
-    found: tuple[str, str] = find.architecture(architecture)
-    return found
+    return architecture_of(architecture)
 
 
 def _from_file(file: Path) -> Reading:

@@ -10,9 +10,9 @@ from qconvert.calibrate.backend import silence_transformers
 from qconvert.calibrate.devices import check_devices, found_devices
 from qconvert.calibrate.model import class_config
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import text_config
 from qconvert.core.errors import CheckpointError, DataError, UsageError
 from qconvert.core.extras import require
+from qconvert.core.family import text_config
 from qconvert.core.regular import read_regular
 from qconvert.evaluate.result import WEIGHTS_ONLY, Evaluation
 from qconvert.evaluate.side import Side, side_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qconvert.checkpoint.family import (
+from qconvert.core.family import (
     Config,
     Dims,
     Role,

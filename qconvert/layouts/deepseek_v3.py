@@ -9,7 +9,7 @@ model's own: layer 61 of 61.
 
 from __future__ import annotations
 
-from qconvert.checkpoint.family import Family, Role
+from qconvert.core.family import Family, Role
 from qconvert.core.roles import Kind
 from qconvert.layouts._blocks import (
     deepseek_dims,

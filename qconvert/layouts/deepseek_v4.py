@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.checkpoint.family import Config, Dims, Family, Role, first_int, list_of
+from qconvert.core.family import Config, Dims, Family, Role, first_int, list_of
 from qconvert.core.roles import Kind
 from qconvert.layouts._blocks import deepseek_dims, parts
 

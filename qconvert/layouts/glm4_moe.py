@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.checkpoint.family import Config, Dims, Family, Role
+from qconvert.core.family import Config, Dims, Family, Role
 from qconvert.layouts._blocks import (
     ATTENTION,
     QK_NORMS,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.checkpoint.family import Config, Dims, Family, Role, first_int, vision_config
+from qconvert.core.family import Config, Dims, Family, Role, first_int, vision_config
 from qconvert.core.roles import Kind
 from qconvert.layouts._blocks import deepseek_dims, deepseek_layer, latent_attention, outer, parts
 

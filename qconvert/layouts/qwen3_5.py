@@ -11,7 +11,7 @@ deepstack mergers (`deepstack_visual_indexes` is empty), and text-only copies le
 
 from __future__ import annotations
 
-from qconvert.checkpoint.family import Config, Dims, Family
+from qconvert.core.family import Config, Dims, Family
 from qconvert.layouts._blocks import (
     gated_delta_net,
     outer,

@@ -7,7 +7,7 @@ publish them. No shared expert, no draft layers.
 
 from __future__ import annotations
 
-from qconvert.checkpoint.family import Family
+from qconvert.core.family import Family
 from qconvert.layouts._blocks import outer, qwen_dims, qwen_layer
 
 FAMILY = Family(

@@ -8,7 +8,7 @@ do.
 
 from __future__ import annotations
 
-from qconvert.checkpoint.family import Config, Dims, Family
+from qconvert.core.family import Config, Dims, Family
 from qconvert.layouts._blocks import (
     gated_delta_net,
     outer,

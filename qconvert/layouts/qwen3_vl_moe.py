@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.checkpoint.family import Config, Dims, Family, list_of, vision_config
+from qconvert.core.family import Config, Dims, Family, list_of, vision_config
 from qconvert.core.roles import Kind
 from qconvert.layouts._blocks import outer, parts, qwen_dims, qwen_layer, qwen_vision
 

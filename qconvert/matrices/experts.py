@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from qconvert.checkpoint.family import Place, expert_inputs
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
+from qconvert.core.family import Place, expert_inputs
 from qconvert.core.graph import Output, Value, apply
 from qconvert.core.int_scheme import CodePacker
 from qconvert.core.names import ACTIVATIONS, apart_experts, split_parameter

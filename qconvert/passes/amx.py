@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from qconvert.checkpoint.family import text_config
 from qconvert.core.errors import PlanError
+from qconvert.core.family import text_config
 from qconvert.core.graph import Output, apply, concat
 from qconvert.formats.amx.calibrated_codes import AmxCodes
 from qconvert.formats.amx.encode import Amx, Rounding

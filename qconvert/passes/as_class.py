@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from qconvert.checkpoint.family import is_tied
 from qconvert.checkpoint.ignore import renamed_modules
 from qconvert.core.errors import PlanError
+from qconvert.core.family import is_tied
 from qconvert.core.graph import Output, Source
 from qconvert.passes.fuse import FACT
 from qconvert.plan.pass_options import options_of

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
-from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, Checkpoint, without_quantization
+from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, Checkpoint
 from qconvert.checkpoint.grafted import Grafted
 from qconvert.checkpoint.quantization_config import Entries
 from qconvert.core.errors import PlanError
+from qconvert.core.family import without_quantization
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output
 from qconvert.core.json_text import parse_object

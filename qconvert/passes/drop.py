@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
-from qconvert.checkpoint.family import MTP_COUNTS
 from qconvert.core.errors import PlanError
+from qconvert.core.family import MTP_COUNTS
 from qconvert.core.graph import Output, Source
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.plan.pass_options import options_of

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qconvert.checkpoint.family import RoleIndex
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
+from qconvert.core.family import RoleIndex
 from qconvert.core.graph import Output, concat, stack
 from qconvert.core.names import experts_module
 from qconvert.core.roles import Kind

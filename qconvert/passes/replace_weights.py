@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.ignore import complete_ignore_lists
 from qconvert.core.errors import PlanError
+from qconvert.core.family import without_quantization
 from qconvert.core.graph import Output, Source
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import SHARED, Kind

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import RoleIndex
 from qconvert.checkpoint.open import HEAD, STAGE_FACT
 from qconvert.checkpoint.prepared import layout_of
 from qconvert.core.errors import PlanError
+from qconvert.core.family import RoleIndex
 from qconvert.core.graph import Output, Source
 from qconvert.matrices.causes import check_experts
 from qconvert.plan.plan import Plan

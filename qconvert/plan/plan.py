@@ -12,11 +12,11 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
-from qconvert.checkpoint.family import Family, RoleIndex, family_for, role_index
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
 from qconvert.checkpoint.stored_formats import own_role
 from qconvert.core.errors import PlanError
+from qconvert.core.family import Family, RoleIndex, role_index
 from qconvert.core.graph import Apply, Output, Several, Source
 from qconvert.core.manifest_keys import LASTING_FACTS
 from qconvert.core.names import (
@@ -35,6 +35,7 @@ from qconvert.core.names import (
 from qconvert.core.profiling import phase
 from qconvert.core.roles import Kind
 from qconvert.core.shown import several
+from qconvert.layouts.derived.find import family_for
 from qconvert.plan.walk import nodes, ports
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qconvert.checkpoint.family import Dims, text_config
 from qconvert.core.errors import PlanError
+from qconvert.core.family import Dims, text_config
 from qconvert.runtimes.loading.groups import block_of
 
 # The versions that the rules here and in the validators were checked with.

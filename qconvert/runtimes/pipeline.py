@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Place, RoleIndex
 from qconvert.core.errors import PlanError, UsageError
+from qconvert.core.family import Place, RoleIndex
 from qconvert.core.shown import count
 from qconvert.runtimes.consumers import parse_consumer
 from qconvert.runtimes.misreadings import architecture_of

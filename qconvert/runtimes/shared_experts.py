@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from qconvert.checkpoint.family import text_config
+from qconvert.core.family import text_config
 from qconvert.core.patterns import compiled
 from qconvert.runtimes.loading.building import spelled
 

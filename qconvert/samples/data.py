@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
-from qconvert.checkpoint.family import text_config
 from qconvert.core.errors import DataError
+from qconvert.core.family import text_config
 from qconvert.core.json_text import parse_json
 from qconvert.core.regular import open_regular, read_regular
 from qconvert.core.say import say

@@ -13,11 +13,13 @@ import xxhash
 
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import Signs
+from qconvert.core.shown import shortened
 from qconvert.samples.data import DataSpec
 from qconvert.samples.data import digest as data_digest
 
 FACT = "calibration"
 _PLACES = ("data", "save_stats", "devices", "distributed")
+_MOST_SWEEPS = 1000  # of refits and descents: far more than change anything
 # What only `solver: best` has.
 OF_BEST = ("scales", "signs", "order", "refit", "descent", "propagated_error")
 
@@ -77,10 +79,10 @@ class Calibration(DataSpec):
                 "of an expert from no token"
             )
         for name in ("refit", "descent"):
-            if getattr(self, name) < 0:
-                raise PlanError(
-                    f"{name}: expected 0 or more, found {getattr(self, name)}; 2 is usual"
-                )
+            asked = getattr(self, name)
+            if not 0 <= asked <= _MOST_SWEEPS:
+                found = shortened(str(asked), 40)
+                raise PlanError(f"{name}: expected 0 to {_MOST_SWEEPS}, found {found}; 2 is usual")
         if self.solver == "llmcompressor":
             for field in fields(self):
                 value = getattr(self, field.name)

@@ -27,10 +27,10 @@ from qconvert.checkpoint.checkpoint import (
     Shard,
     quantization_in,
 )
-from qconvert.checkpoint.family import RoleIndex, role_index
 from qconvert.checkpoint.prepared import layout_of
 from qconvert.core.dtypes import TypesOf
 from qconvert.core.errors import CheckpointError, OutputError, PlanError
+from qconvert.core.family import RoleIndex, role_index
 from qconvert.core.graph import Output, Value
 from qconvert.core.json_text import parse_object
 from qconvert.core.profiling import phase

@@ -26,8 +26,9 @@ import yaml
 from headers import HeaderSet
 
 from qconvert import api
-from qconvert.checkpoint.family import family_for, role_index
+from qconvert.core.family import role_index
 from qconvert.core.roles import Kind
+from qconvert.layouts.derived.find import family_for
 
 _FOLDER = Path(__file__).parent
 _ALL = bool(os.environ.get("QCONVERT_ALL"))

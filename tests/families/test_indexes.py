@@ -13,8 +13,9 @@ import pytest
 import yaml
 from checkpoints import run_cli
 
-from qconvert.checkpoint.family import Role, RoleIndex, family_for, role_index
+from qconvert.core.family import Role, RoleIndex, role_index
 from qconvert.core.names import split_parameter
+from qconvert.layouts.derived.find import family_for
 
 _FILE = Path(__file__).parent / "indexes.yaml"
 INDEXES: dict[str, Any] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qconvert.checkpoint.checkpoint import without_quantization
-from qconvert.checkpoint.family import text_config
 from qconvert.checkpoint.prepared import DERIVED, FACT, LAYOUT, layout_of, marked
 from qconvert.contrib.trtllm_gen.layout import (
     GUIDE,
@@ -25,6 +23,7 @@ from qconvert.contrib.trtllm_gen.layout import (
 )
 from qconvert.contrib.trtllm_gen.stacks import Form, Layer, dialect_of, form_of, layers_of, named
 from qconvert.core.errors import CheckpointError, PlanError
+from qconvert.core.family import text_config, without_quantization
 from qconvert.core.graph import Output, Source, apply, concat, stack
 from qconvert.matrices.causes import check_experts
 from qconvert.ops.gather import Gather, Order

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qconvert.checkpoint.checkpoint import without_quantization
 from qconvert.checkpoint.prepared import DERIVED, layout_of
 from qconvert.contrib.trtllm_gen.layout import GUIDE, Rows, Scales
 from qconvert.contrib.trtllm_gen.stacks import DIALECTS, Dialect
 from qconvert.core.errors import PlanError
+from qconvert.core.family import without_quantization
 from qconvert.core.graph import Output, apply
 from qconvert.ops.gather import Order, Scatter
 from qconvert.plan.pass_options import options_of

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qconvert.checkpoint.family import vision_config
 from qconvert.checkpoint.hub_cache import cached_id
 from qconvert.checkpoint.store import mirrored_repo
+from qconvert.core.family import vision_config
 from qconvert.hub.card.loaders import (
     TRANSFORMERS,
     Loads,

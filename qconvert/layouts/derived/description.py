@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qconvert.checkpoint.family import (
+from qconvert.core.family import (
     Config,
     Dims,
     Family,

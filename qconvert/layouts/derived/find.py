@@ -12,15 +12,22 @@ import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from qconvert.checkpoint.checkpoint import without_quantization
-from qconvert.checkpoint.family import Config, Family, families, generic_dims
 from qconvert.core import own_process
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.extras import pip_line
+from qconvert.core.family import (
+    Config,
+    Family,
+    answering,
+    families,
+    generic,
+    generic_dims,
+    without_quantization,
+)
 from qconvert.core.json_text import parse_object
 from qconvert.core.names import parse, split_parameter
 from qconvert.layouts.derived.description import (
@@ -42,6 +49,18 @@ _FAILED = "failed"  # the key of what is no answer, and is not kept
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"
 _ROW = re.compile(r'\("([\w.-]+)", "(\w+)"\)')  # of transformers' tables: model_type, class
+
+
+def family_for(config: Config, names: Iterable[str]) -> Family:
+    """The family that answers to the config's model_type (root first, then text_config) and to the
+    names, else one derived from the class that transformers has for it, else a generic one made from the
+    names."""
+    names = list(names)
+    family = answering(config)
+    if family is not None and family.describes(names):
+        return family
+    derived = derive(config, names)
+    return derived if isinstance(derived, Family) else generic(names, derived)
 
 
 def derive(config: Config, names: Iterable[str]) -> Family | str:
@@ -129,6 +148,8 @@ def _asked(config: Config, names: list[str]) -> Description | str:
     """Return what the class in the installed transformers says of these names, or why nothing."""
     kind = config.get("model_type")
     unknown = f"model_type {kind!r} is not known"
+    from importlib import metadata
+
     try:
         version = metadata.version("transformers")
         metadata.version("torch")

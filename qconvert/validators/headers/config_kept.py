@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qconvert.checkpoint.checkpoint import Checkpoint, without_quantization
-from qconvert.checkpoint.family import MTP_COUNTS, text_config
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.text_class import ALWAYS, SAME_MODEL, text_model_type
+from qconvert.core.family import MTP_COUNTS, text_config, without_quantization
 from qconvert.core.names import is_scale, scale_candidates
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need, NotChecked

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import (
+from qconvert.core.errors import PlanError
+from qconvert.core.family import (
     Config,
     Role,
     RoleIndex,
@@ -21,7 +22,6 @@ from qconvert.checkpoint.family import (
     text_config,
     vision_config,
 )
-from qconvert.core.errors import PlanError
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.model import (

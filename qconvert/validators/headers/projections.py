@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
-from qconvert.checkpoint.family import Role
 from qconvert.core.errors import PlanError
+from qconvert.core.family import Role
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
 from qconvert.core.shown import count

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Config, Dims, expert_inputs, first_int, text_config
 from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.family import Config, Dims, expert_inputs, first_int, text_config
 from qconvert.core.names import is_scale, scale_candidates, split_parameter
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Folder, Need

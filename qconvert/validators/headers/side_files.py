@@ -21,9 +21,9 @@ from reprlib import Repr
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import INDEX, RECEIPT, Checkpoint
-from qconvert.checkpoint.family import vision_config
 from qconvert.checkpoint.safetensors import read_header
 from qconvert.core.errors import CheckpointError
+from qconvert.core.family import vision_config
 from qconvert.core.json_text import parse_object
 from qconvert.core.yaml_lines import load
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity

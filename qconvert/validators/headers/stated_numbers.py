@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
-from qconvert.checkpoint.family import MTP_COUNTS, first_int, text_config
 from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.family import MTP_COUNTS, first_int, text_config
 from qconvert.core.names import is_scale, layer_in, split_parameter
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Rule

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.family import Dims, Place
+from qconvert.core.family import Dims, Place
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
 from qconvert.validators.reading.decode import FP8

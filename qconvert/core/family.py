@@ -7,7 +7,6 @@ matched" from a silent accident into an error.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -557,21 +556,7 @@ def generic_dims(config: Config) -> Dims:
     )
 
 
-def family_for(config: Config, names: Iterable[str]) -> Family:
-    """The family that answers to the config's model_type (root first, then text_config) and to the
-    names, else one derived from the class that transformers has for it, else a generic one made from the
-    names."""
-    names = list(names)
-    family = _answering(config)
-    if family is not None and family.describes(names):
-        return family
-    # The tier above: families are data there, and this module asks for them by name alone.
-    find = importlib.import_module("qconvert.layouts.derived.find")
-    derived: Family | str = find.derive(config, names)
-    return derived if isinstance(derived, Family) else generic(names, derived)
-
-
-def _answering(config: Config) -> Family | None:
+def answering(config: Config) -> Family | None:
     nested = config.get("text_config")
     wanted = [config.get("model_type")]
     if isinstance(nested, Mapping):
@@ -581,3 +566,14 @@ def _answering(config: Config) -> Family | None:
             if model_type in family.model_types:
                 return family
     return None
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with every quantization block taken out, nested ones too."""
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in ("quantization_config", "compression_config") and isinstance(value, dict):
+            continue
+        nested = isinstance(value, dict) and key.endswith("_config")
+        kept[key] = without_quantization(value) if nested else value
+    return kept
