@@ -122,7 +122,7 @@ def of_amax(
             )
             out = found[f"{error} {name}"] = folder / f"{error} {name}"
             done = run_cli(
-                command, made["model"], out, *more, *options, "--propagated-error", error
+                command, made["model"], out, *more, *options, "--set", f"propagated_error={error}"
             )
             assert done.code == 0, done.err
     return found

@@ -245,5 +245,5 @@ def test_time_that_is_over_ends_the_processes_of_all_hosts(folder: Path, tmp_pat
 @pytest.mark.crash
 def test_commands_that_differ_are_refused_by_both(folder: Path, tmp_path: Path) -> None:
     first = words(folder, tmp_path / "out")
-    for one in run([first, [*first, "--descent", "1"]]):
+    for one in run([first, [*first, "--set", "descent=1"]]):
         assert_one_error(one, "plan, data and devices of process 1")
