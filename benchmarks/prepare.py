@@ -1,6 +1,6 @@
 """How fast NVFP4 experts are prepared for TensorRT-LLM's kernels (experimental), against this machine.
 
-    .venv/bin/python benchmarks/prepare.py --set experts=48 --runs 3 --work /big/disk
+    .venv/bin/python benchmarks/prepare.py --experts 48 --runs 3 --work /big/disk
 
 Three tables. Maps: the time to build an index, and to look it up again. Ops: bytes of result per second
 in one thread, for experts of published sizes that do not fit the caches, next to a copy of the same
