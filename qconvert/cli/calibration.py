@@ -130,8 +130,7 @@ CALIBRATION: Callable[[F], F] = stacked(
     click.option(
         "--solver", type=click.Choice(["best", "llmcompressor"]),
         help="Of --gptq. `best`: scales are searched for and refitted, columns ordered, codes improved "
-        "one by one: .6 to .7 of `llmcompressor`'s KL on a small model, less with outlier channels, "
-        "in 6 times its solving. `llmcompressor`: llm-compressor's codes. [default: best]",
+        "one by one. `llmcompressor`: llm-compressor's codes. [default: best]",
     ),
     SCALES,
     DATA,

@@ -36,9 +36,7 @@ _ROUNDING = click.option(
     "--rounding", type=click.Choice(["reference", "search"]),
     default="reference", show_default=True,
     help="`reference`: the bytes that kt-kernel's own converter writes. `search`: the same format, with "
-    "each row's scale searched for the least squared error: in INT4 .36 of the other's on heavy-tailed "
-    "rows, .57 on gaussian ones, in INT8 .99. A core searches .1 to .4 GB/s in compiled loops, else "
-    ".06; a GPU does it where that is sooner.",
+    "each row's scale searched for the least squared error. [docs/ktransformers.md]",
 )  # fmt: skip
 _MTP = click.option(
     "--mtp", type=click.Choice(["keep", "drop"]), default="keep", show_default=True,
