@@ -35,7 +35,7 @@ _LENT = 1 << 28  # bytes of weights that are sent at once
 # Bytes of inputs, products and answers of experts that an accelerator lets answer one after the other.
 _ANSWERED = 1 << 30
 # Rows of a product on an accelerator are a multiple of this: where their number is another one each
-# time, cuBLAS takes .13 ms, and up to 4, to choose a kernel; an H100 multiplies in .05.
+# time, cuBLAS takes 0.13 ms, and up to 4, to choose a kernel; an H100 multiplies in 0.05.
 _TALL = 256
 # Numbers of inputs of one expert that an accelerator looks at together: what is made of them there takes
 # five times their bytes, and an expert may get most of a chunk.

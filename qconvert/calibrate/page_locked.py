@@ -2,8 +2,8 @@
 
 torch's own is rounded up to a power of two, 17.2 GB for the 15.0 GB of a million tokens of DeepSeek-V3,
 of which there are five, and took over 10 s. Here pages are large where the system gives such, and
-written to by several threads before they are locked: .35 s for 8.6 GB, or 2 in a virtual machine that is
-given that memory only then.
+written to by several threads before they are locked: 0.35 s for 8.6 GB, or 2 in a virtual machine
+that is given that memory only then.
 """
 
 from __future__ import annotations

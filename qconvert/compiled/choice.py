@@ -28,8 +28,8 @@ VARIABLE = "QCONVERT_KERNELS"
 _CHOICES = ("auto", "numpy", "numba")
 
 # What a run reads or writes of computed tensors, whichever is more, from which on `auto` takes loops. To
-# import numba and load what was compiled before costs .55 s of CPU, once, in the process that forks
-# workers, while the plan is made; to compile, in a machine's first run, 3 s and more. A GB saves .45 s
+# import numba and load what was compiled before costs 0.55 s of CPU, once, in the process that forks
+# workers, while the plan is made; to compile, in a machine's first run, 3 s and more. A GB saves 0.45 s
 # (FP8 to BF16) to 1 s (BF16 to FP8 blocks).
 ENOUGH_BYTES = 768 << 20
 # What loops add to a process's memory: 60 MiB to load all of ops, 170 MiB to compile

@@ -1,7 +1,7 @@
 """Profiling: seconds, CPU seconds and bytes of steps, recorded where somebody asked for it.
 
 Without a record, a phase is one look at a context variable, and there are a few dozen in a run; a step
-(a read, a part of an op) asks its meter, which is off: .2 us, where its clocks take 7.
+(a read, a part of an op) asks its meter, which is off: 0.2 us, where its clocks take 7.
 """
 
 from __future__ import annotations

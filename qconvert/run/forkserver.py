@@ -1,7 +1,7 @@
 """A process that imports once what every worker needs, and forks them.
 
-A worker that is an interpreter of its own spends .25 s of CPU on imports, and .75 s where it loads
-compiled loops: sixteen of them 12 s, for a run whose arithmetic takes 10. Forked ones spend .01 s and
+A worker that is an interpreter of its own spends 0.25 s of CPU on imports, and 0.75 s where it loads
+compiled loops: sixteen of them 12 s, for a run whose arithmetic takes 10. Forked ones spend 0.01 s and
 share their pages. This server is a fresh interpreter, not a fork of its caller: that may have threads,
 torch's among them, and a process with threads must not fork. The server has none. multiprocessing's
 would run the caller's __main__ again, outlive the run, import for the first run alone, and need a socket
@@ -185,9 +185,9 @@ _early: ForkServer | None = None
 
 @contextmanager
 def started_early(nbytes: int, memory: int | None, imports: Sequence[str] = ()) -> Iterator[None]:
-    """Within this, the first run that needs a server finds one that began its imports at once, for a run
-    over this many bytes: .75 s that pass while the plan is made and judged. `imports` are of its source.
-    Compiled loops are left out for a run whose `memory` may have no room for them."""
+    """Within this, the first run that needs a server finds one that began its imports at once, for a
+    run over this many bytes: 0.75 s that pass while the plan is made and judged. `imports` are of its
+    source. Compiled loops are left out for a run whose `memory` may have no room for them."""
     global _early
     if len(os.sched_getaffinity(0)) > 1 and nbytes >= _WORTH_IT:
         _early = ForkServer()

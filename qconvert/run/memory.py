@@ -48,8 +48,8 @@ RAY_PROCESS_BYTES = 88 << 20
 SEND_BYTES = 128 << 20
 # What linked files are read through, to be hashed.
 _LEAST_ARENA = 1 << 20
-# numpy searches for scales at .005 to .015 GB/s of a core, for AMX's at .06, and runs other ops at about
-# 1. (A larger weight would have loops compiled, for seconds, where numpy takes one.)
+# numpy searches for scales at 0.005 to 0.015 GB/s of a core, for AMX's at 0.06, and runs other ops at
+# about 1. (A larger weight would have loops compiled, for seconds, where numpy takes one.)
 _SEARCH_WEIGHT, _AMX_SEARCH_WEIGHT = 50, 17
 # Below this much output a process's start costs more than it saves.
 BYTES_PER_JOB = 64 << 20

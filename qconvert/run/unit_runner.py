@@ -40,7 +40,7 @@ from qconvert.run.sink import Sink
 _JSON = json.JSONEncoder(separators=(",", ":")).encode
 
 # What of a part is read and hashed at a time: it is in the processor's second cache then. Of 14.5 GB in
-# parts of 3 MB hashing took .37 of the time of reading for .43 (medians of three in turn).
+# parts of 3 MB hashing took 0.37 of the time of reading for 0.43 (medians of three in turn).
 _HASHED_BYTES = 1 << 20
 
 
@@ -329,7 +329,7 @@ class Job:
 
     def _gather(self, step: Compute, number: int, results: Mapping[int, list[Buffer]]) -> None:
         """Results that are better written whole. The largest, where one output wants all of it, goes
-        straight out beside them: of a matrix's codes and scales .04 CPU s a GB of codes."""
+        straight out beside them: of a matrix's codes and scales 0.04 CPU s a GB of codes."""
         node = step.nodes[number]
         first = max(range(len(node.types)), key=lambda port: node.types[port].nbytes)
         if writes := self._side_by_side(step, number):

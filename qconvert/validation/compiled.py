@@ -15,7 +15,7 @@ __all__ = ["LOOPS", "LOOP_BYTES", "done", "worth"]
 LOOPS = Loops("qconvert.validators.loops")
 
 # Bytes that a worker computes with, of both folders, from which on loops pay for compiling them once, or
-# for the .5 CPU s that each process takes to import numba. Against 1.2 GB of FP8, 1.8 GB in all, INT4
+# for the 0.5 CPU s that each process takes to import numba. Against 1.2 GB of FP8, 1.8 GB in all, INT4
 # took 7.3 CPU s and takes 4.3, NVFP4 22.0 and 5.8, AMX's matrices 4.7 and 3.6.
 _ENOUGH_BYTES = 384 << 20
 

@@ -4,11 +4,11 @@ E2M1 has few codes and E4M3 few scales, so the scale that fits a block's weights
 that fits what GPTQ has made of them when it comes to the block. Here a block's scale is chosen then: the
 E4M3 numbers around largest / 6 are tried, each with the codes it leads to, errors weighted by what no
 later column makes up for. Sweeps over the blocks follow, each solved anew while the others stay. On
-heavy-tailed matrices with outlier channels the loss was .37 of rounding's where scales were searched
-for first, .30 where they are chosen in the loop, and .23 after two sweeps.
+heavy-tailed matrices with outlier channels the loss was 0.37 of rounding's where scales were searched
+for first, 0.30 where they are chosen in the loop, and 0.23 after two sweeps.
 
 A weight is counted in units of the matrix's own scale: an E2M1 number times an E4M3 one then, whichever
-the dialect. Blocks stay together in the order of solving (.30 against .34 as stored).
+the dialect. Blocks stay together in the order of solving (0.30 against 0.34 as stored).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from qconvert.calibrate.solver.problem import Grid, in_groups, spread
 if TYPE_CHECKING:
     import torch
 
-# Parts of amax / (half the range) that are tried, 1.05 to .1.
+# Parts of amax / (half the range) that are tried, 1.05 to 0.1.
 CLIPS = tuple(round(1.05 - 0.025 * number, 4) for number in range(39))
 _AT_ONCE = 1 << 18  # numbers that a CPU's caches hold
 

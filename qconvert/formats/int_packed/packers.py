@@ -37,7 +37,7 @@ Packing = Literal["compressed-tensors", "gptq", "gptq-v2"]
 INT8_ROWS = IntScheme(bits=8, group=None)  # what runtimes compute with INT8 activations
 # Codes packed at a time: the least, and the most of a quarter of a matrix. Those of a calibration are
 # packed whole, and where threads launch a GPU's kernels beside, each of numpy's calls waits for Python's
-# lock: of 65,536 codes a matrix of 768 x 2048 took 6 ms, for .4 alone.
+# lock: of 65,536 codes a matrix of 768 x 2048 took 6 ms, for 0.4 alone.
 _TILE, _LARGEST_TILE = 1 << 16, 1 << 20
 
 

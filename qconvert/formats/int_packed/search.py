@@ -12,9 +12,9 @@ with float32(1 / s), their squares are added in float32 one column after another
 multiplied with s^2 in float64. Groups that hold nothing from 2^-100 on keep what `amax` gives.
 
 Where scales are `signed`, the ladder is tried a second time below 0, which gives the side of a group's
-largest weight the code -8 instead of 7: .87 to .93 of the squared error in INT4.
+largest weight the code -8 instead of 7: 0.87 to 0.93 of the squared error in INT4.
 
-48 scales were measured to gain what 200 do within .3 % of the error in groups of 4 bits, and each costs
+48 scales were measured to gain what 200 do within 0.3 % of the error in groups of 4 bits, and each costs
 as much as the next (weights of student-t rows with four degrees of freedom, groups of 32 and 128).
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _RUNGS = 48
 # The last rung by bits, for groups up to `_SHORT` columns and for longer ones, whose largest weight is
-# further from the others: of 8192 columns it lost a tenth of the gain to end at .35. Codes of 8 bits
+# further from the others: of 8192 columns it lost a tenth of the gain to end at 0.35. Codes of 8 bits
 # have little to gain, all of it near amax.
 _LOWEST = {4: (0.35, 0.12), 8: (0.8, 0.8)}
 _SHORT = 256

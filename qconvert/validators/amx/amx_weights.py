@@ -44,7 +44,7 @@ RULES = (
 )
 
 _SAMPLE = 4
-# Parts of the step from a row's largest weight that calibration takes: it searches from .1 to 1.05 of
+# Parts of the step from a row's largest weight that calibration takes: it searches from 0.1 to 1.05 of
 # it, and fits what it found to the codes.
 _LEAST_CLIP, _MOST_CLIP = 0.05, 2.0
 # Half a step if codes are rounded once. kt-kernel's int4 rounds to sixteenths of a step first, and
@@ -241,7 +241,7 @@ def _lost_row(
     with np.errstate(all="ignore"):
         size, top = step[:, None], LARGEST[block.method]
         best = np.clip(np.rint(expected / size), -top, top) * size
-        # Together: of single rows of few tokens .3 to 2.2 was seen.
+        # Together: of single rows of few tokens 0.3 to 2.2 was seen.
         along = (expected * found).sum(dtype=np.float64, keepdims=True)[0]
         far = lengths_off(along, np.square(found).sum(dtype=np.float64, keepdims=True)[0])
     if far is not None:

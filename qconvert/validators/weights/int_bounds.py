@@ -181,15 +181,15 @@ def _columns(tile: Tile, group: int) -> str:
 _KEPT = 0.3
 
 # Of scales that calibration searched for and fitted to codes: parts of the one of a group's largest
-# weight (.49 to 1.9 on heavy-tailed models of few tokens, refits being held to 4 times what a search up
+# weight (0.49 to 1.9 on heavy-tailed models of few tokens, refits being held to 4 times what a search up
 # to 1.05 found), and what a row's or a group's weights need to be multiplied with to come nearest to the
-# source's (.68 to 1.08 of rows; up to 1.44 of groups that keep their direction, with a tail downwards).
+# source's (0.68 to 1.08 of rows; up to 1.44 of groups that keep their direction, with a tail downwards).
 # Where propagated errors are corrected these move by some hundredths, either way.
 _LEAST_PART, _MOST_PART = 1 / 64, 4.25
 _ROW_LENGTHS = 0.58, 1.5
 # Where few tokens say little of many columns, as of a first layer's attention, a row is the source's and
-# noise across it: its length was down to .35, while of the source's direction it kept .42 to 1.09. A row
-# that is too long has more of that, too.
+# noise across it: its length was down to 0.35, while of the source's direction it kept 0.42 to 1.09. A
+# row that is too long has more of that, too.
 _OF_SOURCE = 1.3
 _GROUP_LENGTH, _SAME_DIRECTION, _OTHER_DIRECTION = 1.8, 0.6, 0.3
 
@@ -338,7 +338,7 @@ def _far_scale(tile: Tile, first: int) -> str:
         far = ~((part >= _LEAST_PART) & (part <= _MOST_PART)) & (plain > 0)
         both = np.sqrt(across * own)
         far |= (along > _GROUP_LENGTH * across) & (along > _SAME_DIRECTION * both)
-        far |= along < -_OTHER_DIRECTION * both  # .005 was the least cosine of sound groups
+        far |= along < -_OTHER_DIRECTION * both  # 0.005 was the least cosine of sound groups
     if far.any():
         row, group = divmod(int(np.argmax(far)), far.shape[1])
         return (

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 _LEAST_E4M3 = 2.0**-9
-# A scale, as a part of its block's largest weight / 6: .23 to 5.4.
+# A scale, as a part of its block's largest weight / 6: 0.23 to 5.4.
 _PARTS = 1 / 32, 8.5
-# What a block that keeps its direction must be multiplied with to be as long as the source's: .27 to
-# 2.4; and the least cosine of any, .06.
+# What a block that keeps its direction must be multiplied with to be as long as the source's: 0.27 to
+# 2.4; and the least cosine of any, 0.06.
 _LENGTHS, _SAME, _OTHER = (0.18, 3.5), 0.6, -0.3
-# The cosine of a row, as a part of what it is were each block as long as the source's: .95 (.6).
+# The cosine of a row, as a part of what it is were each block as long as the source's: 0.95 (0.6).
 _ROW = 0.75
-# The middle one of blocks' lengths is off by .12 at most, as a logarithm (.4; gaussian weights .2).
+# The middle one of blocks' lengths is off by 0.12 at most, as a logarithm (0.4; gaussian weights 0.2).
 _USUAL = 0.16
 
 

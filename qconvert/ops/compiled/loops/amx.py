@@ -41,7 +41,7 @@ def _int4_row(row: Any, inverse: np.float32, out: Any) -> None:
 @inner
 def _sixteenths(codes: Any, out: Any) -> None:
     """`_pair` of codes that are rounded to sixteenths here, halves away from zero: in bytes, of which a
-    vector holds four for each number of 32 bits (both together .10 ns a weight in cache for .14)."""
+    vector holds four for each number of 32 bits (both together 0.10 ns a weight in cache for 0.14)."""
     for step in range(codes.size // 128):
         for byte in range(64):
             low = codes[128 * step + byte]

@@ -95,7 +95,7 @@ def nvfp4_decode(source: Any, scales: Any, own: np.float32, modelopt: bool, targ
 @inner
 def _size_code(quotient: np.float32) -> np.int32:
     """The code of a number without its sign, by one rounding: a rounder whose last bit is worth a step
-    of E2M1 between the number's powers of two, .5 below 2. As `to_codes` of ops/fp4.py, of what is no
+    of E2M1 between the number's powers of two, 0.5 below 2. As `to_codes` of ops/fp4.py, of what is no
     NaN."""
     size = np.float32(abs(quotient))
     size = size if size < np.float32(6) else np.float32(6)

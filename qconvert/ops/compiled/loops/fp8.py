@@ -171,7 +171,7 @@ def fp8_encode(
 ) -> bool:
     """BF16 [N, K] -> E4M3 and the scale of each `height` x `width`, as float32. `whole`: of dialect fp8.
     Declines NaN and infinity. Blocks take whole rows at a time, with maxima and scales of columns: row
-    by row of a block is a vector's end every 128 columns, and .25 to .5 of the speed."""
+    by row of a block is a vector's end every 128 columns, and 0.25 to 0.5 of the speed."""
     rows, columns = weight.shape
     if height == 1:
         for row in range(rows):

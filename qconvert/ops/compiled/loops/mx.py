@@ -36,7 +36,7 @@ def _codes(weight: Any, moved: Any, codes: Any) -> None:
 
     All in 16 bits, 32 to a vector (9.5 GB/s of a core for 5.2 in float32): dividing by a power of two
     moves the exponent, and from 1 on a code is the exponent's last bits and the first of the mantissa,
-    so that rounding adds to bits. Below 1 codes are .5 apart: .75 is nearer to 1, .25 a tie."""
+    so that rounding adds to bits. Below 1 codes are 0.5 apart: 0.75 is nearer to 1, 0.25 a tie."""
     for group in range(weight.shape[0]):
         less = moved[group]
         for column in range(32):
