@@ -321,10 +321,6 @@ def _stages(bench: Bench, out: Path) -> None:
 # --- Breaking ------------------------------------------------------------------------------------
 
 
-def repo_of(folder: Path, **more: Path) -> Repo:
-    return Repo(folder, **more)
-
-
 def home(folder: Path, name: str) -> Path:
     """The shard a tensor is in."""
     for file in sorted(folder.glob("*.safetensors")):

@@ -33,11 +33,6 @@ class Setting:
         return self.tp // self.ep
 
     @property
-    def moe_rank(self) -> int:
-        """The rank's place among those that divide an expert."""
-        return self.rank % self.moe_tp
-
-    @property
     def ep_rank(self) -> int:
         """The rank's place among groups of experts."""
         return self.rank // self.moe_tp
