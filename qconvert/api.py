@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from qconvert.advise.advice import Advice
     from qconvert.advise.options import Machine
     from qconvert.checkpoint.grafted import Grafted
-    from qconvert.core.encodings import Encoding
     from qconvert.evaluate.result import Evaluation
+    from qconvert.formats.base import Format
     from qconvert.hub.file_diff import FileDifference, FilesCompared
     from qconvert.hub.headers import Place
     from qconvert.hub.outlet import HubOutlet
@@ -114,13 +114,13 @@ __all__ = (
     "Converter",
     "DataError",
     "Difference",
-    "Encoding",
     "Evaluation",
     "Events",
     "FileDifference",
     "FilesCompared",
     "Finding",
     "FolderStatus",
+    "Format",
     "Machine",
     "Measure",
     "Outlook",
@@ -187,7 +187,7 @@ __all__ = (
 _LATER: Mapping[str, tuple[str, ...]] = {
     "advise.advice": ("Advice",),
     "advise.options": ("Machine",),
-    "core.encodings": ("Encoding",),
+    "formats.base": ("Format",),
     "evaluate.result": ("Evaluation",),
     "hub.file_diff": ("FileDifference", "FilesCompared"),
     "hub.publish": ("CheckedFolder", "Uploaded", "check_upload", "destination", "refusal", "upload"),
@@ -870,17 +870,16 @@ def passes() -> dict[str, type[Pass]]:
     return _passes()
 
 
-def formats() -> dict[str, Encoding]:
-    """Every encoding of a weight that is read or written, by name: its tensors, what of it may be cut,
-    whose bytes it equals, and the modules below `qconvert` that decode it, make it and state it in a
-    config.
+def formats() -> Mapping[str, Format]:
+    """Every format of a weight that is read or written, by name, those of other packages first: its
+    tensors, what of it may be cut, whose bytes it equals, how it is read, made and stated in a config.
 
     >>> api.formats()["mxfp4"].parameters
     ('weight_packed', 'weight_scale')
     """
-    from qconvert.core.encodings import ENCODINGS
+    from qconvert.formats.registry import formats as _formats
 
-    return {each.name: each for each in ENCODINGS}
+    return _formats()
 
 
 def rules() -> Mapping[str, Rule]:

@@ -27,8 +27,8 @@ from qconvert.passes.drop import Drop
 
 NAMES = (
     "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "Converter",
-    "DataError", "Difference", "Encoding", "Evaluation", "Events", "FileDifference",
-    "FilesCompared", "Finding", "FolderStatus", "Machine", "Measure", "Outlook", "OutputError",
+    "DataError", "Difference", "Evaluation", "Events", "FileDifference",
+    "FilesCompared", "Finding", "FolderStatus", "Format", "Machine", "Measure", "Outlook", "OutputError",
     "Pass", "Plan", "PlanError", "PlanOptions", "Planned", "PlannedFolder",
     "PlannedStages", "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair",
     "Report", "Result", "Rule", "RunError", "ShardStatus", "Share", "Uploaded", "UsageError",

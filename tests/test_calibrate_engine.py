@@ -425,7 +425,7 @@ def dequantized(folder: Path, into: Path) -> Path:
     """The same model in BF16, computed by the ops of the plan."""
     from qconvert.calibrate.reading import Weights
     from qconvert.core.names import split_parameter
-    from qconvert.matrices.reading import read_matrix
+    from qconvert.formats.registry import read_matrix
 
     plan = Plan.identity(Checkpoint.open(folder))
     weights = Weights(plan)

@@ -12,23 +12,22 @@ from reading_models import FAMILY_FILE, remote
 
 FORMAT = '''
 """Weights in F16 under the name that packed ones have."""
-from qconvert.matrices.stored import Stored
+from qconvert.formats.base import Format, Stored
 from qconvert.ops.cast import ToBf16
 
 
-class Halves:
-    name = "halves"
-
-    def read(self, plan, module):
-        name = f"{module}.weight_packed"
-        found = plan.tensors.get(name)
-        if found is None or found.type.dtype != "F16":
-            return None
-        rows, columns = found.type.shape
-        return Stored(ToBf16(), (found,), rows, columns), (name,)
+def read(plan, module):
+    name = f"{module}.weight_packed"
+    found = plan.tensors.get(name)
+    if found is None or found.type.dtype != "F16":
+        return None
+    rows, columns = found.type.shape
+    return Stored(ToBf16(), (found,), rows, columns), (name,)
 
 
-FORMAT = Halves()
+FORMAT = Format(
+    name="halves", title="halves", parameters=("weight_packed",), cut=(1, 1), equals="acme", read=read
+)
 '''
 PASS = '''
 from dataclasses import dataclass

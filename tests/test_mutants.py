@@ -50,14 +50,13 @@ MUTANTS = (
         "for end in _ENDS", "for end in _ENDS[1:]",
     ),
     Mutant(
-        "stacks from the last expert on", "amx of stacks", "matrices.reading", "read_of_stack",
+        "stacks from the last expert on", "amx of stacks", "formats.registry", "read_of_stack",
         "plan.tensors[name].index(expert)",
         "plan.tensors[name].index(plan.tensors[name].type.shape[0] - 1 - expert)",
     ),
     Mutant(
         "columns of turned stacks cut from the first on", "amx of turned stacks",
-        "matrices.stored", "Stored.cut",
-        "first=decoder.first + start", "first=decoder.first",
+        "ops.base", "Columnwise.cut", "first=self.first + start", "first=self.first",
     ),
     Mutant(
         "columns of turned stacks one on", "amx of turned stacks", "ops.transpose", "Columns.run",
@@ -79,7 +78,7 @@ MUTANTS = (
     ),
     # --- scales of others
     Mutant(
-        "scales of another expert", "amx of fp8", "matrices.encodings.fp8", "read",
+        "scales of another expert", "amx of fp8", "formats.fp8.format", "read",
         "plan.tensors[scale], fp8_scheme_of",
         "plan.tensors[scale.replace('rts.0', 'rts.9').replace('rts.1', 'rts.0')"
         ".replace('rts.9', 'rts.1')], fp8_scheme_of",
@@ -133,12 +132,12 @@ MUTANTS = (
         "scale[:, number : number + 1]", "scale[::-1, number : number + 1]",
     ),
     Mutant(
-        "scales of another expert of a stack", "amx of fp8 stacks", "matrices.reading",
+        "scales of another expert of a stack", "amx of fp8 stacks", "formats.registry",
         "read_of_stack", "scale = scale.index(expert)",
         "scale = scale.index(scale.type.shape[0] - 1 - expert)",
     ),
     Mutant(
-        "a cut inside a block of scales", "amx of fp8", "matrices.stored", "_regrid",
+        "a cut inside a block of scales", "amx of fp8", "ops.fp8", "_regrid",
         "scale.rows(row // block[0], row // block[0] + 1)",
         "scale.rows(min(-(-row // block[0]), scale.type.shape[0] - 1), "
         "min(-(-row // block[0]), scale.type.shape[0] - 1) + 1)",
@@ -526,7 +525,7 @@ MUTANTS = (
         "factors(scale[start:stop],", "factors(scale[start:stop][::-1],",
     ),
     Mutant(
-        "global scales of others", "dequant nvfp4 packed", "matrices.encodings.nvfp4", "read",
+        "global scales of others", "dequant nvfp4 packed", "formats.nvfp4.format", "read",
         "names = [f\"{module}.{own.weight}\", f\"{module}.{own.scale}\", last]",
         "names = [f\"{module}.{own.weight}\", f\"{module}.{own.scale}\", "
         "last.replace('up_', '_').replace('gate_', 'up_').replace('._', '.gate_')]",

@@ -20,7 +20,7 @@ from ops_harness import buffer, run_op
 from safetensors.torch import load_file, save_file
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.matrices.reading import read_matrix
+from qconvert.formats.registry import read_matrix
 from qconvert.plan.plan import Plan
 
 pytestmark = pytest.mark.peer

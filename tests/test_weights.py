@@ -36,12 +36,12 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Source
 from qconvert.formats.amx.encode import Amx, Rounding
 from qconvert.formats.amx.limits import Method
+from qconvert.formats.base import Stored
 from qconvert.matrices.experts import STALE_RULE
-from qconvert.matrices.stored import Stored
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp8 import DequantFp8
 from qconvert.ops.ints import DequantInts
-from qconvert.ops.rowwise import RowOp
+from qconvert.ops.rowwise import Decoder
 from qconvert.ops.transpose import Columns
 from qconvert.validation.findings import Proved, Skipped
 from qconvert.validators.weights.weights import _calibrated
@@ -479,7 +479,7 @@ def test_any_rows_of_any_rows_are_those_of_the_matrix(
         for name, value in tensors.items()
         if name != ".weight_shape"
     )
-    decoders: dict[str, RowOp] = {
+    decoders: dict[str, Decoder] = {
         "F32": ToBf16(), "fp8": DequantFp8(block), "int4": DequantInts(4, 32),
         "turned": Columns(0, rows),
     }  # fmt: skip

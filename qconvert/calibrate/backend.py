@@ -26,9 +26,9 @@ from qconvert.calibrate.work import Work, added, has_begun, layer_work, sizes_of
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.extras import lacking, require
 from qconvert.core.int_scheme import CodePacker, IntScheme, Scheme
+from qconvert.formats.base import Stored
+from qconvert.formats.registry import read_matrix
 from qconvert.matrices.calibrated import calibrated_op
-from qconvert.matrices.reading import read_matrix
-from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import Calibrating, Plan
 from qconvert.plan.walk import nodes
 from qconvert.run.backend import (

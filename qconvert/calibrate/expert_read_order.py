@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qconvert.calibrate.reading import Weights
+from qconvert.formats.base import Stored
 from qconvert.matrices.experts import PROJECTIONS, Projection
-from qconvert.matrices.stored import Stored
 
 
 @dataclass(eq=False)

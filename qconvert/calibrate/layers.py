@@ -37,9 +37,9 @@ from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Setti
 from qconvert.calibrate.token_dispatch import dispatch_of
 from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
+from qconvert.formats.base import Stored
 from qconvert.layouts.derived.running import Call
 from qconvert.matrices.experts import PROJECTIONS, Projection
-from qconvert.matrices.stored import Stored
 from qconvert.run.backend import Phase, Remark
 from qconvert.run.files import Files
 

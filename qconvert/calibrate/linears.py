@@ -24,8 +24,8 @@ from qconvert.calibrate.solve import Quantized, rounded, solved
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.shown import count
-from qconvert.matrices.reading import read_matrix
-from qconvert.matrices.stored import Stored
+from qconvert.formats.base import Stored
+from qconvert.formats.registry import read_matrix
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Remark
 

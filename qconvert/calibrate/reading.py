@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from qconvert.calibrate.clock import Clock
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Apply, Buffer, Output, Source, whole
-from qconvert.matrices.stored import Stored
+from qconvert.formats.base import Stored
 from qconvert.ops.fp8 import DequantFp8
 from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader

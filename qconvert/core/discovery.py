@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 FAMILIES, FORMATS = "qconvert.families", "qconvert.formats"
 PASSES, VALIDATORS = "qconvert.passes", "qconvert.validators"
 # What a module holds that an entry point of a group names.
-HOLDS: Mapping[str, str] = {
-    FAMILIES: "FAMILY", FORMATS: "FORMAT", PASSES: "PASSES", VALIDATORS: "VALIDATOR",
+HOLDS: Mapping[str, tuple[str, ...]] = {
+    FAMILIES: ("FAMILY",), FORMATS: ("FORMAT", "FORMATS"), PASSES: ("PASSES",),
+    VALIDATORS: ("VALIDATOR",),
 }  # fmt: skip
 
 
@@ -43,15 +44,25 @@ def discover(*packages: str, group: str = "") -> list[Any]:
         for info in pkgutil.iter_modules(root.__path__):
             if not info.ispkg:
                 found[info.name, package] = f"{package}.{info.name}"
-    modules = []
-    for _, name in sorted(found.items()):
-        try:
-            modules.append(importlib.import_module(name))
-        except ImportError as error:
-            raise QConvertError(
-                f"{name.replace('.', '/')}.py: cannot be imported: {error}"
-            ) from error
+    modules = [_imported(name) for _, name in sorted(found.items())]
     return [*modules, *(_installed(group) if group else ())]
+
+
+def modules_within(package: str, name: str) -> list[Any]:
+    """The module of this name of every package within a package. Raises QConvertError as `discover`
+    does."""
+    import pkgutil
+
+    root = importlib.import_module(package)
+    packages = sorted(info.name for info in pkgutil.iter_modules(root.__path__) if info.ispkg)
+    return [_imported(f"{package}.{one}.{name}") for one in packages]
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise QConvertError(f"{name.replace('.', '/')}.py: cannot be imported: {error}") from error
 
 
 def loaded(*packages: str) -> list[Any]:
@@ -122,6 +133,6 @@ def _loaded(point: metadata.EntryPoint) -> Any:
     except Exception as error:  # whatever another's code raises: the message says it
         cause = f"{type(error).__name__}: {error}"
         raise QConvertError(f"{where} cannot be imported ({cause}); {mend}") from error
-    if not hasattr(module, HOLDS[point.group]):
-        raise QConvertError(f"{where} has no {HOLDS[point.group]}; {mend}")
+    if not any(hasattr(module, held) for held in HOLDS[point.group]):
+        raise QConvertError(f"{where} has no {' or '.join(HOLDS[point.group])}; {mend}")
     return module

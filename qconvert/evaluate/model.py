@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from qconvert.calibrate.model import Model
 from qconvert.calibrate.reading import Weights
 from qconvert.core.errors import PlanError
+from qconvert.formats.base import Stored
+from qconvert.formats.registry import read_matrix
 from qconvert.layouts.derived.running import CannotRun, experts_in, finished, replaced
-from qconvert.matrices.reading import read_matrix
-from qconvert.matrices.stored import Stored
 from qconvert.plan.plan import Plan
 
 if TYPE_CHECKING:

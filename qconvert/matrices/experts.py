@@ -12,10 +12,10 @@ from qconvert.core.graph import Output, Value, apply
 from qconvert.core.int_scheme import CodePacker
 from qconvert.core.names import ACTIVATIONS, apart_experts, split_parameter
 from qconvert.core.roles import Kind
+from qconvert.formats.base import Stored
+from qconvert.formats.registry import read_matrix, read_of_stack
 from qconvert.matrices.calibrated import Calibrated
 from qconvert.matrices.causes import check_experts
-from qconvert.matrices.reading import read_matrix, read_of_stack
-from qconvert.matrices.stored import Format, Stored, added_formats
 from qconvert.plan.plan import ELSEWHERE, Plan, check_names
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -113,11 +113,10 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
     counted = dims.num_experts
     inputs = expert_inputs(plan.role_index, lambda name: plan.tensors[name].type)
     intermediate = dims.moe_intermediate_size
-    formats = added_formats()
     for name, place in plan.role_index.places.items():
         if place.role.kind not in _READ:
             continue
-        for projection, names in _read(plan, name, place, formats):
+        for projection, names in _read(plan, name, place):
             key = projection.layer, projection.expert, projection.kind
             if key in found:
                 raise PlanError(f"{name!r}: {found[key].module!r} already exists in another form")
@@ -237,9 +236,7 @@ def _draft_layers(plan: Plan) -> list[int]:
     return [n if n >= dims.num_layers else n + dims.num_layers for n in groups]
 
 
-def _read(
-    plan: Plan, name: str, place: Place, formats: Sequence[Format]
-) -> Iterator[tuple[Projection, tuple[str, ...]]]:
+def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tuple[str, ...]]]:
     """The projections that a tensor of an expert's role begins: a weight its own, a stack those of all
     experts."""
     role = place.role.kind
@@ -255,7 +252,7 @@ def _read(
     if role in _PROJECTION:
         assert place.expert is not None
         module, _ = split_parameter(name)
-        stored, names = read_matrix(plan, module, formats)
+        stored, names = read_matrix(plan, module)
         yield Projection(layer, place.expert, _PROJECTION[role], draft, module, stored), names
         return
     shape = plan.tensors[name].type.shape

@@ -15,9 +15,9 @@ from qconvert.core.int_scheme import Packer
 from qconvert.core.names import split_parameter
 from qconvert.core.patterns import compiled
 from qconvert.core.roles import Kind, joined_with
+from qconvert.formats.base import Stored
 from qconvert.matrices.calibrated import Calibrated
 from qconvert.matrices.experts import check_not_computed, solved_by
-from qconvert.matrices.stored import Stored
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 

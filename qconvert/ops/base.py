@@ -5,11 +5,12 @@ Mixins without fields: the repr of an op is its identity, and these leave it as 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Op, Part, whole
+from qconvert.core.graph import Op, Output, Part, whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,6 +67,13 @@ class Columnwise(Uncut):
 
     def rows(self: Op, start: int, stop: int, *args: TensorType) -> Part:
         return whole(self, args)
+
+    def cut(
+        self, args: tuple[Output, ...], start: int, stop: int, rows: int
+    ) -> tuple[Self, tuple[Output, ...]]:
+        """The same op on the same arguments, for columns [start, stop) of those that it makes."""
+        one: Any = self  # a dataclass, which a mixin does not know
+        return replace(one, first=self.first + start, count=stop - start), args
 
     def check_columns(self, matrix: TensorType) -> None:
         """Raise PlanError if the matrix has too few columns."""

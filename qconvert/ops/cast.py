@@ -15,7 +15,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part
 from qconvert.ops.base import array
-from qconvert.ops.rowwise import row_parts
+from qconvert.ops.rowwise import EachRow, row_parts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +37,7 @@ BEYOND = "they are finite in fp32, and runtimes compute in bf16: leave this tens
 
 
 @dataclass(frozen=True, slots=True)
-class ToBf16:
+class ToBf16(EachRow):
     """F16 or F32 [N, ...] -> BF16 [N, ...], rounded to nearest, ties to even.
 
     Raises PlanError for other dtypes and for scalars, RowError for a number that bf16 has no room for.
@@ -50,9 +50,6 @@ class ToBf16:
         if not source.shape:
             raise PlanError(f"expected a tensor with rows, found {source}")
         return (TensorType("BF16", source.shape),)
-
-    def row_step(self, *args: TensorType) -> int:
-        return 1
 
     def rows(self, start: int, stop: int, *args: TensorType) -> Part:
         (source,), (result,) = args, self.infer(*args)

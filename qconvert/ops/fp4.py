@@ -9,20 +9,20 @@ multiplies. MXFP4, of the same codes: ops/mx.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
-from qconvert.core.graph import Buffer, Part
+from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import NVFP4_BLOCK
 from qconvert.ops.base import array
 from qconvert.ops.cast import BF16_OVERFLOW, TILE_ELEMENTS, round_to_bf16
 from qconvert.ops.compiled import done
 from qconvert.ops.ints import spread_nibbles
-from qconvert.ops.rowwise import row_parts
+from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,7 +109,7 @@ def factors(scale: UInt8s, global_scale: float, dialect: Dialect) -> Float32s:
 
 
 @dataclass(frozen=True, slots=True)
-class DequantNvfp4:
+class DequantNvfp4(EachRow):
     """packed U8 [N, K/2], scale F8_E4M3 [N, K/16] and the global scale F32 [] or [1] -> BF16 [N, K]:
     bf16(code * factor), factor = scale * global (modelopt) or scale / global (compressed-tensors) in
     float32.
@@ -133,23 +133,6 @@ class DequantNvfp4:
         if global_scale.dtype != "F32" or global_scale.numel != 1:
             raise PlanError(f"expected a global scale in F32 [1] or [], found {global_scale}")
         return (TensorType("BF16", (rows, columns)),)
-
-    def row_step(self, *args: TensorType) -> int:
-        return 1
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        (result,) = self.infer(*args)
-        return Part(
-            args=(
-                *((start * kind.row_nbytes, kind.with_rows(stop - start)) for kind in args[:2]),
-                (0, args[2]),
-            ),
-            outs=((start * result.row_nbytes, result.with_rows(stop - start)),),
-        )
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        row_bytes = sum(kind.row_nbytes for kind in (*args[:2], *self.infer(*args)))
-        return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
         """A tile as float32 and its rounding beside it."""

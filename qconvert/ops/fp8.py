@@ -16,13 +16,13 @@ two seconds and 145 MB: more than many conversions take.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, ScaleError
-from qconvert.core.graph import Buffer, Part
+from qconvert.core.graph import Buffer, Output, Part, concat
 from qconvert.ops.base import array
 from qconvert.ops.cast import BF16_OVERFLOW, round_to_bf16
 from qconvert.ops.compiled import done, may_be_done
@@ -117,6 +117,13 @@ class DequantFp8:
     def rows(self, start: int, stop: int, *args: TensorType) -> Part:
         """Rows [start, stop) of a weight that is one matrix."""
         return self._part(0, start, stop, *args)
+
+    def cut(
+        self, args: tuple[Output, ...], start: int, stop: int, rows: int
+    ) -> tuple[DequantFp8, tuple[Output, ...]]:
+        block, scale = _regrid(self.block, args[1], start, stop, rows)
+        op = self if block == self.block else replace(self, block=block)
+        return op, (args[0].rows(start, stop), scale)
 
     def _part(self, matrix: int, start: int, stop: int, *args: TensorType) -> Part:
         weight, scale = args
@@ -255,6 +262,20 @@ class DequantFp8:
             "infinite or beyond bf16 (3.39e38 at most); check whether the scale is meant to multiply, "
             "or write infinities with `dequant --allow-overflow`",
         )
+
+
+def _regrid(
+    block: tuple[int, int], scale: Output, start: int, stop: int, rows: int
+) -> tuple[tuple[int, int], Output]:
+    """Block and scales of rows [start, stop). A cut inside a block makes blocks of fewer rows, whose
+    scales stand there as often as needed."""
+    if block[0] >= rows:
+        return block, scale
+    height = gcd(block[0], start)
+    if height == block[0]:
+        return block, scale.rows(start // height, -(-stop // height))
+    lines = [scale.rows(row // block[0], row // block[0] + 1) for row in range(start, stop, height)]
+    return (height, block[1]), concat(lines)
 
 
 def _beyond(

@@ -7,22 +7,22 @@ Format source: compressed-tensors 0.19, `int-quantized` (`compressors/naive_quan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Buffer, Part
+from qconvert.core.graph import Buffer
 from qconvert.ops.base import array
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.ops.ints import Products, product_scratch, scale_scratch, scales
-from qconvert.ops.rowwise import row_parts
+from qconvert.ops.rowwise import EachRow
 
 _MIDDLE = 0x80  # a signed byte plus 128 is the same bits with the first one turned
 
 
 @dataclass(frozen=True, slots=True)
-class DequantInt8:
+class DequantInt8(EachRow):
     """weight I8 [N, K], scale [N, groups] in BF16, F16 or F32, and where not `symmetric` zero points I8
     [N, groups] -> BF16 [N, K]. Groups are neighbouring columns.
 
@@ -49,18 +49,6 @@ class DequantInt8:
                 f"scales, found {', '.join(map(str, zero)) or 'nothing'}"
             )
         return (TensorType("BF16", weight.shape),)
-
-    def row_step(self, *args: TensorType) -> int:
-        return 1
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        kinds = (*args, *self.infer(*args))
-        cut = [(start * kind.row_nbytes, kind.with_rows(stop - start)) for kind in kinds]
-        return Part(tuple(cut[:-1]), (cut[-1],))
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        row_bytes = sum(kind.row_nbytes for kind in (*args, *self.infer(*args)))
-        return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
         return scale_scratch(args[1]) + product_scratch(*args[0].shape)

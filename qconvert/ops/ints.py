@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer, Part, aligned
+from qconvert.core.graph import Buffer, Output, Part, aligned
 from qconvert.ops.base import array
 from qconvert.ops.cast import (
     BF16_OVERFLOW,
@@ -113,6 +113,22 @@ class DequantInts:
         return Part(
             args=tuple(taken), outs=((start * result.row_nbytes, result.with_rows(stop - start)),)
         )
+
+    def cut(
+        self, args: tuple[Output, ...], start: int, stop: int, rows: int
+    ) -> tuple[DequantInts, tuple[Output, ...]]:
+        """Zero points are packed along the rows; which group a column is of, all rows share."""
+        taken = [arg.rows(start, stop) for arg in args[:2]]
+        if not self.symmetric:
+            if start % self.word:
+                raise PlanError(
+                    f"rows from {start} on are wanted, and zero points are packed in words of "
+                    f"{self.word} rows"
+                )
+            taken.append(args[2].rows(start // self.word, -(-stop // self.word)))
+        if self.g_idx:
+            taken.append(args[-1])
+        return self, tuple(taken)
 
     def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
         row_bytes = sum(kind.row_nbytes for kind in (*args[:2], *self.infer(*args)))

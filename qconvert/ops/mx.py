@@ -8,18 +8,18 @@ holds is exact: a code has two significant bits, and 2^-128, the smallest, is a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer, Part, aligned
+from qconvert.core.graph import Buffer, aligned
 from qconvert.ops.base import Uncut, array
 from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import SIZES
-from qconvert.ops.rowwise import row_parts
+from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +58,7 @@ def _table() -> UInt32s:
 
 
 @dataclass(frozen=True, slots=True)
-class DequantMxfp4:
+class DequantMxfp4(EachRow):
     """packed U8 or I8 [N, K/2] and scale U8 or F8_E8M0 [N, K/32] -> BF16 [N, K].
 
     Raises PlanError where dtypes or shapes do not fit, RowError for a scale that is NaN and for a result
@@ -79,18 +79,6 @@ class DequantMxfp4:
                 f"{scale}"
             )
         return (TensorType("BF16", (rows, columns)),)
-
-    def row_step(self, *args: TensorType) -> int:
-        return 1
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        (result,) = self.infer(*args)
-        cut = [(start * kind.row_nbytes, kind.with_rows(stop - start)) for kind in (*args, result)]
-        return Part(tuple(cut[:-1]), (cut[-1],))
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        row_bytes = sum(kind.row_nbytes for kind in (*args, *self.infer(*args)))
-        return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
         """Return where a tile's bytes are looked up."""

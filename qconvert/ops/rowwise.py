@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RowError
-from qconvert.core.graph import Buffer, Op, Part, aligned
+from qconvert.core.graph import Buffer, Op, Output, Part, aligned
 from qconvert.ops.transpose import Columns
 
 
@@ -28,6 +28,48 @@ class RowOp(Op, Protocol):
 
     def rows(self, start: int, stop: int, *args: TensorType) -> Part:
         """The part of the work that makes rows [start, stop)."""
+
+
+class Decoder(RowOp, Protocol):
+    """An op that reads a stored matrix as BF16; its first argument has the rows of the matrix, or its
+    columns."""
+
+    def cut(
+        self, args: tuple[Output, ...], start: int, stop: int, rows: int
+    ) -> tuple[Decoder, tuple[Output, ...]]:
+        """The op and arguments of rows [start, stop) of a matrix of `rows`. Raises PlanError where rows
+        that belong together would part."""
+
+
+class EachRow:
+    """An op each of whose results' rows needs the same row of every argument that is a matrix, and
+    all of the others."""
+
+    __slots__ = ()
+
+    def row_step(self, *args: TensorType) -> int:
+        return 1
+
+    def rows(self: Op, start: int, stop: int, *args: TensorType) -> Part:
+        count = stop - start
+        taken = [
+            (start * kind.row_nbytes, kind.with_rows(count)) if len(kind.shape) > 1 else (0, kind)
+            for kind in args
+        ]
+        made = [(start * kind.row_nbytes, kind.with_rows(count)) for kind in self.infer(*args)]
+        return Part(tuple(taken), tuple(made))
+
+    def parts(self: RowOp, limit: int, *args: TensorType) -> Iterator[Part]:
+        kinds = (*(arg for arg in args if len(arg.shape) > 1), *self.infer(*args))
+        row_bytes = sum(kind.row_nbytes for kind in kinds)
+        return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
+
+    def cut(
+        self, args: tuple[Output, ...], start: int, stop: int, rows: int
+    ) -> tuple[Self, tuple[Output, ...]]:
+        return self, tuple(
+            [arg.rows(start, stop) if len(arg.type.shape) > 1 else arg for arg in args]
+        )
 
 
 def search_loops(op: Op) -> list[str]:

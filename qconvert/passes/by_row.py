@@ -15,9 +15,9 @@ from typing import Any
 from qconvert.core.errors import PlanError
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
+from qconvert.formats.base import Stored
 from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.matrices.linears import runtime_linears
-from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
     Named,
     check_nothing_packed,

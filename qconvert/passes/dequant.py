@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Op, Output, apply, stack
 from qconvert.core.names import activations_of, is_scale, split_parameter
-from qconvert.matrices.encodings.fp8 import fp8_reading, fp8_scale_name, fp8_scheme_of
-from qconvert.matrices.encodings.mxfp4 import stacks
-from qconvert.matrices.reading import encoded
-from qconvert.matrices.stored import Stored
+from qconvert.formats.base import Stored
+from qconvert.formats.fp8.format import fp8_reading, fp8_scale_name, fp8_scheme_of
+from qconvert.formats.mx.format import stacks
+from qconvert.formats.registry import encoded
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
 from qconvert.ops.rowwise import RowOp
 from qconvert.passes.replace_weights import replace_weights, sources_of

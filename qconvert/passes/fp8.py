@@ -30,7 +30,7 @@ from qconvert.formats.fp8.config import (
 from qconvert.formats.fp8.encode import LARGEST, Dialect, EncodeFp8
 from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
 from qconvert.formats.nvfp4.scales import DecodedMaxima, RowMaxima
-from qconvert.matrices.reading import read_matrix
+from qconvert.formats.registry import read_matrix
 from qconvert.matrices.unquantized import (
     Named,
     check_nothing_packed,

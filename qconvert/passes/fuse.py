@@ -19,8 +19,8 @@ from qconvert.core.family import Dims
 from qconvert.core.graph import Output, Source, Value, apply
 from qconvert.core.names import PARAMETERS
 from qconvert.core.row_order import RowOrder
+from qconvert.formats.registry import read_matrix
 from qconvert.matrices.causes import check_linear_attention
-from qconvert.matrices.reading import read_matrix
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.ops.constant import Constant, constant_i64
 from qconvert.passes.fused_rows import (

@@ -12,10 +12,10 @@ from qconvert.core.encodings import MXFP4, NVFP4, Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
+from qconvert.formats.base import Read
 from qconvert.formats.nvfp4.config import constant_input, hf_quant_config, modelopt_config
 from qconvert.formats.nvfp4.relabel import hybrid_block, relabelled, relabelled_block
 from qconvert.matrices.experts import check_described
-from qconvert.matrices.reading import Read
 from qconvert.matrices.unquantized import Named
 from qconvert.matrices.unquantized_nvfp4 import ignored_globs
 from qconvert.ops.constant import Constant

@@ -17,7 +17,9 @@ from typing import Any, ClassVar
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
+from qconvert.formats.base import Stored
 from qconvert.formats.int_packed.limits import TP_SIZES
+from qconvert.formats.mx import format as mx
 from qconvert.formats.mx.config import mxfp4_modules
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
 from qconvert.formats.nvfp4.config import (
@@ -29,10 +31,8 @@ from qconvert.formats.nvfp4.config import (
 )
 from qconvert.formats.nvfp4.encode import Scales
 from qconvert.matrices.causes import check_runs
-from qconvert.matrices.encodings import mxfp4
 from qconvert.matrices.experts import Projection, calibrated
 from qconvert.matrices.linears import runtime_linears
-from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
     Named,
     draft_as_first_layer,
@@ -194,7 +194,7 @@ class ToNvfp4:
             raise PlanError(
                 "MXFP4 sources are relabelled as they are, without loss: there is nothing to calibrate"
             )
-        found = {module: read for module in modules if (read := mxfp4.read(plan, module))}
+        found = {module: read for module in modules if (read := mx.read(plan, module))}
         step = self.name, options_of(self)
         return as_nvfp4(plan, step, found, self.dialect, self.input_scale)
 

@@ -8,11 +8,11 @@ from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.roles import Cut, Kind, joined_with
+from qconvert.formats.base import Stored
 from qconvert.formats.int_packed.limits import TP_SIZES, Matrix
 from qconvert.formats.nvfp4.config import NAMES
 from qconvert.formats.nvfp4.encode import PackNvfp4, Scales
 from qconvert.formats.nvfp4.scales import DecodedMaxima, OwnScale, RowMaxima
-from qconvert.matrices.stored import Stored
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp4 import BLOCK
 from qconvert.ops.rowwise import RowOp

@@ -28,19 +28,19 @@ from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import activations_of, split_parameter
 from qconvert.core.roles import SHARED, Kind
+from qconvert.formats.base import Read, Stored
 from qconvert.formats.fp8.config import fp8_config, fp8_group_config
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
 from qconvert.formats.int_packed.config import gptq_config, group_config, left_pattern
 from qconvert.formats.int_packed.packers import Packing, packer
 from qconvert.formats.int_packed.repack import RepackInts
+from qconvert.formats.mx import format as mx
 from qconvert.formats.nvfp4.config import group_config as nvfp4_group
 from qconvert.formats.nvfp4.config import modelopt_config
 from qconvert.formats.nvfp4.relabel import Reciprocal
-from qconvert.matrices.encodings import mxfp4
+from qconvert.formats.registry import encoded
 from qconvert.matrices.experts import STALE_RULE
 from qconvert.matrices.linears import runtime_linears
-from qconvert.matrices.reading import Read, encoded
-from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
     Named,
     all_experts,
@@ -104,7 +104,7 @@ class Relabel:
 
     def __call__(self, plan: Plan) -> Plan:
         found = dict(encoded(plan))
-        stacks = mxfp4.stacks(plan)
+        stacks = mx.stacks(plan)
         if stacks:
             raise PlanError(
                 f"{next(iter(stacks))!r} is a stack of MXFP4 matrices of gpt-oss, whose experts have "

@@ -17,7 +17,9 @@ from qconvert.core.family import without_quantization
 from qconvert.core.graph import Output, Source
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import SHARED, Kind
+from qconvert.formats.base import Stored
 from qconvert.formats.int_packed.limits import Matrix
+from qconvert.formats.registry import read_matrix
 from qconvert.matrices.experts import (
     KINDS,
     STALE,
@@ -27,8 +29,6 @@ from qconvert.matrices.experts import (
     routed_experts,
 )
 from qconvert.matrices.linears import check_sets, quantizable
-from qconvert.matrices.reading import read_matrix
-from qconvert.matrices.stored import Stored
 from qconvert.plan.pass_options import EXPERTS, LINEAR
 from qconvert.plan.plan import Calibrating, LogEntry, Plan
 

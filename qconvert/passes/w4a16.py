@@ -19,6 +19,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer, Signs
 from qconvert.core.roles import SHARED
+from qconvert.formats.base import Stored
 from qconvert.formats.int_packed.config import (
     gptq_config,
     group_config,
@@ -42,7 +43,6 @@ from qconvert.matrices.linears import (
     runtime_linears,
     skip_reason,
 )
-from qconvert.matrices.stored import Stored
 from qconvert.matrices.unquantized import (
     Named,
     all_experts,

@@ -16,13 +16,13 @@ zero. Such weights are refused here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer, Part, aligned
+from qconvert.core.graph import Buffer, aligned
 from qconvert.formats.fp8.encode import to_e4m3
 from qconvert.formats.int_packed.encode import largest_sizes
 from qconvert.formats.mx.config import MX_BLOCK, Format
@@ -30,7 +30,7 @@ from qconvert.ops.base import array
 from qconvert.ops.cast import TILE_ELEMENTS
 from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import pack, to_codes
-from qconvert.ops.rowwise import row_parts
+from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ _HALF_LEAST = 2.0**-134
 
 
 @dataclass(frozen=True, slots=True)
-class EncodeMx:
+class EncodeMx(EachRow):
     """BF16 [N, K] -> codes (`mxfp4`: U8 [N, K/2], two a byte, the even column in the low half; `mxfp8`:
     F8_E4M3 [N, K]) and exponents U8 [N, K/32], 2^(e - 127).
 
@@ -70,18 +70,6 @@ class EncodeMx:
         if self.format == "mxfp4":
             codes = TensorType("U8", (rows, columns // 2))
         return codes, TensorType("U8", (rows, columns // MX_BLOCK))
-
-    def row_step(self, *args: TensorType) -> int:
-        return 1
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        kinds = (*args, *self.infer(*args))
-        cut = [(start * kind.row_nbytes, kind.with_rows(stop - start)) for kind in kinds]
-        return Part((cut[0],), tuple(cut[1:]))
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        (weight,) = args
-        return row_parts(self, weight.shape[0], 2 * weight.row_nbytes, limit, weight)
 
     def scratch(self, *args: TensorType) -> int:
         """A tile twice as float32."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from qconvert.core.encodings import NVFP4
 from qconvert.core.errors import PlanError
-from qconvert.matrices.stored import Stored, stored
+from qconvert.formats.base import Format, Read, stored
 from qconvert.plan.plan import Plan
 
 
-def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
+def read(plan: Plan, module: str) -> Read | None:
     """A module with a global scale."""
     for dialect, own in NVFP4.items():
         last = f"{module}.{own.global_scale}"
@@ -26,3 +26,19 @@ def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
                 raise PlanError(f"{name!r} is missing, and {last!r} says that {module!r} is NVFP4")
         return stored(plan, names, DequantNvfp4(dialect)), tuple(names)
     return None
+
+
+_EQUALS = {
+    "compressed-tensors": (
+        "compressed-tensors 0.19 NVFP4PackedCompressor, with llm-compressor 0.14's observer"
+    ),
+    "modelopt": "nvidia-modelopt 0.47",
+}
+FORMATS = tuple(
+    Format(
+        name="nvfp4" if dialect == "compressed-tensors" else f"nvfp4-{dialect}", title="NVFP4",
+        parameters=(names.weight, names.scale, names.global_scale), mark=names.global_scale,
+        cut=(1, 16), order=20, equals=_EQUALS[dialect], read=read,
+    )
+    for dialect, names in NVFP4.items()
+)  # fmt: skip

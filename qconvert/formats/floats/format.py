@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
-from qconvert.matrices.stored import Stored
+from qconvert.formats.base import Format, Stored
 from qconvert.ops.cast import ToBf16
 
 DTYPES = ("BF16", "F16", "F32")
@@ -21,3 +21,11 @@ def plain(name: str, weight: Output) -> Stored:
         f"{name!r}: {weight.type.dtype} weights are not read here; BF16, F16, F32, FP8, INT8, NVFP4, "
         "MXFP4, and INT4 and INT8 of compressed-tensors, GPTQ or AutoAWQ are"
     )
+
+
+FORMATS = (
+    Format(
+        name="bf16", title="BF16, F16, F32", parameters=("weight",), cut=(1, 1), order=90,
+        equals="torch",
+    ),
+)  # fmt: skip

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from qconvert.checkpoint.quantization_config import Fp8Scheme, fp8_scheme, has_groups
+from qconvert.core.encodings import FP8
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, inferred
 from qconvert.core.names import is_ambiguous, scale_candidates, split_parameter, weight_candidates
-from qconvert.matrices.stored import Stored
+from qconvert.formats.base import Format, Read, Stored
 from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
 from qconvert.plan.plan import Plan
 
 
-def read(plan: Plan, module: str) -> tuple[Stored, tuple[str, ...]] | None:
+def read(plan: Plan, module: str) -> Read | None:
     """A module with an FP8 `weight`."""
     name = f"{module}.weight"
     weight = plan.tensors.get(name)
@@ -93,3 +96,37 @@ def fp8_matrix(name: str, weight: Output, scale: Output, scheme: Fp8Scheme) -> S
         raise PlanError(f"weight {name!r}: {error}") from error
     rows, columns = matrix.type.shape
     return Stored(decoder, (matrix, grid), rows, columns)
+
+
+def _block_group(targets: Iterable[str]) -> dict[str, Any]:
+    from qconvert.formats.fp8.config import fp8_group_config
+
+    return fp8_group_config((128, 128), targets)
+
+
+def _row_group(targets: Iterable[str]) -> dict[str, Any]:
+    from qconvert.formats.fp8.config import fp8_group_config
+
+    return fp8_group_config(None, targets)
+
+
+_PTQ = "llm-compressor 0.14 model_free_ptq"
+_OWN, _CT = FP8["fp8"], FP8["compressed-tensors"]
+FORMATS = (
+    Format(
+        name="fp8-block", title="FP8", parameters=_OWN, cut=("block", "block"), order=10,
+        equals="DeepSeek-V3 inference/kernel.py", read=read,
+    ),
+    Format(
+        name="fp8-block-ct", title="FP8", parameters=_CT, cut=("block", "block"), order=10,
+        equals=f"{_PTQ} FP8_BLOCK", read=read, config_group=_block_group,
+    ),
+    Format(
+        name="fp8-rows", title="FP8", parameters=_CT, cut=(1, 0), order=10,
+        equals=f"{_PTQ} FP8_DYNAMIC", read=read, config_group=_row_group,
+    ),
+    Format(
+        name="fp8-tensor", title="FP8", parameters=_CT, cut=(0, 0), order=10,
+        equals=f"{_PTQ} FP8", read=read,
+    ),
+)  # fmt: skip

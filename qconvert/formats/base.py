@@ -1,0 +1,111 @@
+"""Format of stored weights: names of its tensors, how a matrix is read and written, how it is shown.
+
+A package `qconvert/formats/<name>/` has its formats in `format.py`; other packages name a module with
+`FORMAT`, or `FORMATS`, as an entry point of the group `qconvert.formats`. Who is asked for which module:
+formats/registry.py. Validators decode with code of their own (validators/reading/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Output, Value, inferred
+from qconvert.ops.rowwise import Decoder, RowOp
+from qconvert.plan.plan import Plan
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Stored:
+    """A matrix [rows, columns]: the op that reads it as BF16 (None: it is BF16), and its arguments,
+    the first of which has its rows."""
+
+    decoder: Decoder | None
+    args: tuple[Output, ...]
+    rows: int
+    columns: int
+
+    def cut(self, start: int, stop: int) -> Stored:
+        """Rows [start, stop). Raises PlanError where the decoder cannot be cut there."""
+        if (start, stop) == (0, self.rows):
+            return self
+        if self.decoder is None:
+            return replace(self, args=(self.args[0].rows(start, stop),), rows=stop - start)
+        decoder, args = self.decoder.cut(self.args, start, stop, self.rows)
+        return Stored(decoder, args, stop - start, self.columns)
+
+
+Read = tuple[Stored, tuple[str, ...]]
+
+
+class Folder(Protocol):
+    """Tensors of a folder, stored or planned, as a format's `label` sees them."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorType]:
+        """Types by name."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint whose config describes them."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Facts of its manifest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One format of a matrix's weight. All of it is known without numpy.
+
+    name: in recipes and commands ("mxfp4").
+    title: in messages, plans and cards ("MXFP4").
+    parameters: suffixes of a module's name, that of the codes first; "" where a name is no module's.
+    cut: rows and columns that belong together, as they are or (0) all of them.
+    equals: whose bytes: project, version.
+    read: a module's weight read as BF16, and the names of all tensors that it takes; None for a module
+        that is not stored so. Raises PlanError where it is and a part is missing, does not fit or
+        contradicts the config.
+    order: forms with a lower one are asked first; those of other packages before all.
+    mark: a parameter that says alone that a module is in this format, be its codes missing.
+    encode: the op that makes it, BF16 [N, K] -> tensors in the order of `parameters`, row by row. None:
+        it has a pass of its own, or is only read.
+    config_group: compressed-tensors' group of the config for these targets.
+    notes: for plans: what loads it.
+    label: how a tensor is shown whose dtype does not say it ("INT4 g128 (packed)"), from the folder, the
+        module and the parameter; None for a tensor of another format. Without it the codes are shown
+        by `title`, where the second of `parameters` is beside them.
+    """
+
+    name: str
+    title: str
+    parameters: tuple[str, ...]
+    cut: tuple[int | str, int | str]
+    equals: str
+    read: Callable[[Plan, str], Read | None] | None = None
+    order: int = 50
+    mark: str = ""
+    encode: Callable[[], RowOp] | None = None
+    config_group: Callable[[Iterable[str]], dict[str, Any]] | None = None
+    notes: tuple[str, ...] = ()
+    label: Callable[[Folder, str, str], str | None] | None = None
+
+
+def stored(plan: Plan, names: Sequence[str], decoder: Decoder) -> Stored:
+    """The matrix that these tensors of the plan are by this decoder. Raises PlanError where one is
+    missing, was made by an earlier pass, or does not fit."""
+    for name in names:
+        if name not in plan.tensors:
+            raise PlanError(f"{name!r} is missing")
+    args = tuple(plan.tensors[name] for name in names)
+    if any(isinstance(piece.origin, Value) for piece in args[0].pieces):
+        raise PlanError(f"{names[0]!r} was made by an earlier pass; weights are quantized once")
+    try:
+        _, (kind,) = inferred(decoder, tuple([arg.type for arg in args]))
+    except PlanError as error:
+        raise PlanError(f"weight {names[0]!r} with {names[1]!r}: {error}") from error
+    return Stored(decoder, args, *kind.shape)

@@ -1,0 +1,117 @@
+"""MXFP4, of compressed-tensors or beside FP8 as DeepSeek-V4 has it, and gpt-oss's stacks; MXFP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+
+from qconvert.checkpoint.quantization_config import states_mxfp4
+from qconvert.core.encodings import MX, MXFP4, MXFP4_BESIDE, MXFP4_STACKED
+from qconvert.core.errors import PlanError
+from qconvert.formats.base import Folder, Format, Read, stored
+from qconvert.formats.fp8.format import read as read_fp8
+from qconvert.ops.rowwise import RowOp
+from qconvert.plan.plan import Plan
+
+Form = Literal["mxfp4", "mxfp8"]
+_EXPONENTS = ("U8", "F8_E8M0")
+
+
+def read(plan: Plan, module: str) -> Read | None:
+    """A module with a `weight_packed` in U8 where the config states MXFP4, or an I8 `weight` with
+    F8_E8M0 scales: DeepSeek-V4's config states nothing about their block."""
+    codes, scale = (f"{module}.{part}" for part in MXFP4)
+    found = plan.tensors.get(codes)
+    if found is not None and found.type.dtype == "U8":
+        if not any(states_mxfp4(c.block) for c in plan.checkpoint.quantization_configs):
+            raise PlanError(
+                f"weight {codes!r} is U8 without a global scale, so no NVFP4, and the config states no "
+                "MXFP4: qconvert does not guess"
+            )
+        return _stored(plan, codes, scale)
+    codes, scale = (f"{module}.{part}" for part in MXFP4_BESIDE)
+    found, exponents = plan.tensors.get(codes), plan.tensors.get(scale)
+    if found is None or exponents is None or exponents.type.dtype != "F8_E8M0":
+        return None
+    if found.type.dtype not in ("I8", "U8"):
+        return None
+    return _stored(plan, codes, scale)
+
+
+def _stored(plan: Plan, codes: str, scale: str) -> Read:
+    from qconvert.ops.mx import DequantMxfp4
+
+    return stored(plan, (codes, scale), DequantMxfp4()), (codes, scale)
+
+
+def stacks(plan: Plan) -> dict[str, tuple[str, str]]:
+    """gpt-oss's stacks: the names of codes U8 [E, N, K/32, 16] and of exponents U8 [E, N, K/32], by the
+    name of the stack in numbers. Raises PlanError where a part is missing or does not fit."""
+    codes, scales = MXFP4_STACKED
+    found = {}
+    for name, output in plan.tensors.items():
+        if not name.endswith(codes) or output.type.dtype != "U8":
+            continue
+        stem = name.removesuffix(codes)
+        scale = plan.tensors.get(f"{stem}{scales}")
+        if scale is None:
+            raise PlanError(f"{stem + scales!r} is missing, and {name!r} is there")
+        shape = output.type.shape
+        if len(shape) != 4 or shape[3] != 16 or scale.type.shape != shape[:3]:
+            raise PlanError(
+                f"{name!r}: expected [experts, rows, blocks, 16] and exponents [experts, rows, blocks], "
+                f"found {output.type} and {scale.type}"
+            )
+        if scale.type.dtype not in _EXPONENTS:
+            raise PlanError(f"{stem + scales!r}: expected exponents in U8, found {scale.type}")
+        found[stem] = (name, f"{stem}{scales}")
+    return found
+
+
+def _encoder(form: Form) -> RowOp:
+    from qconvert.formats.mx.encode import EncodeMx
+
+    return EncodeMx(form)
+
+
+def _group(form: Form, targets: Iterable[str]) -> dict[str, Any]:
+    from qconvert.formats.mx.config import mx_group_config
+
+    return mx_group_config(form, targets)
+
+
+def _label(folder: Folder, module: str, parameter: str) -> str | None:
+    """A matrix of U8 codes with exponents beside it, or a stack of them."""
+    stem = module.removesuffix("_blocks")
+    if not parameter and stem != module:
+        return "MXFP4" if f"{stem}_scales" in folder.tensors else None
+    codes, scale = (folder.tensors.get(f"{module}.{one}") for one in (parameter, "weight_scale"))
+    if codes is None or codes.dtype != "U8" or parameter not in ("weight", "weight_packed"):
+        return None
+    return "MXFP4" if scale is not None and scale.dtype in _EXPONENTS else None
+
+
+_EQUALS = "llm-compressor 0.14 model_free_ptq"
+FORMATS = (
+    Format(
+        name="mxfp4", title="MXFP4", parameters=MX["mxfp4"], cut=(1, 32), order=40,
+        equals=f"{_EQUALS} MXFP4A16", read=read, label=_label,
+        encode=partial(_encoder, "mxfp4"), config_group=partial(_group, "mxfp4"),
+        notes=("loaded by vLLM 0.33; sglang 0.5.23 reads it in Kimi-K3 and DeepSeek-V4 alone",),
+    ),
+    Format(
+        name="mxfp8", title="MXFP8", parameters=MX["mxfp8"], cut=(1, 32), order=10,
+        equals=f"{_EQUALS} MXFP8", read=read_fp8,
+        encode=partial(_encoder, "mxfp8"), config_group=partial(_group, "mxfp8"),
+        notes=("loaded by vLLM 0.33; sglang 0.5.23 has no class for it",),
+    ),
+    Format(
+        name="mxfp4-deepseek-v4", title="MXFP4", parameters=MXFP4_BESIDE, cut=(1, 32), order=40,
+        equals="DeepSeek-V4 inference/convert.py", read=read, label=_label,
+    ),
+    Format(
+        name="mxfp4-gpt-oss", title="MXFP4", parameters=MXFP4_STACKED, cut=(1, 32), order=40,
+        equals="transformers 5.17 integrations/mxfp4.py", label=_label,
+    ),
+)  # fmt: skip

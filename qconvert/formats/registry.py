@@ -1,0 +1,143 @@
+"""Formats by name, and which of them a module's weight is stored in: each is asked, those of other
+packages first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from qconvert.core.discovery import FORMATS, discover, modules_within
+from qconvert.core.errors import PlanError, QConvertError
+from qconvert.core.names import split_parameter
+from qconvert.formats.base import Format, Read, Stored
+from qconvert.formats.floats.format import DTYPES, plain
+from qconvert.formats.fp8.format import fp8_matrix, fp8_scale_name, fp8_scheme_of
+from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.ops.transpose import Columns
+from qconvert.plan.plan import Plan
+
+Reader = Callable[[Plan, str], Read | None]
+
+
+@cache
+def formats() -> Mapping[str, Format]:
+    """Every format by name: those of other packages, then ours, in the order in which they are asked.
+    Raises QConvertError for two of one name, and for a package that cannot be imported."""
+    ours, added = _modules()
+    every = [*_of(added), *sorted(_of(ours), key=lambda one: one.order)]
+    found = {one.name: one for one in every}
+    if len(found) < len(every):
+        twice = next(one.name for one in every if found[one.name] is not one)
+        raise QConvertError(f"format {twice!r} is defined twice; rename or uninstall one")
+    return found
+
+
+@cache
+def _modules() -> tuple[list[Any], list[Any]]:
+    """Modules that hold our formats, and those of other packages."""
+    return modules_within("qconvert.formats", "format"), discover(group=FORMATS)
+
+
+def _of(modules: list[Any]) -> list[Format]:
+    return [one for m in modules for one in getattr(m, "FORMATS", None) or (m.FORMAT,)]
+
+
+def format_named(name: str) -> Format:
+    """The format of this name. Raises PlanError for an unknown one, with those that are known."""
+    known = formats()
+    if name not in known:
+        raise PlanError(f"expected a format, one of {', '.join(sorted(known))}; found {name!r}")
+    return known[name]
+
+
+@cache
+def _readers() -> tuple[Reader, ...]:
+    """Each way in which an encoded weight is read, in order."""
+    return tuple({one.read: None for one in formats().values() if one.read is not None})
+
+
+@cache
+def _added() -> tuple[Format, ...]:
+    """Formats of other packages that are read."""
+    _, modules = _modules()
+    return tuple(one for one in _of(modules) if one.read is not None)
+
+
+@cache
+def _signs() -> tuple[frozenset[str], frozenset[str]]:
+    """Parameters of our formats that hold codes, and those that say alone that a module is in one."""
+    known = [one for one in _of(_modules()[0]) if one.read is not None]
+    marks = frozenset(one.mark for one in known if one.mark)
+    return frozenset(one.parameters[0] for one in known), marks
+
+
+def read_matrix(plan: Plan, module: str) -> Read:
+    """A module's weight, and the names of all tensors it takes. Raises PlanError where it is in no form
+    that is read here."""
+    if (found := _read(plan, module)) is not None:
+        return found
+    name = f"{module}.weight"
+    if name not in plan.tensors:
+        raise PlanError(f"{name!r} is missing")
+    weight = plan.tensors[name]
+    if len(weight.type.shape) != 2:
+        raise PlanError(f"{name!r}: expected a matrix, found {weight.type}")
+    return plain(name, weight), (name,)
+
+
+def _read(plan: Plan, module: str) -> Read | None:
+    for read in _readers():
+        if (found := read(plan, module)) is not None:
+            return found
+    return None
+
+
+def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:
+    """Every module whose weight is encoded, FP8 aside, and how it is read. Raises PlanError for integers
+    or bytes under a weight's name that are read in no way."""
+    added, (codes, marks) = _added(), _signs()
+    seen = set()
+    for name, output in plan.tensors.items():
+        for form in added:
+            module = name.removesuffix(f".{form.parameters[0]}")
+            if module == name or module in seen or form.read is None:
+                continue
+            if (own := form.read(plan, module)) is not None:
+                seen.add(module)
+                yield module, own
+        module, parameter = split_parameter(name)
+        if module in seen:
+            continue
+        is_plain = parameter not in codes or output.type.dtype in (*DTYPES, *WEIGHT_DTYPES)
+        if is_plain and parameter not in marks:  # whose codes may be missing
+            continue
+        seen.add(module)
+        found = _read(plan, module)
+        if found is None:
+            raise PlanError(
+                f"weight {name!r} is {output.type}, and neither its scales nor the config say how it is "
+                "encoded; qconvert does not guess"
+            )
+        yield module, found
+
+
+def read_of_stack(
+    plan: Plan, name: str, expert: int, *, transposed: bool
+) -> tuple[Stored, tuple[str, ...]]:
+    """The matrix of one expert in a stack [E, rows, columns], or [E, columns, rows] where
+    `transposed`, and the names of all tensors it takes. A transposed matrix is read whole for every
+    cut of its rows, which are columns there."""
+    matrix = plan.tensors[name].index(expert)
+    rows, columns = matrix.type.shape
+    if transposed:
+        if matrix.type.dtype != "BF16":
+            raise PlanError(f"{name!r}: stacks [E, inputs, outputs] are read in BF16 only")
+        return Stored(Columns(0, columns), (matrix,), columns, rows), (name,)
+    if matrix.type.dtype not in WEIGHT_DTYPES:
+        return plain(name, matrix), (name,)
+    scale_name = fp8_scale_name(plan, name)
+    scale, scheme = plan.tensors[scale_name], fp8_scheme_of(plan, scale_name)
+    if scale.type.shape[:1] == plan.tensors[name].type.shape[:1]:
+        scale = scale.index(expert)
+    return fp8_matrix(name, matrix, scale, scheme), (name, scale_name)
