@@ -26,7 +26,8 @@ def read(plan, module):
 
 
 FORMAT = Format(
-    name="halves", title="halves", parameters=("weight_packed",), cut=(1, 1), equals="acme", read=read
+    name="halves", title="halves", parameters=("weight_packed",), codes=("F16",),
+    cut=(1, 1), equals="acme", read=read,
 )
 '''
 PASS = '''

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from qconvert.core.dtypes import TensorType
+from qconvert.core.dtypes import DTYPE_BITS, TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.names import PARAMETERS
 from qconvert.formats.base import Format
@@ -18,8 +18,8 @@ every = pytest.mark.parametrize("form", formats().values(), ids=lambda form: for
 
 @every
 def test_its_names_are_known(form: Format) -> None:
-    stacked = form.parameters[0].startswith("_")
-    assert stacked or set(form.parameters) <= PARAMETERS
+    assert form.read is None or set(form.parameters) <= PARAMETERS
+    assert set(form.codes) <= DTYPE_BITS.keys()
     assert form.equals
     assert form.title
 

@@ -4,6 +4,7 @@ contrib/trtllm_gen/layout.py."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,3 +69,20 @@ def layout_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if not keys <= layout.keys() or layout.get("dialect") not in DIALECTS:
         raise PlanError("config.json: the layout of a prepared folder is broken; prepare again")
     return layout
+
+
+_AMX = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.\d+\.numa\.\d+\.(?:weight|scale)")
+_FUSED = re.compile(r".*\.experts\.(w13|w2)_([a-z0-9_]+)")
+
+
+def own_role(name: str) -> str | None:
+    """The role of a tensor under a name that qconvert gave it and no family knows: experts in AMX tiles,
+    experts prepared for trtllm-gen. None for any other."""
+    amx = _AMX.fullmatch(name)
+    if amx is not None:
+        return f"experts.{amx[1]}_proj"
+    fused = _FUSED.fullmatch(name)
+    if fused is not None:
+        return f"experts.{fused[1]}"
+    module, _, last = name.rpartition(".")
+    return "experts.scalars" if last in DERIVED and module.endswith(".experts") else None

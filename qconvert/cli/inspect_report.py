@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.stored_formats import Formats, own_role
+from qconvert.checkpoint.prepared import own_role
 from qconvert.cli.plan_report import MOST_ROWS, some, unknown_names
 from qconvert.cli.provenance import provenance_lines
 from qconvert.core.shown import count, format_size
+from qconvert.formats.base import Folder
+from qconvert.formats.registry import label as label_of
 from qconvert.hub.card.front import base_model_of
 from qconvert.hub.card.of_plan import source_front
 
@@ -34,12 +36,12 @@ def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
         entry = dtypes.setdefault(source.type.dtype, {"tensors": 0, "bytes": 0})
         entry["tensors"] += 1
         entry["bytes"] += source.type.nbytes
-    formats, known = Formats.of(checkpoint), checkpoint.role_index.places
+    folder, known = Folder.of(checkpoint), checkpoint.role_index.places
     stored: dict[str, dict[str, int]] = {}
     roles: dict[str, dict[str, int]] = {}
     for name, source in checkpoint.items():
         role = known[name].role.name if name in known else own_role(name)
-        for table, key in ((stored, formats.label(name, source.type.dtype)), (roles, role)):
+        for table, key in ((stored, label_of(folder, name, source.type.dtype)), (roles, role)):
             if key is not None:
                 entry = table.setdefault(key, {"tensors": 0, "bytes": 0})
                 entry["tensors"] += 1

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.stored_formats import OF_CODES, Formats, own_role
+from qconvert.checkpoint.prepared import own_role
 from qconvert.core.dtypes import TypesOf
 from qconvert.core.graph import Apply, Output, Source
 from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.shown import count, exact_size, format_size
+from qconvert.formats.base import Folder
+from qconvert.formats.registry import OF_CODES, label
 from qconvert.plan.plan import Plan
 from qconvert.run.prepare import Prepared, side_bytes
 from qconvert.validation.findings import NO_FINDINGS, Verdict
@@ -254,17 +256,17 @@ class _Becomes:
     """Description of what a tensor becomes: its formats before and after. `by_kind` remembers what kinds
     of nodes read, by the identity of their types, where no name decides."""
 
-    stored: Formats
-    planned: Formats
+    stored: Folder
+    planned: Folder
     by_kind: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> _Becomes:
         then = replace(plan.checkpoint, config=plan.config)
-        return cls(Formats.of(plan.checkpoint), Formats(TypesOf(plan.tensors), then, plan.facts))
+        return cls(Folder.of(plan.checkpoint), Folder(TypesOf(plan.tensors), then, plan.facts))
 
     def __call__(self, name: str, output: Output) -> str:
-        made = self.planned.label(name, output.type.dtype)
+        made = label(self.planned, name, output.type.dtype)
         node = output.node  # as that of most
         if node is None and len(results := output.results) == 1 and not output.sources:
             node = results[0][0]
@@ -295,7 +297,7 @@ class _Becomes:
         if dtype in OF_CODES:
             first = arg.sources[:1]
             if first and first[0][0].type.dtype == dtype:
-                return self.stored.label(first[0][0].name, dtype)
+                return label(self.stored, first[0][0].name, dtype)
         return dtype
 
 

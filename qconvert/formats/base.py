@@ -8,15 +8,17 @@ formats/registry.py. Validators decode with code of their own (validators/readin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.dtypes import TensorType
+from qconvert.core.dtypes import TensorType, TypesOf
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, inferred
 from qconvert.ops.rowwise import Decoder, RowOp
 from qconvert.plan.plan import Plan
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -42,20 +44,27 @@ class Stored:
 Read = tuple[Stored, tuple[str, ...]]
 
 
-class Folder(Protocol):
-    """Tensors of a folder, stored or planned, as a format's `label` sees them."""
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Tensors of a folder, stored or planned, as a format's `label` sees them: types by name, the
+    checkpoint whose config describes them, and the facts of its manifest."""
 
-    @property
-    def tensors(self) -> Mapping[str, TensorType]:
-        """Types by name."""
+    tensors: Mapping[str, TensorType]
+    checkpoint: Checkpoint
+    facts: Mapping[str, Any]
+    _known: dict[Any, Any] = field(default_factory=dict)
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint whose config describes them."""
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Folder:
+        """Raise CheckpointError for a broken manifest."""
+        return cls(TypesOf(checkpoint.sources), checkpoint, checkpoint.manifest or {})
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Facts of its manifest."""
+    def once(self, ask: Callable[[Checkpoint], T]) -> T:
+        """An answer that the checkpoint's config gives, asked for once for all tensors."""
+        if ask not in self._known:
+            self._known[ask] = ask(self.checkpoint)
+        found: T = self._known[ask]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +73,8 @@ class Format:
 
     name: in recipes and commands ("mxfp4").
     title: in messages, plans and cards ("MXFP4").
-    parameters: suffixes of a module's name, that of the codes first; "" where a name is no module's.
+    parameters: suffixes of a module's name, that of the codes first; `_blocks` ends that of a stack.
+    codes: dtypes of the codes.
     cut: rows and columns that belong together, as they are or (0) all of them.
     equals: whose bytes: project, version.
     read: a module's weight read as BF16, and the names of all tensors that it takes; None for a module
@@ -76,14 +86,15 @@ class Format:
         it has a pass of its own, or is only read.
     config_group: compressed-tensors' group of the config for these targets.
     notes: for plans: what loads it.
-    label: how a tensor is shown whose dtype does not say it ("INT4 g128 (packed)"), from the folder, the
-        module and the parameter; None for a tensor of another format. Without it the codes are shown
-        by `title`, where the second of `parameters` is beside them.
+    label: how a tensor under one of `parameters` is shown, if its dtype is one of `codes` and does not
+        say what is stored ("INT4 g128 (packed)"), from folder, module and parameter; None for another's.
+        Without it codes are shown by `title`, where the second parameter is.
     """
 
     name: str
     title: str
     parameters: tuple[str, ...]
+    codes: tuple[str, ...]
     cut: tuple[int | str, int | str]
     equals: str
     read: Callable[[Plan, str], Read | None] | None = None
@@ -93,6 +104,13 @@ class Format:
     config_group: Callable[[Iterable[str]], dict[str, Any]] | None = None
     notes: tuple[str, ...] = ()
     label: Callable[[Folder, str, str], str | None] | None = None
+
+    def labelled(self, folder: Folder, module: str, parameter: str) -> str | None:
+        """The format of a tensor whose dtype does not say it, if it is in this one."""
+        if self.label is not None:
+            return self.label(folder, module, parameter)
+        beside = all(f"{module}.{one}" in folder.tensors for one in self.parameters[1:2])
+        return self.title if beside and parameter == self.parameters[0] else None
 
 
 def stored(plan: Plan, names: Sequence[str], decoder: Decoder) -> Stored:

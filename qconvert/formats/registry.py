@@ -3,20 +3,23 @@ packages first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from qconvert.core.discovery import FORMATS, discover, modules_within
 from qconvert.core.errors import PlanError, QConvertError
 from qconvert.core.names import split_parameter
-from qconvert.formats.base import Format, Read, Stored
+from qconvert.formats.base import Folder, Format, Read, Stored
 from qconvert.formats.floats.format import DTYPES, plain
 from qconvert.formats.fp8.format import fp8_matrix, fp8_scale_name, fp8_scheme_of
 from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.ops.transpose import Columns
 from qconvert.plan.plan import Plan
 
+# Dtypes that do not say what is stored.
+OF_CODES = ("I8", "U8", "I32")
 Reader = Callable[[Plan, str], Read | None]
 
 
@@ -70,6 +73,31 @@ def _signs() -> tuple[frozenset[str], frozenset[str]]:
     known = [one for one in _of(_modules()[0]) if one.read is not None]
     marks = frozenset(one.mark for one in known if one.mark)
     return frozenset(one.parameters[0] for one in known), marks
+
+
+@cache
+def _labelled() -> Mapping[str, Sequence[Format]]:
+    """Formats by the last parts of names of their tensors, and under "" those of stacks."""
+    found = defaultdict[str, list[Format]](list)
+    for one in formats().values():
+        for parameter in one.parameters:
+            found["" if parameter.startswith("_") else parameter].append(one)
+    return found
+
+
+def label(folder: Folder, name: str, dtype: str) -> str:
+    """`INT4 g128 (packed)`, `NVFP4`, `AMXINT4`; the dtype of every tensor that its dtype fully
+    describes."""
+    if dtype not in OF_CODES:
+        return dtype
+    module, _, parameter = name.rpartition(".")
+    known = _labelled()
+    for form in known.get(parameter) or known[""]:
+        if dtype in form.codes:
+            found = form.labelled(folder, module, parameter)
+            if found is not None:
+                return found
+    return dtype
 
 
 def read_matrix(plan: Plan, module: str) -> Read:

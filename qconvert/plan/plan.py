@@ -12,9 +12,9 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
+from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
-from qconvert.checkpoint.stored_formats import own_role
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Family, RoleIndex, role_index
 from qconvert.core.graph import Apply, Output, Several, Source

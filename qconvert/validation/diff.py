@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.stored_formats import own_role
+from qconvert.checkpoint.prepared import own_role
 from qconvert.core.graph import Source
 from qconvert.core.names import natural_key, parse, split_parameter
 from qconvert.core.shown import count

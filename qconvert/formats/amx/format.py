@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from qconvert.formats.base import Folder, Format
 
@@ -14,11 +15,12 @@ def _label(folder: Folder, module: str, parameter: str) -> str | None:
     if parameter != "weight" or _CODES.fullmatch(module) is None:
         return None
     fact = folder.facts.get("amx")
-    method = fact.get("method") if isinstance(fact, dict) else None
+    method = fact.get("method") if isinstance(fact, Mapping) else None
     return method if isinstance(method, str) else None
 
 
 FORMAT = Format(
-    name="amx", title="AMX", parameters=("weight", "scale"), cut=(0, 0), equals="kt-kernel 0.7.2",
+    name="amx", title="AMX", parameters=("weight", "scale"), codes=("I8",), cut=(0, 0),
+    equals="kt-kernel 0.7.2",
     label=_label,
 )  # fmt: skip

@@ -25,7 +25,7 @@ def plain(name: str, weight: Output) -> Stored:
 
 FORMATS = (
     Format(
-        name="bf16", title="BF16, F16, F32", parameters=("weight",), cut=(1, 1), order=90,
+        name="bf16", title="BF16, F16, F32", parameters=("weight",), codes=DTYPES, cut=(1, 1), order=90,
         equals="torch",
     ),
 )  # fmt: skip

@@ -114,19 +114,21 @@ _PTQ = "llm-compressor 0.14 model_free_ptq"
 _OWN, _CT = FP8["fp8"], FP8["compressed-tensors"]
 FORMATS = (
     Format(
-        name="fp8-block", title="FP8", parameters=_OWN, cut=("block", "block"), order=10,
+        name="fp8-block", title="FP8", parameters=_OWN, codes=WEIGHT_DTYPES, cut=("block", "block"),
+        order=10,
         equals="DeepSeek-V3 inference/kernel.py", read=read,
     ),
     Format(
-        name="fp8-block-ct", title="FP8", parameters=_CT, cut=("block", "block"), order=10,
+        name="fp8-block-ct", title="FP8", parameters=_CT, codes=WEIGHT_DTYPES, cut=("block",
+        "block"), order=10,
         equals=f"{_PTQ} FP8_BLOCK", read=read, config_group=_block_group,
     ),
     Format(
-        name="fp8-rows", title="FP8", parameters=_CT, cut=(1, 0), order=10,
+        name="fp8-rows", title="FP8", parameters=_CT, codes=WEIGHT_DTYPES, cut=(1, 0), order=10,
         equals=f"{_PTQ} FP8_DYNAMIC", read=read, config_group=_row_group,
     ),
     Format(
-        name="fp8-tensor", title="FP8", parameters=_CT, cut=(0, 0), order=10,
+        name="fp8-tensor", title="FP8", parameters=_CT, codes=WEIGHT_DTYPES, cut=(0, 0), order=10,
         equals=f"{_PTQ} FP8", read=read,
     ),
 )  # fmt: skip

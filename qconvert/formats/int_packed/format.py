@@ -3,13 +3,15 @@ along the inputs or the outputs, transposed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.integer_config import awq_form, gptq_form, packed_scheme
 from qconvert.core.encodings import AWQ, GPTQ, INT8, PACKED
 from qconvert.core.errors import PlanError
-from qconvert.formats.base import Format, Read, stored
+from qconvert.core.int_scheme import IntScheme
+from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.plan.plan import Plan
 
 
@@ -104,22 +106,68 @@ def _int8_group(targets: Iterable[str]) -> dict[str, Any]:
     return int8_group_config(targets)
 
 
+def _label(folder: Folder, module: str, parameter: str) -> str | None:
+    """One label for all matrices if the config has one scheme; else names decide."""
+    if parameter == "weight_zero_point":
+        return _ZEROS
+    if parameter != "weight_packed":
+        return None
+    scheme = folder.once(_one_scheme)
+    return _spelled("", lambda: scheme or packed_scheme(folder.checkpoint, module))
+
+
+def _one_scheme(checkpoint: Checkpoint) -> IntScheme | None:
+    try:
+        return packed_scheme(checkpoint, "")
+    except PlanError:
+        return None
+
+
+def _awq_label(folder: Folder, module: str, parameter: str) -> str | None:
+    blocks = folder.checkpoint.quantization_configs
+    block = next((found.block for found in blocks if found.method == "awq"), None)
+    if parameter != "qweight" or block is None:
+        return None
+    return f"AWQ INT{block.get('bits', block.get('w_bit', '?'))} g{block.get('group_size', '?')}"
+
+
+def _gptq_label(folder: Folder, module: str, parameter: str) -> str | None:
+    if parameter == "qzeros":
+        return _ZEROS
+    if parameter != "qweight":
+        return None
+    return _spelled("GPTQ ", lambda: gptq_form(folder.checkpoint, module).scheme)
+
+
+def _spelled(kind: str, read: Callable[[], IntScheme]) -> str:
+    """Bits and groups of a scheme; `packed integers` if the config does not say them."""
+    try:
+        scheme = read()
+    except PlanError:
+        return f"{kind}packed integers"
+    group = "per channel" if scheme.group is None else f"g{scheme.group}"
+    zeros = "" if scheme.symmetric else ", zero points"
+    return f"{kind}INT{scheme.bits} {group}{zeros}{'' if kind else ' (packed)'}"
+
+
+_ZEROS = "zero points (packed)"
 _PTQ = "llm-compressor 0.14 model_free_ptq"
 FORMATS = (
     Format(
-        name="int-packed", title="packed integers", parameters=PACKED, cut=(1, "group"), order=30,
-        equals=f"{_PTQ} W4A16, W8A16", read=read_packed,
+        name="int-packed", title="packed integers", parameters=PACKED, codes=("I32",), cut=(1,
+        "group"), order=30,
+        equals=f"{_PTQ} W4A16, W8A16", read=read_packed, label=_label,
     ),
     Format(
-        name="awq", title="AWQ", parameters=AWQ, cut=("word", "group"), order=50,
-        equals="compressed-tensors 0.19 AutoAWQConverter", read=read_awq,
+        name="awq", title="AWQ", parameters=AWQ, codes=("I32",), cut=("word", "group"), order=50,
+        equals="compressed-tensors 0.19 AutoAWQConverter", read=read_awq, label=_awq_label,
     ),
     Format(
-        name="gptq", title="GPTQ", parameters=GPTQ, cut=("word", "group"), order=60,
-        equals="AutoGPTQ 0.7, GPTQModel", read=read_gptq,
+        name="gptq", title="GPTQ", parameters=GPTQ, codes=("I32",), cut=("word", "group"), order=60,
+        equals="AutoGPTQ 0.7, GPTQModel", read=read_gptq, label=_gptq_label,
     ),
     Format(
-        name="int8", title="INT8", parameters=INT8[:2], cut=(1, 0), order=70,
+        name="int8", title="INT8", parameters=INT8[:2], codes=("I8",), cut=(1, 0), order=70,
         equals=f"{_PTQ} INT8", read=read_int8, config_group=_int8_group,
     ),
 )  # fmt: skip

@@ -82,36 +82,41 @@ def _group(form: Form, targets: Iterable[str]) -> dict[str, Any]:
 
 
 def _label(folder: Folder, module: str, parameter: str) -> str | None:
-    """A matrix of U8 codes with exponents beside it, or a stack of them."""
-    stem = module.removesuffix("_blocks")
-    if not parameter and stem != module:
-        return "MXFP4" if f"{stem}_scales" in folder.tensors else None
-    codes, scale = (folder.tensors.get(f"{module}.{one}") for one in (parameter, "weight_scale"))
-    if codes is None or codes.dtype != "U8" or parameter not in ("weight", "weight_packed"):
-        return None
-    return "MXFP4" if scale is not None and scale.dtype in _EXPONENTS else None
+    """A matrix with exponents beside it."""
+    beside = (folder.tensors.get(f"{module}.{one}") for one in (MXFP4[1], MXFP4_BESIDE[1]))
+    exponents = any(scale is not None and scale.dtype in _EXPONENTS for scale in beside)
+    return "MXFP4" if exponents and parameter in ("weight", "weight_packed") else None
+
+
+def _stack_label(folder: Folder, module: str, parameter: str) -> str | None:
+    codes, scales = MXFP4_STACKED
+    stem = f"{module}.{parameter}".removesuffix(codes)
+    beside = parameter.endswith(codes) and f"{stem}{scales}" in folder.tensors
+    return "MXFP4" if beside else None
 
 
 _EQUALS = "llm-compressor 0.14 model_free_ptq"
 FORMATS = (
     Format(
-        name="mxfp4", title="MXFP4", parameters=MX["mxfp4"], cut=(1, 32), order=40,
+        name="mxfp4", title="MXFP4", parameters=MX["mxfp4"], codes=("U8",), cut=(1, 32), order=40,
         equals=f"{_EQUALS} MXFP4A16", read=read, label=_label,
         encode=partial(_encoder, "mxfp4"), config_group=partial(_group, "mxfp4"),
         notes=("loaded by vLLM 0.33; sglang 0.5.23 reads it in Kimi-K3 and DeepSeek-V4 alone",),
     ),
     Format(
-        name="mxfp8", title="MXFP8", parameters=MX["mxfp8"], cut=(1, 32), order=10,
+        name="mxfp8", title="MXFP8", parameters=MX["mxfp8"], codes=("F8_E4M3",), cut=(1, 32), order=10,
         equals=f"{_EQUALS} MXFP8", read=read_fp8,
         encode=partial(_encoder, "mxfp8"), config_group=partial(_group, "mxfp8"),
         notes=("loaded by vLLM 0.33; sglang 0.5.23 has no class for it",),
     ),
     Format(
-        name="mxfp4-deepseek-v4", title="MXFP4", parameters=MXFP4_BESIDE, cut=(1, 32), order=40,
+        name="mxfp4-deepseek-v4", title="MXFP4", parameters=MXFP4_BESIDE, codes=("I8", "U8"),
+        cut=(1, 32), order=40,
         equals="DeepSeek-V4 inference/convert.py", read=read, label=_label,
     ),
     Format(
-        name="mxfp4-gpt-oss", title="MXFP4", parameters=MXFP4_STACKED, cut=(1, 32), order=40,
-        equals="transformers 5.17 integrations/mxfp4.py", label=_label,
+        name="mxfp4-gpt-oss", title="MXFP4", parameters=MXFP4_STACKED, codes=("U8",), cut=(1, 32),
+        order=40,
+        equals="transformers 5.17 integrations/mxfp4.py", label=_stack_label,
     ),
 )  # fmt: skip

@@ -6,9 +6,12 @@ F32 under its dialect's name. The config has nothing to add, since the format ha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from qconvert.checkpoint.prepared import QUANT_METHOD
 from qconvert.core.encodings import NVFP4
 from qconvert.core.errors import PlanError
-from qconvert.formats.base import Format, Read, stored
+from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.plan.plan import Plan
 
 
@@ -28,6 +31,21 @@ def read(plan: Plan, module: str) -> Read | None:
     return None
 
 
+def _label(folder: Folder, module: str, parameter: str) -> str | None:
+    """A matrix with a global scale of either dialect."""
+    if parameter not in ("weight", "weight_packed"):
+        return None
+    scales = (f"{module}.{names.global_scale}" for names in NVFP4.values())
+    return "NVFP4" if any(scale in folder.tensors for scale in scales) else None
+
+
+def _prepared_label(folder: Folder, module: str, parameter: str) -> str | None:
+    """Experts of a layer in the order of trtllm-gen's kernels (contrib/trtllm_gen)."""
+    block = folder.checkpoint.config.get("quantization_config")
+    prepared = isinstance(block, Mapping) and block.get("quant_method") == QUANT_METHOD
+    return "NVFP4 (trtllm-gen)" if prepared and module.endswith(".experts") else None
+
+
 _EQUALS = {
     "compressed-tensors": (
         "compressed-tensors 0.19 NVFP4PackedCompressor, with llm-compressor 0.14's observer"
@@ -38,7 +56,13 @@ FORMATS = tuple(
     Format(
         name="nvfp4" if dialect == "compressed-tensors" else f"nvfp4-{dialect}", title="NVFP4",
         parameters=(names.weight, names.scale, names.global_scale), mark=names.global_scale,
-        cut=(1, 16), order=20, equals=_EQUALS[dialect], read=read,
+        codes=("U8",), cut=(1, 16), order=20, equals=_EQUALS[dialect], read=read, label=_label,
     )
     for dialect, names in NVFP4.items()
+) + (
+    Format(
+        name="nvfp4-trtllm-gen", title="NVFP4 (trtllm-gen)", codes=("U8",), cut=(0, 0), order=20,
+        parameters=("w13_weight", "w2_weight", "w13_weight_packed", "w2_weight_packed"),
+        equals="flashinfer, as sglang 0.5.23 calls it", label=_prepared_label,
+    ),
 )  # fmt: skip
