@@ -14,16 +14,16 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer, Op
 from qconvert.core.int_scheme import IntScheme
 from qconvert.formats.amx.encode import Amx
+from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.formats.fp8.encode import EncodeFp8
+from qconvert.formats.int_packed.decode import DequantInts
 from qconvert.formats.int_packed.encode import encoder
 from qconvert.formats.int_packed.packers import KeepInt8, PackGptq, PackQuantized
+from qconvert.formats.mx.decode import DequantMxfp4
 from qconvert.formats.mx.encode import EncodeMx
+from qconvert.formats.nvfp4.decode import DequantNvfp4
 from qconvert.formats.nvfp4.encode import PackNvfp4
 from qconvert.ops.compiled import choice
-from qconvert.ops.fp4 import DequantNvfp4
-from qconvert.ops.fp8 import DequantFp8
-from qconvert.ops.ints import DequantInts
-from qconvert.ops.mx import DequantMxfp4
 
 _ROWS, _COLUMNS = 512, 4096
 _GLOBAL = TensorType("F32", (1,))

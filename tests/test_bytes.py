@@ -16,10 +16,10 @@ from qconvert.core.encodings import Dialect
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, IntScheme
 from qconvert.formats.amx.tiles import place_codes
+from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.formats.int_packed.packers import PackGptq, PackQuantized
+from qconvert.formats.mx.decode import DequantMxfp4
 from qconvert.formats.nvfp4.encode import inverse
-from qconvert.ops.fp8 import DequantFp8
-from qconvert.ops.mx import DequantMxfp4
 from qconvert.validators.reading.amx import tile_codes, tile_floats
 from qconvert.validators.reading.decode import fp8_value, int4_floats
 

@@ -1,5 +1,5 @@
 """What a calibration on a GPU does beside computing: matrices read ahead, states written behind, codes
-packed apart; and FP8 decoded as ops/fp8.py decodes it."""
+packed apart; and FP8 decoded as formats/fp8/decode.py decodes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Buffer
-from qconvert.ops.fp8 import DequantFp8
+from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.run.files import Files
 
 

@@ -26,22 +26,21 @@ from qconvert.core.errors import QConvertError, RunError
 from qconvert.core.graph import Buffer, Op
 from qconvert.core.int_scheme import IntScheme
 from qconvert.formats.amx.encode import Amx
+from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.formats.fp8.encode import EncodeFp8
 from qconvert.formats.fp8.tensor import EncodeFp8Tensor
+from qconvert.formats.int_packed.awq import DequantAwq
+from qconvert.formats.int_packed.decode import DequantInt8, DequantInts
 from qconvert.formats.int_packed.encode import encoder
+from qconvert.formats.int_packed.gptq import DequantGptq
 from qconvert.formats.int_packed.packers import KeepInt8, PackGptq, PackQuantized
+from qconvert.formats.mx.decode import DequantMxfp4, DequantMxfp4Columns
 from qconvert.formats.mx.encode import EncodeMx
+from qconvert.formats.nvfp4.decode import DequantNvfp4
 from qconvert.formats.nvfp4.encode import PackNvfp4
 from qconvert.formats.nvfp4.scales import RowMaxima
 from qconvert.ops import compiled
-from qconvert.ops.awq import DequantAwq
 from qconvert.ops.compiled import choice
-from qconvert.ops.fp4 import DequantNvfp4
-from qconvert.ops.fp8 import DequantFp8
-from qconvert.ops.gptq_packed import DequantGptq
-from qconvert.ops.int8 import DequantInt8
-from qconvert.ops.ints import DequantInts
-from qconvert.ops.mx import DequantMxfp4, DequantMxfp4Columns
 
 Bits = np.ndarray[Any, np.dtype[np.uint16]]
 Random = np.random.Generator

@@ -20,7 +20,7 @@ from ops_harness import buffer, run_op
 from qconvert.checkpoint.quantization_config import Entries
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RowError
-from qconvert.ops.mx import DequantMxfp4, DequantMxfp4Columns
+from qconvert.formats.mx.decode import DequantMxfp4, DequantMxfp4Columns
 
 every = pytest.mark.parametrize("encoding", ENCODINGS)
 families = pytest.mark.parametrize("family", FAMILIES)

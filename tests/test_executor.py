@@ -33,7 +33,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError, OutputError, PlanError, RunError
 from qconvert.core.graph import Buffer, Output, Part, apply, concat, whole
 from qconvert.core.names import natural_key
-from qconvert.ops.fp8 import DequantFp8
+from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.plan.plan import Plan
 from qconvert.run import workspace
 from qconvert.run.events import Silent

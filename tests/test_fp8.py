@@ -13,7 +13,7 @@ from ops_harness import buffer, run_op
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.graph import Buffer
-from qconvert.ops.fp8 import DequantFp8
+from qconvert.formats.fp8.decode import DequantFp8
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from qconvert.core.dtypes import DTYPE_BITS, TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Piece, Source, Value, apply, concat, stack
-from qconvert.ops.fp8 import DequantFp8
+from qconvert.formats.fp8.decode import DequantFp8
 
 _WEIGHT = Source("w", TensorType("F8_E4M3", (6, 256, 128)), 0, 4096)
 

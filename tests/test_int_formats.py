@@ -18,10 +18,10 @@ from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, IntScheme, Packer
 from qconvert.formats.int_packed import encode
+from qconvert.formats.int_packed.decode import DequantInts
 from qconvert.formats.int_packed.encode import encoder
+from qconvert.formats.int_packed.gptq import DequantGptq
 from qconvert.formats.int_packed.packers import PackGptq, Packing, PackQuantized, packer
-from qconvert.ops.gptq_packed import DequantGptq
-from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import Recode, RowOp
 
 LIMITS = (None, 1, 4_000, 1 << 20)

@@ -13,7 +13,7 @@ from qconvert.core.dtypes import DTYPE_BITS, TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.core.row_order import RowOrder
-from qconvert.ops.fp8 import DequantFp8
+from qconvert.formats.fp8.decode import DequantFp8
 
 Rows = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 DTYPES = sorted(dtype for dtype, bits in DTYPE_BITS.items() if bits >= 8)

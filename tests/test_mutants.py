@@ -100,23 +100,23 @@ MUTANTS = (
     ),
     # --- FP8
     Mutant(
-        "E4M3's bias off by one", "dequant", "ops.fp8", "_BIAS", "2.0**120", "2.0**119",
+        "E4M3's bias off by one", "dequant", "formats.fp8.decode", "_BIAS", "2.0**120", "2.0**119",
     ),
     Mutant(
-        "FP8 rounded towards zero", "dequant", "ops.fp8", "DequantFp8.run",
+        "FP8 rounded towards zero", "dequant", "formats.fp8.decode", "DequantFp8.run",
         "np.add(tile_bits, 0x8000, out=tile_bits)", "np.add(tile_bits, 0, out=tile_bits)",
     ),
     Mutant(
-        "block scales' rows and columns exchanged", "dequant", "ops.fp8", "DequantFp8.run",
+        "block scales' rows and columns exchanged", "dequant", "formats.fp8.decode", "DequantFp8.run",
         "_spread(factors[first]", "_spread(factors.T[first] if factors.shape[0] == factors.shape[1] "
         "else factors[first]",
     ),
     Mutant(
-        "scales divide", "amx of fp8", "ops.fp8", "DequantFp8.run",
+        "scales divide", "amx of fp8", "formats.fp8.decode", "DequantFp8.run",
         "np.multiply(values, spread, out=values)", "np.divide(values, spread, out=values)",
     ),
     Mutant(
-        "exponents' bias off by one", "dequant exponents", "ops.fp8", "_decode_scale",
+        "exponents' bias off by one", "dequant exponents", "formats.fp8.decode", "_decode_scale",
         "np.left_shift(bits, 23, out=bits)", "np.left_shift(bits + 1, 23, out=bits)",
     ),
     Mutant(
@@ -124,11 +124,11 @@ MUTANTS = (
         "0x7FFF", "0x8000",
     ),
     Mutant(
-        "E5M2 read as E4M3", "amx of channels", "ops.fp8", "_decode",
+        "E5M2 read as E4M3", "amx of channels", "formats.fp8.decode", "_decode",
         'if dtype == "F8_E5M2":', 'if dtype == "":',
     ),
     Mutant(
-        "scales of other rows", "amx of channels", "ops.fp8", "_scale_rows",
+        "scales of other rows", "amx of channels", "formats.fp8.decode", "_scale_rows",
         "scale[:, number : number + 1]", "scale[::-1, number : number + 1]",
     ),
     Mutant(
@@ -137,7 +137,7 @@ MUTANTS = (
         "scale = scale.index(scale.type.shape[0] - 1 - expert)",
     ),
     Mutant(
-        "a cut inside a block of scales", "amx of fp8", "ops.fp8", "_regrid",
+        "a cut inside a block of scales", "amx of fp8", "formats.fp8.decode", "_regrid",
         "scale.rows(row // block[0], row // block[0] + 1)",
         "scale.rows(min(-(-row // block[0]), scale.type.shape[0] - 1), "
         "min(-(-row // block[0]), scale.type.shape[0] - 1) + 1)",
@@ -152,7 +152,7 @@ MUTANTS = (
         "np.copyto(out, source)", "np.copyto(out, source >> 4 | source << 4)",
     ),
     Mutant(
-        "codes read less 7", "amx of int4", "ops.ints", "Products.multiply",
+        "codes read less 7", "amx of int4", "formats.int_packed.decode", "Products._multiply",
         "np.subtract(codes, np.uint8(1 << (self._bits - 1)), out=codes)",
         "np.subtract(codes, np.uint8((1 << (self._bits - 1)) - 1), out=codes)",
     ),
@@ -161,24 +161,26 @@ MUTANTS = (
         "spread_nibbles", "0x0F0F", "0x0F07",
     ),
     Mutant(
-        "zero points of other rows", "amx of asymmetric", "ops.ints", "DequantInts.run",
+        "zero points of other rows", "amx of asymmetric", "formats.int_packed.decode",
+        "DequantInts._products",
         "unpacked(words.T, self.bits).T[:rows]", "unpacked(words.T, self.bits).T[:rows][::-1]",
     ),
     Mutant(
-        "zero points added", "amx of asymmetric", "ops.ints", "Products.multiply",
+        "zero points added", "amx of asymmetric", "formats.int_packed.decode", "Products._multiply",
         "np.subtract(grouped, zeros.reshape(-1, 1), out=grouped)",
         "np.add(grouped, zeros.reshape(-1, 1), out=grouped)",
     ),
     Mutant(
-        "int8 codes signed", "amx of int8", "ops.ints", "Products.multiply",
+        "int8 codes signed", "amx of int8", "formats.int_packed.decode", "Products._multiply",
         "np.subtract(codes, np.uint8(1 << (self._bits - 1)), out=codes)", "pass",
     ),
     Mutant(
-        "GPTQ's zero points as they are stored", "amx of gptq", "ops.gptq_packed", "DequantGptq._zeros",
+        "GPTQ's zero points as they are stored", "amx of gptq", "formats.int_packed.gptq",
+        "DequantGptq._zeros",
         "return mine + np.uint16(1)", "return mine",
     ),
     Mutant(
-        "GPTQ's groups side by side", "amx of gptq", "ops.gptq_packed", "DequantGptq._decode",
+        "GPTQ's groups side by side", "amx of gptq", "formats.int_packed.gptq", "DequantGptq._products",
         "None if side_by_side else column_group", "None",
     ),
     # --- AMX
@@ -509,7 +511,7 @@ MUTANTS = (
         "ignored_globs(plan, others, ", "(lambda *a: [])(plan, others, ",
     ),
     Mutant(
-        "the other dialect, read", "dequant nvfp4", "ops.fp4", "factors",
+        "the other dialect, read", "dequant nvfp4", "formats.nvfp4.decode", "factors",
         'if dialect == "modelopt":', 'if dialect != "modelopt":',
     ),
     Mutant(
@@ -521,7 +523,7 @@ MUTANTS = (
         "2.0**120", "2.0**119",
     ),
     Mutant(
-        "block scales of other rows, NVFP4", "dequant nvfp4", "ops.fp4", "DequantNvfp4.run",
+        "block scales of other rows, NVFP4", "dequant nvfp4", "formats.nvfp4.decode", "DequantNvfp4.run",
         "factors(scale[start:stop],", "factors(scale[start:stop][::-1],",
     ),
     Mutant(
@@ -591,19 +593,20 @@ MUTANTS = (
     ),
     # --- encodings that are decoded, and codes in other forms
     Mutant(
-        "MXFP4 nibbles exchanged", "dequant mxfp4", "ops.mx", "_table",
+        "MXFP4 nibbles exchanged", "dequant mxfp4", "formats.mx.decode", "_table",
         "codes[:, byte & 15] | codes[:, byte >> 4]", "codes[:, byte >> 4] | codes[:, byte & 15]",
     ),
     Mutant(
-        "exponents of MXFP4 biased by 128", "dequant mxfp4", "ops.mx", "_table",
+        "exponents of MXFP4 biased by 128", "dequant mxfp4", "formats.mx.decode", "_table",
         "[:, None] - 127", "[:, None] - 128",
     ),
     Mutant(
-        "exponents of other blocks", "dequant mxfp4", "ops.mx", "DequantMxfp4.run",
+        "exponents of other blocks", "dequant mxfp4", "formats.mx.decode", "DequantMxfp4.run",
         "np.multiply(scale[start:stop, None],", "np.multiply(scale[start:stop][::-1, None],",
     ),
     Mutant(
-        "gpt-oss: rows of other columns", "dequant gpt-oss", "ops.mx", "DequantMxfp4Columns.run",
+        "gpt-oss: rows of other columns", "dequant gpt-oss", "formats.mx.decode",
+        "DequantMxfp4Columns.run",
         "array(made.data, np.uint16, kind.shape).T", "array(made.data, np.uint16, kind.shape)[::-1].T",
     ),
     Mutant(
@@ -611,26 +614,28 @@ MUTANTS = (
         "plan.tensors[scales].index(expert)", "plan.tensors[scales].index(experts - 1 - expert)",
     ),
     Mutant(
-        "INT8 without its zero points", "dequant int8", "ops.int8", "DequantInt8.run",
+        "INT8 without its zero points", "dequant int8", "formats.int_packed.decode",
+        "DequantInt8._products",
         "zero = (stored ^ np.uint8(_MIDDLE)).astype(np.uint16)",
         "zero = np.full_like(stored, _MIDDLE).astype(np.uint16)",
     ),
     Mutant(
-        "AutoAWQ in the order of GPTQ", "dequant awq", "ops.awq", "PLACES",
+        "AutoAWQ in the order of GPTQ", "dequant awq", "formats.int_packed.awq", "PLACES",
         "(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 1, 2, 3, 4, 5, 6, 7)",
     ),
     Mutant(
-        "zero points of AutoAWQ less one", "dequant awq", "ops.awq", "DequantAwq._decode",
+        "zero points of AutoAWQ less one", "dequant awq", "formats.int_packed.awq",
+        "DequantAwq._products",
         "self.first + rows).astype(np.uint16)", "self.first + rows).astype(np.uint16) + 1",
     ),
     Mutant(
-        "zero points one off", "relabel awq", "formats.int_packed.repack", "taken_apart",
-        "zero[:] = awq_rows(at, 0, rows).view(np.int8) - np.int8(8)",
-        "zero[:] = awq_rows(at, 0, rows).view(np.int8) - np.int8(7)",
+        "zero points one off", "relabel awq", "formats.int_packed.awq", "DequantAwq.integers",
+        "zero[:] = awq_rows(at, 0, codes.shape[0]).view(np.int8) - np.int8(MIDDLE)",
+        "zero[:] = awq_rows(at, 0, codes.shape[0]).view(np.int8) - np.int8(7)",
     ),
     Mutant(
-        "scales of other groups", "relabel awq to gptq", "formats.int_packed.repack",
-        "taken_apart", "_numbers(ins[1]).T, None", "_numbers(ins[1])[::-1].T, None",
+        "scales of other groups", "relabel awq to gptq", "formats.int_packed.awq",
+        "DequantAwq.integers", "exact_scales(ins[1]).T, None", "exact_scales(ins[1])[::-1].T, None",
     ),
     Mutant(
         "the scale of the next smaller exponent", "relabel mxfp4", "formats.fp8.from_mxfp4",

@@ -17,10 +17,9 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RowError
 from qconvert.core.graph import Buffer, Op
 from qconvert.formats.floats.decode import DequantTo
-from qconvert.ops.awq import DequantAwq
-from qconvert.ops.gptq_packed import DequantGptq
-from qconvert.ops.int8 import DequantInt8
-from qconvert.ops.ints import DequantInts
+from qconvert.formats.int_packed.awq import DequantAwq
+from qconvert.formats.int_packed.decode import DequantInt8, DequantInts
+from qconvert.formats.int_packed.gptq import DequantGptq
 
 HUGE = 2.0**120  # times the largest code, 448, it is beyond bf16; times 240 it is not
 WEIGHT = "model.layers.1.mlp.experts.1.gate_proj.weight"

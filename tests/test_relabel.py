@@ -24,11 +24,11 @@ from test_encodings import as_torch
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import RowError, RunError
+from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
+from qconvert.formats.mx.decode import DequantMxfp4
+from qconvert.formats.nvfp4.decode import DequantNvfp4
 from qconvert.formats.nvfp4.relabel import ExponentRange, Reciprocal, RelabelBlocks, RelabelOwn
-from qconvert.ops.fp4 import DequantNvfp4
-from qconvert.ops.fp8 import DequantFp8
-from qconvert.ops.mx import DequantMxfp4
 
 
 def relabelled(source: Path, out: Path, to: str, *more: str) -> dict[str, Tensor]:

@@ -37,10 +37,10 @@ from qconvert.core.graph import Source
 from qconvert.formats.amx.encode import Amx, Rounding
 from qconvert.formats.amx.limits import Method
 from qconvert.formats.base import Stored
+from qconvert.formats.fp8.decode import DequantFp8
+from qconvert.formats.int_packed.decode import DequantInts
 from qconvert.matrices.experts import STALE_RULE
 from qconvert.ops.cast import ToBf16
-from qconvert.ops.fp8 import DequantFp8
-from qconvert.ops.ints import DequantInts
 from qconvert.ops.rowwise import Decoder
 from qconvert.ops.transpose import Columns
 from qconvert.validation.findings import Proved, Skipped

@@ -9,7 +9,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TypesOf
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import QConvertError, UsageError
-from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fuse import Fuse

@@ -19,6 +19,7 @@ from qconvert.calibrate.reading import Weights
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.family import text_config, without_quantization
 from qconvert.core.names import split_parameter
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import read_matrix
 from qconvert.layouts.derived.running import (
     Call,
@@ -40,7 +41,6 @@ from qconvert.layouts.derived.transformers_class import (
     untagged,
 )
 from qconvert.matrices.experts import STALE
-from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Weights as torch tensors, computed from the source as a plan says; hashes of what was read.
 
 For an accelerator bytes are read into memory that it copies from at the speed of the bus, and FP8
-is decoded there: to the bits of ops/fp8.py, which a test compares.
+is decoded there: to the bits of formats/fp8/decode.py, which a test compares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qconvert.calibrate.clock import Clock
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Apply, Buffer, Output, Source, whole
 from qconvert.formats.base import Stored
-from qconvert.ops.fp8 import DequantFp8
+from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 from qconvert.run.unit_runner import SourceHashes
@@ -49,8 +49,8 @@ _SCALES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def decode(found: Fetched, there: torch.Tensor) -> None:
-    """A matrix as BF16 [N, K] on its device. FP8 is what ops/fp8.py says: code times scale in float32,
-    rounded once; where that refuses a scale or a product there is a NaN or an infinity."""
+    """A matrix as BF16 [N, K] on its device. FP8 is what formats/fp8/decode.py says: code times scale in
+    float32, rounded once; where that refuses a scale or a product there is a NaN or an infinity."""
     import torch
 
     if found.scale is None or found.block is None:

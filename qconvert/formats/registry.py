@@ -13,8 +13,8 @@ from qconvert.core.errors import PlanError, QConvertError
 from qconvert.core.names import split_parameter
 from qconvert.formats.base import Folder, Format, Read, Stored
 from qconvert.formats.floats.format import DTYPES, plain
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_matrix, fp8_scale_name, fp8_scheme_of
-from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.ops.transpose import Columns
 from qconvert.plan.plan import Plan
 

@@ -12,7 +12,7 @@ from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output
 from qconvert.core.names import parse, split_parameter
 from qconvert.core.roles import SHARED
-from qconvert.ops.fp8 import WEIGHT_DTYPES
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
 _VISION = "visual"

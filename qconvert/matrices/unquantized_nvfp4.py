@@ -9,6 +9,7 @@ from typing import Any
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.names import split_parameter
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.matrices.unquantized import (
     Named,
     draft_as_first_layer,
@@ -19,7 +20,6 @@ from qconvert.matrices.unquantized import (
     tower_of,
     with_runtime_names,
 )
-from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 
 # sglang's draft models call a layer so that checkpoints number on from the model's own.

@@ -5,11 +5,12 @@ Mixins without fields: the repr of an op is its identity, and these leave it as 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import PlanError
+from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Op, Output, Part, whole
 
 if TYPE_CHECKING:
@@ -74,6 +75,14 @@ class Columnwise(Uncut):
         """The same op on the same arguments, for columns [start, stop) of those that it makes."""
         one: Any = self  # a dataclass, which a mixin does not know
         return replace(one, first=self.first + start, count=stop - start), args
+
+    @contextmanager
+    def by_column(self) -> Iterator[None]:
+        """Errors of rows of the result as those of columns of the argument."""
+        try:
+            yield
+        except RowError as error:
+            raise RowError(self.first + error.row, error.what, by_column=True) from error
 
     def check_columns(self, matrix: TensorType) -> None:
         """Raise PlanError if the matrix has too few columns."""

@@ -168,3 +168,20 @@ def round_to_bf16(bits: Int32s, spare: Int32s) -> None:
     np.add(spare, 0x7FFF, out=spare)
     np.add(bits, spare, out=bits)
     np.right_shift(bits, 16, out=bits)
+
+
+def float_tiles(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """First and last rows of tiles of TILE_ELEMENTS numbers, or a row."""
+    step = max(1, TILE_ELEMENTS // max(1, columns))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def check_finite(scale: Float32s, first: int) -> None:
+    """Raise RowError for a scale that is NaN or infinite; `first` is the number of its first row."""
+    import numpy as np
+
+    wrong = ~np.isfinite(scale)
+    if wrong.any():
+        row = first + int(np.argwhere(wrong)[0][0])
+        raise RowError(row, "has a scale of NaN or infinity; the checkpoint is broken")

@@ -1,28 +1,15 @@
-"""E2M1 codes, which NVFP4 and MXFP4 share, and NVFP4 -> BF16.
+"""E2M1 codes, which NVFP4 and MXFP4 share, and E4M3 scales.
 
-Format sources: OCP Microscaling Formats v1.0, 5.3.3 (E2M1); compressed-tensors 0.19,
-`compressors/nvfp4/`; nvidia-modelopt 0.47, `torch/quantization/qtensor/nvfp4_tensor.py`. A code is a
-sign and one of eight sizes; two are in a byte, the even column in its low half. Sixteen columns share
-a scale in E4M3, and a matrix one in float32, by which compressed-tensors divides and modelopt
-multiplies. MXFP4, of the same codes: ops/mx.py.
+Format source: OCP Microscaling Formats v1.0, 5.3.3 (E2M1). A code is a sign and one of eight sizes; two
+are in a byte, the even column in its low half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
-from qconvert.core.errors import PlanError, RowError, RunError
-from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import NVFP4_BLOCK
-from qconvert.ops.base import array
-from qconvert.ops.cast import BF16_OVERFLOW, TILE_ELEMENTS, round_to_bf16
-from qconvert.ops.compiled import done
 from qconvert.ops.ints import spread_nibbles
-from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +27,7 @@ _HALFWAYS = (
     (0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False),
 )  # fmt: skip
 _SIGN = 8
-_E4M3_NAN, _E4M3_MAX = 0x7F, 448.0
+E4M3_NAN, E4M3_MAX = 0x7F, 448.0
 
 
 def to_codes(values: Float32s, out: UInt8s, spare: UInt8s) -> None:
@@ -65,6 +52,18 @@ def pack(codes: UInt8s, spare: UInt8s, out: UInt8s) -> None:
     np.right_shift(pairs, 4, out=beside)
     np.bitwise_or(pairs, beside, out=pairs)
     np.copyto(out, pairs, casting="unsafe")
+
+
+def from_codes(packed: UInt8s) -> Float32s:
+    """Bytes [n, K / 2], the first code in the lower half -> float32 [n, K]."""
+    import numpy as np
+
+    part = np.ascontiguousarray(packed)
+    pairs = np.empty(part.shape, np.uint16)
+    spread_nibbles(part, pairs, np.empty_like(pairs))
+    sizes = np.array((*SIZES, *(-size for size in SIZES)), np.float32)
+    found: Float32s = sizes[pairs.view(np.uint8)]
+    return found
 
 
 def e4m3(values: Float32s, codes: UInt8s) -> None:
@@ -93,119 +92,5 @@ def from_e4m3(codes: UInt8s) -> Float32s:
     # Exponent and mantissa where float32 keeps them, off by its larger bias, 127 - 7.
     wide = (bits & 0x7F) << 20 | (bits & 0x80) << 24
     found: Float32s = wide.view(np.float32) * np.float32(2.0**120)
-    found[(codes & 0x7F) == _E4M3_NAN] = np.nan
+    found[(codes & 0x7F) == E4M3_NAN] = np.nan
     return found
-
-
-def factors(scale: UInt8s, global_scale: float, dialect: Dialect) -> Float32s:
-    """Return what the codes of each block are multiplied with: E4M3 scales and the global one,
-    float32."""
-    import numpy as np
-
-    found = from_e4m3(scale)
-    if dialect == "modelopt":
-        return found * np.float32(global_scale)
-    return found / np.float32(global_scale)
-
-
-@dataclass(frozen=True, slots=True)
-class DequantNvfp4(EachRow):
-    """packed U8 [N, K/2], scale F8_E4M3 [N, K/16] and the global scale F32 [] or [1] -> BF16 [N, K]:
-    bf16(code * factor), factor = scale * global (modelopt) or scale / global (compressed-tensors) in
-    float32.
-
-    Raises PlanError where dtypes or shapes do not fit, RowError for a scale that is NaN and for a result
-    beyond bf16 (with `overflow` that is written as infinite), RunError for a global scale that is not a
-    finite number above 0.
-    """
-
-    dialect: Dialect
-    overflow: bool = False
-
-    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
-        packed, scale, global_scale = args
-        if packed.dtype != "U8" or len(packed.shape) != 2:
-            raise PlanError(f"expected packed E2M1 codes in a U8 matrix, found {packed}")
-        rows, columns = packed.shape[0], 2 * packed.shape[1]
-        wanted = TensorType("F8_E4M3", (rows, columns // BLOCK))
-        if columns % BLOCK or scale != wanted:
-            raise PlanError(f"expected scales {wanted} for {packed}, found {scale}")
-        if global_scale.dtype != "F32" or global_scale.numel != 1:
-            raise PlanError(f"expected a global scale in F32 [1] or [], found {global_scale}")
-        return (TensorType("BF16", (rows, columns)),)
-
-    def scratch(self, *args: TensorType) -> int:
-        """A tile as float32 and its rounding beside it."""
-        return 8 * min(args[1].numel, TILE_ELEMENTS // BLOCK) * BLOCK
-
-    def loss(self, *args: TensorType) -> str | None:
-        beyond = "; what is beyond bf16 becomes infinite" if self.overflow else ""
-        return f"rounds fp4 x scales to bf16 (relative error at most 2^-8){beyond}"
-
-    def run(
-        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
-    ) -> Mapping[str, int]:
-        import numpy as np
-
-        total = ins[1].type.numel
-        step = min(total, TILE_ELEMENTS // BLOCK)
-        source = array(ins[0].data, np.uint8, (total * BLOCK // 2,))
-        scale = array(ins[1].data, np.uint8, (total,))
-        blocks = ins[1].type.shape[1]
-        global_scale = float(array(ins[2].data, np.float32, (1,))[0])
-        if not 0 < global_scale < float("inf"):
-            raise RunError(f"its global scale is {global_scale}; the checkpoint is broken")
-        factor = global_scale if self.dialect == "modelopt" else 1 / global_scale
-        if factor * _E4M3_MAX >= BF16_OVERFLOW:
-            raise RunError(
-                f"its global scale is {global_scale:g}, with which block scales are beyond bf16; look "
-                "whether it is of the other dialect"
-            )
-        risky = factor * _E4M3_MAX * SIZES[-1] >= BF16_OVERFLOW
-        target = array(outs[0].data, np.uint16, (total, BLOCK))
-        if not risky:
-            codes, how = source.reshape(-1, BLOCK // 2), self.dialect == "modelopt"
-            if done("nvfp4_decode", codes, scale, global_scale, how, target.view(np.uint32)):
-                return {}
-        broken = np.flatnonzero((scale & 0x7F) == _E4M3_NAN)
-        if broken.size:
-            row = int(broken[0]) // blocks
-            raise RowError(row, "has a scale of NaN; the checkpoint is broken")
-        bits = array(scratch[: 4 * step * BLOCK], np.int32, (step, BLOCK))
-        spare = array(scratch[4 * step * BLOCK :], np.int32, (step, BLOCK))
-        sizes = np.array((*SIZES, *(-size for size in SIZES)), np.float32)
-        infinite = 0
-        with np.errstate(all="ignore"):  # overflow to infinity is what float32 arithmetic does
-            for start in range(0, total, max(1, step)):
-                stop = min(start + step, total)
-                each = factors(scale[start:stop], global_scale, self.dialect)
-                count, size = stop - start, (stop - start) * BLOCK
-                halves = spare.reshape(-1).view(np.uint16)
-                spread_nibbles(
-                    source[start * BLOCK // 2 : stop * BLOCK // 2],
-                    halves[: size // 2],
-                    halves[size // 2 : size],
-                )
-                part = bits[:count]
-                values = part.view(np.float32)
-                np.take(
-                    sizes,
-                    halves[: size // 2].view(np.uint8).reshape(count, BLOCK),
-                    out=values,
-                    mode="clip",
-                )
-                np.multiply(values, each[:, None], out=values)
-                if risky:
-                    beyond = ~(np.abs(values) < BF16_OVERFLOW)
-                    if beyond.any() and not self.overflow:
-                        row = (start + int(np.flatnonzero(beyond.any(axis=1))[0])) // blocks
-                        raise RowError(
-                            row,
-                            f"has weights beyond bf16 (3.39e38 at most) under the global scale "
-                            f"{global_scale:g}; look whether that is of the other dialect, or write "
-                            "infinities with `dequant --allow-overflow`",
-                        )
-                    infinite += int(np.count_nonzero(beyond))
-                round_to_bf16(part, spare[:count])
-                np.copyto(target[start:stop], part, casting="unsafe")
-        return {"values beyond bf16, written as infinite": infinite} if infinite else {}

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RowError
 from qconvert.core.graph import Buffer, Op, Output, Part, aligned
 from qconvert.ops.transpose import Columns
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 class RowOp(Op, Protocol):
@@ -39,6 +44,21 @@ class Decoder(RowOp, Protocol):
     ) -> tuple[Decoder, tuple[Output, ...]]:
         """The op and arguments of rows [start, stop) of a matrix of `rows`. Raises PlanError where rows
         that belong together would part."""
+
+
+@runtime_checkable
+class FloatDecoder(Decoder, Protocol):
+    """A decoder that also gives its numbers before they are rounded, for F16 and F32."""
+
+    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Floats]]:
+        """The first row and the values of tiles of rows [n, K], float32; the next overwrites a tile.
+        Raises RowError for a scale of NaN or infinity."""
+
+
+def with_overflow(decoder: Decoder) -> Decoder:
+    """The decoder, which writes what is beyond the dtype as infinite and counts it, where it can."""
+    one: Any = decoder  # a dataclass
+    return replace(one, overflow=True) if hasattr(one, "overflow") else decoder
 
 
 class EachRow:

@@ -16,11 +16,11 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Op, Output, apply, stack
 from qconvert.core.names import activations_of, is_scale, split_parameter
 from qconvert.formats.base import Stored
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_reading, fp8_scale_name, fp8_scheme_of
 from qconvert.formats.mx.format import stacks
 from qconvert.formats.registry import encoded
-from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
-from qconvert.ops.rowwise import RowOp
+from qconvert.ops.rowwise import Decoder, FloatDecoder, with_overflow
 from qconvert.passes.replace_weights import replace_weights, sources_of
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
@@ -96,21 +96,16 @@ class Dequant:
     def _decoded(self, name: str, stored: Stored) -> Output:
         """The matrix in the dtype."""
         assert stored.decoder is not None
-        decoder: RowOp = stored.decoder
+        return apply(self._op(name, stored.decoder), *stored.args)[0]
+
+    def _op(self, name: str, decoder: Decoder) -> Op:
         if self.allow_overflow:
-            from qconvert.ops.fp4 import DequantNvfp4
-            from qconvert.ops.mx import DequantMxfp4
-
-            if isinstance(decoder, DequantNvfp4 | DequantMxfp4):
-                decoder = replace(decoder, overflow=True)
-        return apply(self._op(name, decoder), *stored.args)[0]
-
-    def _op(self, name: str, decoder: RowOp | DequantFp8) -> Op:
+            decoder = with_overflow(decoder)
         if self.dtype == "bf16":
             return decoder
-        from qconvert.formats.floats.decode import Decoder, DequantTo
+        from qconvert.formats.floats.decode import DequantTo
 
-        if not isinstance(decoder, Decoder):
+        if not isinstance(decoder, FloatDecoder):
             raise PlanError(f"{name!r}: its format is decoded to bf16 only")
         return DequantTo(decoder, "F16" if self.dtype == "f16" else "F32")
 
@@ -123,8 +118,6 @@ class Dequant:
             )
         try:
             op, *args = fp8_reading(weight, scale, scheme)
-            if self.allow_overflow:  # else it is as it was read
-                op = replace(op, overflow=True)
             return apply(self._op(name, op), *args)[0].reshape(weight.type.shape)
         except PlanError as error:
             raise PlanError(f"weight {name!r} with scale {scale_name!r}: {error}") from error
@@ -156,7 +149,7 @@ def _is_fp8_weight(name: str, output: Output) -> bool:
 
 def _unstacked(plan: Plan, codes: str, scales: str, *, overflow: bool) -> Output:
     """gpt-oss's stack in BF16, [E, K, N]: each matrix transposed, as the model's class has it."""
-    from qconvert.ops.mx import DequantMxfp4Columns
+    from qconvert.formats.mx.decode import DequantMxfp4Columns
 
     made = []
     experts, rows, blocks, size = plan.tensors[codes].type.shape

@@ -27,6 +27,7 @@ from qconvert.formats.fp8.config import (
     fp8_group_config,
     fp8_tensor_group_config,
 )
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.encode import LARGEST, Dialect, EncodeFp8
 from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
 from qconvert.formats.nvfp4.scales import DecodedMaxima, RowMaxima
@@ -38,7 +39,6 @@ from qconvert.matrices.unquantized import (
 )
 from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
 from qconvert.ops.constant import Constant
-from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.ops.rowwise import Recode
 from qconvert.passes.by_row import compressed_block
 from qconvert.passes.input_scales import InputMaxima, maxima_of

@@ -13,13 +13,13 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
 from qconvert.formats.base import Read
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.nvfp4.config import constant_input, hf_quant_config, modelopt_config
 from qconvert.formats.nvfp4.relabel import hybrid_block, relabelled, relabelled_block
 from qconvert.matrices.experts import check_described
 from qconvert.matrices.unquantized import Named
 from qconvert.matrices.unquantized_nvfp4 import ignored_globs
 from qconvert.ops.constant import Constant
-from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.passes.nvfp4_groups import shared_groups
 from qconvert.passes.replace_weights import replace_weights
 from qconvert.plan.plan import LogEntry, Plan

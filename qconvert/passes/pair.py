@@ -13,8 +13,6 @@ from hashlib import sha256
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.matrices.experts import calibrated
-from qconvert.ops.gptq_packed import DequantGptq
-from qconvert.ops.ints import DequantInts
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.drop import Drop
 from qconvert.passes.w4a16 import ExpertsToW4A16
@@ -31,7 +29,7 @@ def pair_plans(start: Plan, cpu: ExpertsToAmx, gpu: ExpertsToW4A16) -> tuple[Pla
     plan = run_passes(start, before)
     experts = cpu.experts(plan)
     for projection in experts.projections:
-        if isinstance(projection.weight.decoder, DequantInts | DequantGptq):
+        if getattr(projection.weight.decoder, "format", "") in ("int-packed", "gptq"):
             raise PlanError(
                 f"{projection.module} is packed integers already; packed again it would only lose: let "
                 "the source be the GPU side (--gpu source)"

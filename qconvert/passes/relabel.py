@@ -13,7 +13,7 @@ what the config says change. What cannot be said in the other form is refused, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from re import escape
@@ -30,8 +30,10 @@ from qconvert.core.names import activations_of, split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.base import Read, Stored
 from qconvert.formats.fp8.config import fp8_config, fp8_group_config
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
 from qconvert.formats.int_packed.config import gptq_config, group_config, left_pattern
+from qconvert.formats.int_packed.decode import IntDecoder
 from qconvert.formats.int_packed.packers import Packing, packer
 from qconvert.formats.int_packed.repack import RepackInts
 from qconvert.formats.mx import format as mx
@@ -55,21 +57,13 @@ from qconvert.matrices.unquantized_nvfp4 import (
     ignored_names,
     with_draft_names,
 )
-from qconvert.ops.awq import BITS, DequantAwq
 from qconvert.ops.constant import constant_i64
-from qconvert.ops.fp4 import DequantNvfp4
-from qconvert.ops.fp8 import WEIGHT_DTYPES
-from qconvert.ops.gptq_packed import DequantGptq
-from qconvert.ops.int8 import DequantInt8
-from qconvert.ops.ints import DequantInts
-from qconvert.ops.mx import DequantMxfp4
 from qconvert.passes.mxfp4_as_nvfp4 import as_nvfp4
 from qconvert.passes.replace_weights import replace_weights, sources_of
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 Form = Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"]
-Ints = DequantInts | DequantGptq | DequantAwq
 _SHAPE = "weight_shape"
 _SIDE = 128
 
@@ -112,12 +106,12 @@ class Relabel:
             )
         fp8 = [name for name, o in plan.tensors.items() if o.type.dtype in WEIGHT_DTYPES]
         weights = [name for name in fp8 if split_parameter(name)[1] == "weight"]
-        kinds: set[type | None] = {type(stored.decoder) for stored, _ in found.values()}
+        kinds = {getattr(stored.decoder, "format", "") for stored, _ in found.values()}
         if not kinds and not weights:
             raise PlanError("no quantized weight found: there is nothing to relabel")
-        if kinds == {DequantMxfp4} and self.to == "fp8":
+        if kinds == {"mxfp4"} and self.to == "fp8":
             return self._fp8_of_mxfp4(plan, found)
-        if kinds == {DequantMxfp4} and self.dialect is not None:
+        if kinds == {"mxfp4"} and self.dialect is not None:
             return as_nvfp4(
                 plan, (self.name, options_of(self)), found, self.dialect, self.input_scale
             )
@@ -129,15 +123,14 @@ class Relabel:
             return self._packed_fp8(plan, weights)
         if not kinds and self.to == "fp8":
             return self._own_fp8(plan, weights)
-        (kind,) = kinds or {None}
-        if kind is DequantNvfp4 and self.to in NVFP4:
+        (kind,) = kinds or {"fp8"}
+        if kind == "nvfp4" and self.to in NVFP4:
             return self._nvfp4(plan, found)
-        if kind in (DequantInts, DequantGptq, DequantAwq) and self.to in (
-            "compressed-tensors", "gptq", "gptq-v2",
-        ):  # fmt: skip
+        if kind in _INTS and self.to in ("compressed-tensors", "gptq", "gptq-v2"):
             return self._ints(plan, found)
         raise PlanError(
-            f"{_NAMES[kind]} does not become {self.to} without rounding{_HINTS.get(kind, '')}"
+            f"{_NAMES.get(kind, 'its format')} does not become {self.to} without rounding"
+            f"{_HINTS.get(kind, '')}"
         )
 
     def _planned(
@@ -159,8 +152,7 @@ class Relabel:
         packing: Packing = "compressed-tensors"
         if self.to in ("gptq", "gptq-v2"):
             packing = self.to
-        decoders = {stored.decoder for stored, _ in found.values()}
-        if all(_form_of(decoder) == packing for decoder in decoders):
+        if all(_ints_of(stored).packing == packing for stored, _ in found.values()):
             raise PlanError(f"its weights are in form {self.to} already: use it as it is")
         schemes = {_scheme(plan, stored) for stored, _ in found.values()}
         if len(schemes) > 1:
@@ -202,8 +194,7 @@ class Relabel:
 
     def _nvfp4(self, plan: Plan, found: Mapping[str, Read]) -> Plan:
         dialect: Dialect = "modelopt" if self.to == "modelopt" else "compressed-tensors"
-        dialects = {stored.decoder.dialect for stored, _ in found.values()
-                    if isinstance(stored.decoder, DequantNvfp4)}  # fmt: skip
+        dialects = {_dialect(names) for _, names in found.values()}
         if dialects == {dialect}:
             raise PlanError(f"its weights are NVFP4 of {dialect} already: use it as it is")
         (source,) = dialects
@@ -321,18 +312,19 @@ def _compressed(group: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
     }
 
 
-_NAMES: Mapping[type | None, str] = {
-    None: "FP8",
-    DequantMxfp4: "MXFP4",
-    DequantNvfp4: "NVFP4",
-    DequantInts: "compressed-tensors' packed integers",
-    DequantGptq: "GPTQ's form",
-    DequantAwq: "AutoAWQ's form",
-    DequantInt8: "INT8",
+_INTS = ("int-packed", "gptq", "awq")
+_NAMES: Mapping[str, str] = {
+    "fp8": "FP8",
+    "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4",
+    "int-packed": "compressed-tensors' packed integers",
+    "gptq": "GPTQ's form",
+    "awq": "AutoAWQ's form",
+    "int8": "INT8",
 }
-_HINTS: Mapping[type | None, str] = {
-    DequantMxfp4: "; it becomes NVFP4 (--to nvfp4) or block FP8 (--to fp8)",
-    DequantNvfp4: "; its dialects are modelopt and compressed-tensors",
+_HINTS: Mapping[str, str] = {
+    "mxfp4": "; it becomes NVFP4 (--to nvfp4) or block FP8 (--to fp8)",
+    "nvfp4": "; its dialects are modelopt and compressed-tensors",
 }
 
 
@@ -365,20 +357,23 @@ class _Packed:
         return found + [rf"re:.*{escape(p)}.*" for p in (shared_paths(plan) if self.shared else ())]
 
 
-def _form_of(decoder: object) -> Packing | None:
-    if isinstance(decoder, DequantGptq):
-        return "gptq" if decoder.version == 1 else "gptq-v2"
-    return "compressed-tensors" if isinstance(decoder, DequantInts) else None
+def _dialect(names: Sequence[str]) -> Dialect:
+    """The dialect of an NVFP4 matrix by the name of its global scale."""
+    last = split_parameter(names[-1])[1]
+    return next(dialect for dialect, own in NVFP4.items() if own.global_scale == last)
+
+
+def _ints_of(stored: Stored) -> IntDecoder:
+    decoder: Any = stored.decoder  # of one of _INTS
+    found: IntDecoder = decoder
+    return found
 
 
 def _scheme(plan: Plan, stored: Stored) -> IntScheme:
     """Return how a matrix is quantized, but for the dtype of its scales."""
-    decoder = stored.decoder
-    if isinstance(decoder, DequantAwq):
-        return IntScheme(BITS, decoder.group, not decoder.zeros)  # type: ignore[arg-type]
-    if isinstance(decoder, DequantInts):
-        order: Literal["group"] | None = "group" if decoder.g_idx else None
-        return IntScheme(decoder.bits, decoder.group, decoder.symmetric, order)  # type: ignore[arg-type]
+    stated = _ints_of(stored).stated
+    if stated is not None:
+        return stated
     return replace(gptq_form(plan.checkpoint, "").scheme, scale_dtype="BF16")
 
 
@@ -386,9 +381,8 @@ def _repacked(
     plan: Plan, module: str, stored: Stored, scheme: IntScheme, packing: Packing
 ) -> dict[str, Output]:
     """The tensors of a matrix in another form, by name."""
-    decoder = stored.decoder
-    assert isinstance(decoder, DequantInts | DequantGptq | DequantAwq)
-    scale = stored.args[2 if isinstance(decoder, DequantGptq) else 1].type.dtype
+    decoder = _ints_of(stored)
+    scale = stored.args[decoder.scale_at].type.dtype
     own = replace(scheme, scale_dtype=scale)  # type: ignore[arg-type]
     draft = plan.family.is_mtp(f"{module}.weight", plan.role_index.dims)
     try:

@@ -17,10 +17,10 @@ from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, Checkpoint, QuantCon
 from qconvert.core.json_text import parse_object
 from qconvert.core.names import natural_key, split_parameter
 from qconvert.formats.fp8.config import fp8_group_config
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.nvfp4.config import mixed_config
 from qconvert.matrices.linears import runtime_linears
 from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
-from qconvert.ops.fp8 import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan
 from qconvert.validators.headers.quantization_config import nested_alone
 from qconvert.validators.headers.stated_numbers import wrong_numbers

@@ -13,7 +13,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, inferred
 from qconvert.core.names import is_ambiguous, scale_candidates, split_parameter, weight_candidates
 from qconvert.formats.base import Format, Read, Stored
-from qconvert.ops.fp8 import WEIGHT_DTYPES, DequantFp8
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES, DequantFp8
 from qconvert.plan.plan import Plan
 
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Literal
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import RowError
 from qconvert.core.graph import Buffer, Part
+from qconvert.formats.mx.decode import BLOCK, DequantMxfp4
 from qconvert.ops.base import Exact, array
 from qconvert.ops.fp4 import SIZES
-from qconvert.ops.mx import BLOCK, DequantMxfp4
 from qconvert.ops.rowwise import row_parts
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ def read_packed(plan: Plan, module: str) -> Read | None:
     codes, scale, zero, order, shape = (f"{module}.{part}" for part in PACKED)
     if codes not in plan.tensors or plan.tensors[codes].type.dtype == "U8":
         return None
-    from qconvert.ops.ints import DequantInts
+    from qconvert.formats.int_packed.decode import DequantInts
 
     scheme = packed_scheme(plan.checkpoint, module)
     names = [codes, scale]
@@ -47,7 +47,7 @@ def read_awq(plan: Plan, module: str) -> Read | None:
     form = awq_form(plan.checkpoint)
     if names[0] not in plan.tensors or form is None:
         return None
-    from qconvert.ops.awq import WORD, DequantAwq
+    from qconvert.formats.int_packed.awq import WORD, DequantAwq
 
     if not form.zero_point:
         del names[-1]
@@ -61,7 +61,7 @@ def read_gptq(plan: Plan, module: str) -> Read | None:
     names = [f"{module}.{part}" for part in GPTQ]
     if names[0] not in plan.tensors:
         return None
-    from qconvert.ops.gptq_packed import DequantGptq
+    from qconvert.formats.int_packed.gptq import DequantGptq
 
     form = gptq_form(plan.checkpoint, module)
     if form.scheme.actorder is None and names[-1] not in plan.tensors:
@@ -78,7 +78,7 @@ def read_int8(plan: Plan, module: str) -> Read | None:
     weight, factor = plan.tensors.get(codes), plan.tensors.get(scale)
     if weight is None or weight.type.dtype != "I8" or factor is None:
         return None
-    from qconvert.ops.int8 import DequantInt8
+    from qconvert.formats.int_packed.decode import DequantInt8
 
     scheme = packed_scheme(plan.checkpoint, module, "int-quantized")
     if scheme.bits != 8 or scheme.actorder == "group":

@@ -40,7 +40,7 @@ def read(plan: Plan, module: str) -> Read | None:
 
 
 def _stored(plan: Plan, codes: str, scale: str) -> Read:
-    from qconvert.ops.mx import DequantMxfp4
+    from qconvert.formats.mx.decode import DequantMxfp4
 
     return stored(plan, (codes, scale), DequantMxfp4()), (codes, scale)
 

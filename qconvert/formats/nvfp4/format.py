@@ -21,7 +21,7 @@ def read(plan: Plan, module: str) -> Read | None:
         last = f"{module}.{own.global_scale}"
         if last not in plan.tensors:
             continue
-        from qconvert.ops.fp4 import DequantNvfp4
+        from qconvert.formats.nvfp4.decode import DequantNvfp4
 
         names = [f"{module}.{own.weight}", f"{module}.{own.scale}", last]
         for name in names:

@@ -1,4 +1,4 @@
-"""FP8: what ops/fp8.py and formats/fp8/encode.py do, in one pass."""
+"""FP8: what formats/fp8/decode.py and formats/fp8/encode.py do, in one pass."""
 
 from __future__ import annotations
 

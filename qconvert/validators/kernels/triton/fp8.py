@@ -2,7 +2,7 @@
 
 Codes are decoded and results rounded on integers, so that any GPU can run it, with FP8 types or
 without. Formats: OCP OFP8 (E4M3: bias 7, no infinities, S.1111.111 is NaN) and MX v1.0, 5.4.1 (E8M0
-scales). A NaN is written as 0x7FC0 with the code's sign, as qconvert.ops.fp8 does.
+scales). A NaN is written as 0x7FC0 with the code's sign, as qconvert.formats.fp8.decode does.
 """
 
 from __future__ import annotations

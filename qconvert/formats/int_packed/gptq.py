@@ -8,27 +8,31 @@ the group of each column.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
-from qconvert.ops.base import Columnwise, array
-from qconvert.ops.cast import FLOAT_DTYPES
-from qconvert.ops.ints import (
+from qconvert.formats.int_packed.decode import (
     Products,
+    exact_scales,
     group_of_columns,
     product_scratch,
     scale_scratch,
     scales,
-    unpacked,
 )
+from qconvert.ops.base import Columnwise, array
+from qconvert.ops.cast import FLOAT_DTYPES, float_tiles
+from qconvert.ops.ints import unpacked
 
 if TYPE_CHECKING:
     import numpy as np
 
+    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    Int8s = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
+    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
     UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
     UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
@@ -51,6 +55,18 @@ class DequantGptq(Columnwise):
     version: Literal[1, 2]
     first: int
     count: int
+
+    format: ClassVar[str] = "gptq"
+    scale_at: ClassVar[int] = 2
+    stated: ClassVar[None] = None
+
+    @property
+    def packing(self) -> str:
+        return "gptq" if self.version == 1 else "gptq-v2"
+
+    @property
+    def scheme(self) -> tuple[int, int | None]:
+        return self.bits, self.group
 
     @property
     def word(self) -> int:
@@ -91,34 +107,46 @@ class DequantGptq(Columnwise):
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
-        try:
-            self._decode(ins, outs[0], scratch)
-        except RowError as error:
-            raise RowError(self.first + error.row, error.what, by_column=True) from error
+        with self.by_column():
+            self._products(ins, scratch).as_bf16(outs[0])
         return {}
 
-    def _decode(self, ins: Sequence[Buffer], out: Buffer, scratch: memoryview) -> None:
+    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
+        with self.by_column():
+            yield from self._products(ins, scratch).floats()
+
+    def integers(
+        self, ins: Sequence[Buffer], codes: Int8s, zero: Int8s
+    ) -> tuple[Float32s, Int32s | None]:
+        import numpy as np
+
+        middle = np.uint16(1 << (self.bits - 1))
+        words, zeros = (array(one.data, np.uint32, one.type.shape) for one in ins[:2])
+        for start, stop in float_tiles(*codes.shape):
+            fields = unpacked(words[:, start:stop].T, self.bits)
+            codes[start:stop] = (fields - middle).astype(np.int8)
+        zero[:] = (self._zeros(zeros) - middle).astype(np.int8)
+        order = group_of_columns(ins[3], zero.shape[1]) if len(ins) > 3 else None
+        return exact_scales(ins[2]).T, order
+
+    def _products(self, ins: Sequence[Buffer], scratch: memoryview) -> Products:
         import numpy as np
 
         qweight, qzeros, scale, *g_idx = ins
-        rows, columns = out.type.shape
-        groups = scale.type.shape[0]
+        columns, groups = self.word * qweight.type.shape[0], scale.type.shape[0]
         mine = slice(self.first, self.first + self.count)
         source = array(qweight.data, np.uint32, qweight.type.shape)[:, mine]
         zero = self._zeros(array(qzeros.data, np.uint32, qzeros.type.shape))
         used = scale_scratch(scale.type)
-        factors = scales(scale, scratch[:used]).T[mine]
         column_group = group_of_columns(g_idx[0], groups) if g_idx else None
         side_by_side = column_group is None or np.array_equal(
             column_group, np.arange(columns) // (columns // groups)
         )
-        work = Products(scratch[used:], rows, columns, self.bits, factors)
-        target = array(out.data, np.uint16, (rows, columns))
-        for start, stop in work.tiles():
-            packed = np.ascontiguousarray(source[:, start:stop].T).view(np.uint8)
-            work.multiply(
-                packed, start, zero, None if side_by_side else column_group, target[start:stop]
-            )
+        return Products(
+            scratch[used:], (self.count, columns), self.bits,
+            lambda start, stop: np.ascontiguousarray(source[:, start:stop].T).view(np.uint8),
+            scales(scale, scratch[:used]).T[mine], zero, None if side_by_side else column_group,
+        )  # fmt: skip
 
     def _zeros(self, words: UInt32s) -> UInt16s:
         """Zero points [count, groups], counted from 0 as the stored codes are."""

@@ -8,20 +8,29 @@ is of its column 0, the next of 2, 4, 6, 1, 3, 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import PlanError, RowError
+from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
+from qconvert.core.int_scheme import IntScheme
+from qconvert.formats.int_packed.decode import (
+    Products,
+    exact_scales,
+    product_scratch,
+    scale_scratch,
+    scales,
+)
 from qconvert.ops.base import Columnwise, array
-from qconvert.ops.cast import FLOAT_DTYPES
-from qconvert.ops.ints import Products, product_scratch, scale_scratch, scales
+from qconvert.ops.cast import FLOAT_DTYPES, float_tiles
 
 if TYPE_CHECKING:
     import numpy as np
 
+    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    Int8s = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
     UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
     UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
@@ -46,6 +55,18 @@ class DequantAwq(Columnwise):
     zeros: bool
     first: int
     count: int
+
+    format: ClassVar[str] = "awq"
+    packing: ClassVar[None] = None
+    scale_at: ClassVar[int] = 1
+
+    @property
+    def scheme(self) -> tuple[int, int | None]:
+        return BITS, self.group
+
+    @property
+    def stated(self) -> IntScheme:
+        return IntScheme(BITS, self.group, not self.zeros)  # type: ignore[arg-type]
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         qweight, scale, *qzeros = args
@@ -77,17 +98,30 @@ class DequantAwq(Columnwise):
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
-        try:
-            self._decode(ins, outs[0], scratch)
-        except RowError as error:
-            raise RowError(self.first + error.row, error.what, by_column=True) from error
+        with self.by_column():
+            self._products(ins, scratch).as_bf16(outs[0])
         return {}
 
-    def _decode(self, ins: Sequence[Buffer], out: Buffer, scratch: memoryview) -> None:
+    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
+        with self.by_column():
+            yield from self._products(ins, scratch).floats()
+
+    def integers(self, ins: Sequence[Buffer], codes: Int8s, zero: Int8s) -> tuple[Float32s, None]:
+        import numpy as np
+
+        words = array(ins[0].data, np.uint32, ins[0].type.shape)
+        for start, stop in float_tiles(*codes.shape):
+            codes[start:stop] = awq_rows(words, start, stop).view(np.int8) - np.int8(MIDDLE)
+        if self.zeros:
+            at = array(ins[2].data, np.uint32, ins[2].type.shape)
+            zero[:] = awq_rows(at, 0, codes.shape[0]).view(np.int8) - np.int8(MIDDLE)
+        return exact_scales(ins[1]).T, None
+
+    def _products(self, ins: Sequence[Buffer], scratch: memoryview) -> Products:
         import numpy as np
 
         qweight, scale, *qzeros = ins
-        rows, columns = out.type.shape
+        rows, columns = self.count, qweight.type.shape[0]
         words = array(qweight.data, np.uint32, qweight.type.shape)
         zero: UInt16s = np.full((rows, scale.type.shape[0]), MIDDLE, np.uint16)
         if qzeros:
@@ -95,12 +129,11 @@ class DequantAwq(Columnwise):
             zero = awq_rows(stored, self.first, self.first + rows).astype(np.uint16)
         used = scale_scratch(scale.type)
         mine = slice(self.first, self.first + rows)
-        factors = scales(scale, scratch[:used]).T[mine]
-        work = Products(scratch[used:], rows, columns, 8, factors)
-        target = array(out.data, np.uint16, (rows, columns))
-        for start, stop in work.tiles():
-            codes = awq_rows(words, self.first + start, self.first + stop)
-            work.multiply(codes, start, zero, None, target[start:stop])
+        return Products(
+            scratch[used:], (rows, columns), 8,
+            lambda start, stop: awq_rows(words, self.first + start, self.first + stop),
+            scales(scale, scratch[:used]).T[mine], zero, None,
+        )  # fmt: skip
 
 
 def awq_rows(words: UInt32s, start: int, stop: int) -> UInt8s:

@@ -24,7 +24,7 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, ScaleError
 from qconvert.core.graph import Buffer, Output, Part, concat
 from qconvert.ops.base import array
-from qconvert.ops.cast import BF16_OVERFLOW, round_to_bf16
+from qconvert.ops.cast import BF16_OVERFLOW, check_finite, round_to_bf16
 from qconvert.ops.compiled import done, may_be_done
 
 if TYPE_CHECKING:
@@ -226,6 +226,29 @@ class DequantFp8:
                     nan_codes += _mark_nan(span, dtype, target[start:stop])
         counts = {"NaN codes": nan_codes, "values beyond bf16, written as infinite": infinite}
         return {what: count for what, count in counts.items() if count}
+
+    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
+        import numpy as np
+
+        weight, scale = ins
+        rows, columns = weight.type.shape
+        source, dtype = array(weight.data, np.int8, weight.type.shape), weight.type.dtype
+        factors = np.empty(scale.type.shape, np.float32)
+        spread = np.empty(columns, np.float32)
+        bits = np.empty((_tile_rows(rows, columns), columns), np.int32)
+        with np.errstate(all="ignore"):
+            _decode_scale(scale, factors)
+        check_finite(factors, 0)
+        for start, stop in _row_spans(rows, self.block[0], bits.shape[0]):
+            span, first = source[start:stop], start // self.block[0]
+            values = _decode(span, dtype, bits[: stop - start], exact=True)
+            if self.block[0] == 1:
+                _scale_rows(values, factors[first : first + stop - start], self.block[1])
+            else:
+                _spread(factors[first], self.block[1], spread)
+                np.multiply(values, spread, out=values)
+            values[(span & 0x7F) > _LARGEST_CODE[dtype]] = np.nan
+            yield start, values
 
     def _in_loops(self, source: Int8s, scale: Buffer, target: UInt16s, scratch: memoryview) -> bool:
         """Return whether the compiled loop made the result: it looks at the scales itself."""

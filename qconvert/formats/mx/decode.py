@@ -8,17 +8,18 @@ holds is exact: a code has two significant bits, and 2^-128, the smallest, is a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, aligned
 from qconvert.ops.base import Uncut, array
+from qconvert.ops.cast import check_finite, float_tiles
 from qconvert.ops.compiled import done
-from qconvert.ops.fp4 import SIZES
+from qconvert.ops.fp4 import SIZES, from_codes
 from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
     UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
 BLOCK = 32  # columns that share a scale
@@ -67,6 +69,8 @@ class DequantMxfp4(EachRow):
 
     overflow: bool = False
 
+    format: ClassVar[str] = "mxfp4"
+
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         packed, scale = args
         if packed.dtype not in _CODES or len(packed.shape) != 2:
@@ -87,6 +91,17 @@ class DequantMxfp4(EachRow):
     def loss(self, *args: TensorType) -> str | None:
         """Exact, but for what is beyond bf16, which stops the run."""
         return "fp4 x scale beyond bf16 becomes infinite" if self.overflow else None
+
+    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
+        import numpy as np
+
+        packed, stored = (array(one.data, np.uint8, one.type.shape) for one in ins)
+        powers = np.ldexp(np.float64(1), np.arange(256) - 127).astype(np.float32)
+        powers[_NAN] = np.nan
+        for start, stop in float_tiles(packed.shape[0], 2 * packed.shape[1]):
+            each = powers[stored[start:stop]]
+            check_finite(each, start)
+            yield start, from_codes(packed[start:stop]) * np.repeat(each, BLOCK, axis=1)
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
