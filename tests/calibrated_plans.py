@@ -15,7 +15,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes
-from qconvert.matrices.calibrated import Calibrated
+from qconvert.models.calibrated import Calibrated
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.backend import Barrier, Item, Job, Needs, Remark, Solved

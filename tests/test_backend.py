@@ -19,7 +19,7 @@ from models import qwen3_moe
 from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import OutputError, PlanError, RunError
-from qconvert.matrices.calibrated import Calibrated, calibrated_op
+from qconvert.models.calibrated import Calibrated, calibrated_op
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes

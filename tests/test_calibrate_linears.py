@@ -37,7 +37,7 @@ from qconvert.calibrate.memory import Budget
 from qconvert.calibrate.settings import Matrix, Settings, Solver
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.int_scheme import Codes, IntScheme
-from qconvert.matrices.linears import quantizable
+from qconvert.models.linears import quantizable
 
 G32 = IntScheme(4, 32)
 TOKENS = [*samples(4, 40), *samples(1, 23, seed=5)]

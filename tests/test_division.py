@@ -13,7 +13,7 @@ from qconvert.calibrate.division import divided, shares
 from qconvert.calibrate.expert_read_order import ExpertReadOrder
 from qconvert.calibrate.reading import Weights
 from qconvert.formats.base import Stored
-from qconvert.matrices.experts import PROJECTIONS, Projection
+from qconvert.models.experts import PROJECTIONS, Projection
 
 
 @given(st.lists(st.integers(), max_size=40), st.integers(1, 6))

@@ -18,7 +18,7 @@ from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import PlanError, RecipeError
 from qconvert.core.int_scheme import Actorder, IntScheme
 from qconvert.core.yaml_lines import compose
-from qconvert.matrices.linears import matches
+from qconvert.models.linears import matches
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.llmcompressor import Foreign, is_foreign, parse_foreign, pattern_of

@@ -459,7 +459,7 @@ def test_experts_beyond_the_count_are_named(
     """Of a pass that counts matrices by layer and expert: those of layers that the config has not."""
     from loaders.published import published as family
 
-    from qconvert.matrices import experts
+    from qconvert.models import experts
 
     source = family("glm4_moe", experts=2, inner=128).write(tmp_path / "source")
     monkeypatch.setattr(experts, "_draft_layers", lambda plan: [])

@@ -15,7 +15,7 @@ from qconvert.core import roles
 from qconvert.core.errors import PlanError
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
-from qconvert.matrices.calibrated import calibrated_op
+from qconvert.models.calibrated import calibrated_op
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.walk import nodes

@@ -22,7 +22,7 @@ from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.int_scheme import IntScheme
-from qconvert.matrices.linears import quantizable
+from qconvert.models.linears import quantizable
 from qconvert.plan.plan import Plan
 
 made = []

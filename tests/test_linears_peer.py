@@ -21,7 +21,7 @@ from qconvert.calibrate import model as calibrate_model
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Settings
 from qconvert.core.int_scheme import IntScheme
-from qconvert.matrices.linears import quantizable
+from qconvert.models.linears import quantizable
 
 pytestmark = pytest.mark.peer
 

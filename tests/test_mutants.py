@@ -18,26 +18,26 @@ from test_mutants_calibrated import MUTANTS as CALIBRATED_MUTANTS
 MUTANTS = (
     # --- which matrix is which
     Mutant(
-        "gate and up exchanged", "amx int4", "matrices.experts", "_read",
+        "gate and up exchanged", "amx int4", "models.experts", "_read",
         "place.expert, _PROJECTION[role], draft",
         'place.expert, {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get('
         "k := _PROJECTION[role], k), draft",
     ),
     Mutant(
-        "experts exchanged", "amx int4", "matrices.experts", "_read",
+        "experts exchanged", "amx int4", "models.experts", "_read",
         "yield Projection(layer, place.expert, ", "yield Projection(layer, place.expert ^ 1, ",
     ),
     Mutant(
-        "layers exchanged", "amx int8", "matrices.experts", "_read",
+        "layers exchanged", "amx int8", "models.experts", "_read",
         "layer = place.layer\n", "layer = place.layer if draft else place.layer ^ 1\n",
     ),
     Mutant(
-        "gate and up of stacks exchanged", "amx of stacks", "matrices.experts", "_read",
+        "gate and up of stacks exchanged", "amx of stacks", "models.experts", "_read",
         "for n, part in enumerate(_STACKED[role]):",
         "for n, part in enumerate(_STACKED[role][::-1]):",
     ),
     Mutant(
-        "gate and up of stacks exchanged, packed", "w4a16 of stacks", "matrices.experts", "_read",
+        "gate and up of stacks exchanged, packed", "w4a16 of stacks", "models.experts", "_read",
         "for n, part in enumerate(_STACKED[role]):",
         "for n, part in enumerate(_STACKED[role][::-1]):",
     ),
@@ -355,12 +355,12 @@ MUTANTS = (
         'f"-:{pattern}": {} for pattern in dynamic', 'f"-:{pattern}": {} for pattern in ()',
     ),
     Mutant(
-        "no o_proj in the ignore list", "w4a16 of linears", "matrices.unquantized", "ignored",
+        "no o_proj in the ignore list", "w4a16 of linears", "models.unquantized", "ignored",
         "found.append(split_parameter(name)[0])",
         'found.append(split_parameter(name)[0].replace("o_proj", "x_proj"))',
     ),
     Mutant(
-        "packed experts in the ignore list", "w4a16", "matrices.unquantized", "ignored",
+        "packed experts in the ignore list", "w4a16", "models.unquantized", "ignored",
         "if kept:", "if True:",
     ),
     Mutant(
@@ -374,7 +374,7 @@ MUTANTS = (
         '"block_structure": list(block)', '"block_structure": [2 * block[0], block[1]]',
     ),
     Mutant(
-        "routers packed", "w4a16 of linears", "matrices.linears", "quantizable",
+        "routers packed", "w4a16 of linears", "models.linears", "quantizable",
         "not kind.quantizable", 'not (kind.quantizable or kind.name == "ROUTER")',
     ),
     # --- FP8

@@ -23,7 +23,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, Value
 from qconvert.core.int_scheme import Codes
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
-from qconvert.matrices.calibrated import Calibrated, calibrated_op
+from qconvert.models.calibrated import Calibrated, calibrated_op
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import Plan, run_passes

@@ -22,7 +22,7 @@ from qconvert.calibrate.model import Model
 from qconvert.calibrate.settings import LayerDone, Matrix, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import RunError
-from qconvert.matrices.linears import quantizable
+from qconvert.models.linears import quantizable
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Paused
 from qconvert.run.until import Pace

@@ -26,7 +26,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.roles import Cut
 from qconvert.formats.int_packed.limits import Matrix, loads_at
-from qconvert.matrices.experts import STALE_RULE
+from qconvert.models.experts import STALE_RULE
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import parse_recipe

@@ -24,8 +24,8 @@ from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import split_parameter
 from qconvert.formats.base import Stored
 from qconvert.formats.registry import read_matrix
-from qconvert.matrices.calibrated import Calibrated, calibrated_op
-from qconvert.matrices.linears import calibrated_linear
+from qconvert.models.calibrated import Calibrated, calibrated_op
+from qconvert.models.linears import calibrated_linear
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16

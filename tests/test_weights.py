@@ -39,7 +39,7 @@ from qconvert.formats.amx.limits import Method
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.formats.int_packed.decode import DequantInts
-from qconvert.matrices.experts import STALE_RULE
+from qconvert.models.experts import STALE_RULE
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.rowwise import Decoder
 from qconvert.ops.transpose import Columns

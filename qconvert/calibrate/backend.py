@@ -28,7 +28,7 @@ from qconvert.core.extras import lacking, require
 from qconvert.core.int_scheme import CodePacker, IntScheme, Scheme
 from qconvert.formats.base import Stored
 from qconvert.formats.registry import read_matrix
-from qconvert.matrices.calibrated import calibrated_op
+from qconvert.models.calibrated import calibrated_op
 from qconvert.plan.plan import Calibrating, Plan
 from qconvert.plan.walk import nodes
 from qconvert.run.backend import (

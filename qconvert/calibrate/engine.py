@@ -42,7 +42,7 @@ from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.core.shown import count
-from qconvert.matrices.experts import Projection, routed_experts
+from qconvert.models.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
 from qconvert.run.backend import Paused, Phase, Remark
 from qconvert.run.files import Files

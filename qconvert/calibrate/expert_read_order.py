@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from qconvert.calibrate.reading import Weights
 from qconvert.formats.base import Stored
-from qconvert.matrices.experts import PROJECTIONS, Projection
+from qconvert.models.experts import PROJECTIONS, Projection
 
 
 @dataclass(eq=False)

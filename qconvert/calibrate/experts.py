@@ -22,7 +22,7 @@ from qconvert.calibrate.token_dispatch import TokenDispatch, add_answers, dispat
 from qconvert.calibrate.work import look_cost, matrix_cost
 from qconvert.core.errors import RunError
 from qconvert.core.int_scheme import Codes
-from qconvert.matrices.experts import PROJECTIONS, Projection
+from qconvert.models.experts import PROJECTIONS, Projection
 
 if TYPE_CHECKING:
     import torch

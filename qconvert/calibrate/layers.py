@@ -39,7 +39,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.formats.base import Stored
 from qconvert.layouts.derived.running import Call
-from qconvert.matrices.experts import PROJECTIONS, Projection
+from qconvert.models.experts import PROJECTIONS, Projection
 from qconvert.run.backend import Phase, Remark
 from qconvert.run.files import Files
 

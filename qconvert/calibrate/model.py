@@ -40,7 +40,7 @@ from qconvert.layouts.derived.transformers_class import (
     read_class,
     untagged,
 )
-from qconvert.matrices.experts import STALE
+from qconvert.models.experts import STALE
 from qconvert.plan.plan import Plan
 
 if TYPE_CHECKING:

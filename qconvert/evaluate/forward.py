@@ -13,7 +13,7 @@ from qconvert.calibrate.rows import InFile, Rows, Scratch
 from qconvert.calibrate.token_dispatch import dispatch_of
 from qconvert.core.errors import PlanError
 from qconvert.evaluate.side import Experts, Opened
-from qconvert.matrices.experts import PROJECTIONS
+from qconvert.models.experts import PROJECTIONS
 
 # Tokens that the class's own experts answer too.
 _CHECKED = 16

@@ -21,7 +21,7 @@ from qconvert.evaluate.model import Whole
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.mx.format import stacks
 from qconvert.formats.registry import encoded
-from qconvert.matrices.experts import Projection, check_described, routed_experts
+from qconvert.models.experts import Projection, check_described, routed_experts
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.files import Files

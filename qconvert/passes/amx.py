@@ -18,8 +18,8 @@ from qconvert.core.graph import Output, apply, concat
 from qconvert.formats.amx.calibrated_codes import AmxCodes
 from qconvert.formats.amx.encode import Amx, Rounding
 from qconvert.formats.amx.limits import RUNTIME_NAME, Method, check_dims
-from qconvert.matrices.causes import check_runs
-from qconvert.matrices.experts import STALE_RULE, Experts, Projection, calibrated, routed_experts
+from qconvert.models.experts import STALE_RULE, Experts, Projection, calibrated, routed_experts
+from qconvert.models.skip_reasons import check_runs
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.replace_weights import replace_weights, source_names, sources_of
 from qconvert.plan.pass_options import options_with

@@ -17,8 +17,8 @@ from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.config import fp8_group_config
-from qconvert.matrices.linears import runtime_linears
-from qconvert.matrices.unquantized import (
+from qconvert.models.linears import runtime_linears
+from qconvert.models.unquantized import (
     Named,
     check_nothing_packed,
     experts_of_class,

@@ -26,7 +26,7 @@ from qconvert.core.json_text import parse_object
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
-from qconvert.matrices.unquantized_nvfp4 import ignored_globs, ignored_names
+from qconvert.models.unquantized import ignored_globs, ignored_names
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.passes.replace_weights import sources_of
 from qconvert.plan.pass_options import options_of

@@ -18,7 +18,7 @@ from qconvert.core.family import RoleIndex
 from qconvert.core.graph import Output, concat, stack
 from qconvert.core.names import experts_module
 from qconvert.core.roles import Kind
-from qconvert.matrices.causes import check_experts
+from qconvert.models.skip_reasons import check_experts
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 

@@ -32,12 +32,13 @@ from qconvert.formats.fp8.encode import LARGEST, Dialect, EncodeFp8
 from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
 from qconvert.formats.nvfp4.scales import DecodedMaxima, RowMaxima
 from qconvert.formats.registry import read_matrix
-from qconvert.matrices.unquantized import (
+from qconvert.models.unquantized import (
     Named,
     check_nothing_packed,
     ignored,
+    ignored_linears,
+    with_draft_names,
 )
-from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
 from qconvert.ops.constant import Constant
 from qconvert.ops.rowwise import Recode
 from qconvert.passes.by_row import compressed_block

@@ -20,7 +20,7 @@ from qconvert.core.graph import Output, Source, Value, apply
 from qconvert.core.names import PARAMETERS
 from qconvert.core.row_order import RowOrder
 from qconvert.formats.registry import read_matrix
-from qconvert.matrices.causes import check_linear_attention
+from qconvert.models.skip_reasons import check_linear_attention
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.ops.constant import Constant, constant_i64
 from qconvert.passes.fused_rows import (

@@ -16,7 +16,7 @@ from struct import pack
 from qconvert.checkpoint.safetensors import Entry, read_header
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError, DataError, PlanError
-from qconvert.matrices.experts import Projection
+from qconvert.models.experts import Projection
 from qconvert.plan.plan import Plan
 
 _NAME = re.compile(r"layers\.([0-9]{1,9})\.(gate_up|down)\.absmax")

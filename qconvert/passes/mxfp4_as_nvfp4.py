@@ -16,9 +16,8 @@ from qconvert.formats.base import Read
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.nvfp4.config import constant_input, hf_quant_config, modelopt_config
 from qconvert.formats.nvfp4.relabel import hybrid_block, relabelled, relabelled_block
-from qconvert.matrices.experts import check_described
-from qconvert.matrices.unquantized import Named
-from qconvert.matrices.unquantized_nvfp4 import ignored_globs
+from qconvert.models.experts import check_described
+from qconvert.models.unquantized import Named, ignored_globs
 from qconvert.ops.constant import Constant
 from qconvert.passes.nvfp4_groups import shared_groups
 from qconvert.passes.replace_weights import replace_weights

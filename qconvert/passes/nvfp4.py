@@ -30,22 +30,20 @@ from qconvert.formats.nvfp4.config import (
     modelopt_config,
 )
 from qconvert.formats.nvfp4.encode import Scales
-from qconvert.matrices.causes import check_runs
-from qconvert.matrices.experts import Projection, calibrated
-from qconvert.matrices.linears import runtime_linears
-from qconvert.matrices.unquantized import (
+from qconvert.models.experts import Projection, calibrated
+from qconvert.models.linears import runtime_linears
+from qconvert.models.skip_reasons import check_runs
+from qconvert.models.unquantized import (
     Named,
     draft_as_first_layer,
-    fp8_block,
-    with_weight_scales,
-)
-from qconvert.matrices.unquantized_nvfp4 import (
     draft_patterns,
+    fp8_block,
     fp8_own_block,
     ignored_globs,
     ignored_linears,
     ignored_names,
     with_draft_names,
+    with_weight_scales,
 )
 from qconvert.ops.fp4 import BLOCK
 from qconvert.passes.by_row import compressed_block

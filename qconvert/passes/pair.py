@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
-from qconvert.matrices.experts import calibrated
+from qconvert.models.experts import calibrated
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.drop import Drop
 from qconvert.passes.w4a16 import ExpertsToW4A16

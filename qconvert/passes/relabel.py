@@ -41,21 +41,19 @@ from qconvert.formats.nvfp4.config import group_config as nvfp4_group
 from qconvert.formats.nvfp4.config import modelopt_config
 from qconvert.formats.nvfp4.relabel import Reciprocal
 from qconvert.formats.registry import encoded
-from qconvert.matrices.experts import STALE_RULE
-from qconvert.matrices.linears import runtime_linears
-from qconvert.matrices.unquantized import (
+from qconvert.models.experts import STALE_RULE
+from qconvert.models.linears import runtime_linears
+from qconvert.models.unquantized import (
     Named,
     all_experts,
     expert_targets,
     ignored,
-    shared_paths,
-    with_weight_scales,
-)
-from qconvert.matrices.unquantized_nvfp4 import (
     ignored_globs,
     ignored_linears,
     ignored_names,
+    shared_paths,
     with_draft_names,
+    with_weight_scales,
 )
 from qconvert.ops.constant import constant_i64
 from qconvert.passes.mxfp4_as_nvfp4 import as_nvfp4

@@ -20,7 +20,7 @@ from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.base import Stored
 from qconvert.formats.int_packed.limits import Matrix
 from qconvert.formats.registry import read_matrix
-from qconvert.matrices.experts import (
+from qconvert.models.experts import (
     KINDS,
     STALE,
     STALE_RULE,
@@ -28,7 +28,7 @@ from qconvert.matrices.experts import (
     check_described,
     routed_experts,
 )
-from qconvert.matrices.linears import check_sets, quantizable
+from qconvert.models.linears import check_sets, quantizable
 from qconvert.plan.pass_options import EXPERTS, LINEAR
 from qconvert.plan.plan import Calibrating, LogEntry, Plan
 

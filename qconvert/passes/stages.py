@@ -12,7 +12,7 @@ from qconvert.checkpoint.prepared import layout_of
 from qconvert.core.errors import PlanError
 from qconvert.core.family import RoleIndex
 from qconvert.core.graph import Output, Source
-from qconvert.matrices.causes import check_experts
+from qconvert.models.skip_reasons import check_experts
 from qconvert.plan.plan import Plan
 from qconvert.plan.walk import nodes
 from qconvert.runtimes.balance import Weights

@@ -22,7 +22,7 @@ from qconvert.core.roles import Kind
 from qconvert.core.shown import shortened
 from qconvert.layouts.derived.description import Description, described
 from qconvert.layouts.derived.find import class_of
-from qconvert.matrices.experts import is_transposed
+from qconvert.models.experts import is_transposed
 from qconvert.passes.as_class import MROPE, VISION_FILES
 from qconvert.passes.experts import Unstack
 from qconvert.passes.replace_weights import sources_of

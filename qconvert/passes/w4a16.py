@@ -28,22 +28,22 @@ from qconvert.formats.int_packed.config import (
 from qconvert.formats.int_packed.encode import RoundToNearest, Scales, encoder
 from qconvert.formats.int_packed.limits import TP_SIZES, fitting_groups, loads_at
 from qconvert.formats.int_packed.packers import PackGptq, Packing, packer
-from qconvert.matrices.causes import check_experts, check_runs
-from qconvert.matrices.experts import (
+from qconvert.models.experts import (
     Experts,
     Projection,
     calibrated,
     check_described,
     routed_experts,
 )
-from qconvert.matrices.linears import (
+from qconvert.models.linears import (
     calibrated_linear,
     check_sets,
     matches,
     runtime_linears,
     skip_reason,
 )
-from qconvert.matrices.unquantized import (
+from qconvert.models.skip_reasons import check_experts, check_runs
+from qconvert.models.unquantized import (
     Named,
     all_experts,
     check_nothing_packed,
@@ -52,9 +52,9 @@ from qconvert.matrices.unquantized import (
     ignored,
     no_experts,
     shared_paths,
+    with_draft_names,
     with_weight_scales,
 )
-from qconvert.matrices.unquantized_nvfp4 import with_draft_names
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.by_row import compressed_block

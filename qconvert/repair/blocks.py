@@ -19,8 +19,8 @@ from qconvert.core.names import natural_key, split_parameter
 from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.nvfp4.config import mixed_config
-from qconvert.matrices.linears import runtime_linears
-from qconvert.matrices.unquantized_nvfp4 import ignored_linears, with_draft_names
+from qconvert.models.linears import runtime_linears
+from qconvert.models.unquantized import ignored_linears, with_draft_names
 from qconvert.plan.plan import Plan
 from qconvert.validators.headers.quantization_config import nested_alone
 from qconvert.validators.headers.stated_numbers import wrong_numbers

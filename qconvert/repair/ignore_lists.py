@@ -2,7 +2,7 @@
 
 Entries that name a quantized module, and expressions that cannot be read, are removed; unquantized
 linears that no entry names are added under the names that a conversion would write
-(matrices/unquantized.py). Other entries stay as they are.
+(models/unquantized.py). Other entries stay as they are.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from qconvert.checkpoint.ignore import complete_ignore_lists
 from qconvert.core.fused_names import with_fused_names
 from qconvert.core.names import split_parameter
 from qconvert.core.shown import count
-from qconvert.matrices.unquantized import ignored, shared_paths
-from qconvert.matrices.unquantized_nvfp4 import (
+from qconvert.models.unquantized import (
+    ignored,
     ignored_globs,
     ignored_linears,
     ignored_names,
+    shared_paths,
     with_draft_names,
 )
 from qconvert.ops.cast import FLOAT_DTYPES

@@ -18,7 +18,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
 from qconvert.core.profiling import heard
 from qconvert.core.shown import count
-from qconvert.matrices.calibrated import Calibrated, calibrated_in
+from qconvert.models.calibrated import Calibrated, calibrated_in
 from qconvert.plan.units import Unit
 from qconvert.run.files import Files
 from qconvert.run.metered import Meters

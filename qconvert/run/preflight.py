@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from qconvert.checkpoint.checkpoint import MANIFEST, WORK_DIR
 from qconvert.core.errors import OutputError, PlanError
 from qconvert.core.shown import exact_size
-from qconvert.matrices.calibrated import calibrated_in
+from qconvert.models.calibrated import calibrated_in
 from qconvert.run.files import existing_parent
 from qconvert.run.prepare import disk_bytes
 from qconvert.run.target import Parts, Target

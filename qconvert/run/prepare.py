@@ -14,7 +14,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.profiling import phase
 from qconvert.core.shown import exact_size, format_size
-from qconvert.matrices.calibrated import calibrated_in
+from qconvert.models.calibrated import calibrated_in
 from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
 from qconvert.run.fetch import FETCH_BYTES

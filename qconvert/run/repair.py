@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qconvert.core.errors import OutputError
-from qconvert.matrices.calibrated import calibrated_in
+from qconvert.models.calibrated import calibrated_in
 from qconvert.plan.units import Unit
 from qconvert.run.events import Events
 from qconvert.run.finished import look_over

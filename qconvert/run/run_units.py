@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.core.errors import QConvertError
 from qconvert.core.profiling import heard, phase, recording, working
-from qconvert.matrices.calibrated import calibrated_in
+from qconvert.models.calibrated import calibrated_in
 from qconvert.plan.units import Unit
 from qconvert.run.engine import Engine, Work
 from qconvert.run.events import Events, Watching

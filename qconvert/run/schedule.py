@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from qconvert.core.errors import PlanError
 from qconvert.core.shown import exact_size, format_size
-from qconvert.matrices.calibrated import calibrated_in
+from qconvert.models.calibrated import calibrated_in
 from qconvert.plan.units import Unit
 from qconvert.run.shards import ShardLayout
 

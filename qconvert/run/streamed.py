@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from qconvert.core.errors import OutputError, RunError
-from qconvert.matrices.calibrated import calibrated_in
+from qconvert.models.calibrated import calibrated_in
 from qconvert.run.engine import Begun, Work
 from qconvert.run.events import Events
 from qconvert.run.files import Files

@@ -17,7 +17,7 @@ from families.test_eval import made
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Settings
 from qconvert.core.int_scheme import IntScheme
-from qconvert.matrices.linears import quantizable
+from qconvert.models.linears import quantizable
 
 pytestmark = pytest.mark.peer
 

@@ -1,5 +1,5 @@
 """Runtimes' own loaders take what is written of classes whose modules they call otherwise than published
-(matrices/unquantized.py, with_runtime_names). Skips itself without them."""
+(models/unquantized.py, with_runtime_names). Skips itself without them."""
 
 from __future__ import annotations
 

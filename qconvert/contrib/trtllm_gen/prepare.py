@@ -25,7 +25,7 @@ from qconvert.contrib.trtllm_gen.stacks import Form, Layer, dialect_of, form_of,
 from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.family import text_config, without_quantization
 from qconvert.core.graph import Output, Source, apply, concat, stack
-from qconvert.matrices.causes import check_experts
+from qconvert.models.skip_reasons import check_experts
 from qconvert.ops.gather import Gather, Order
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan

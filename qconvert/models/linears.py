@@ -17,8 +17,8 @@ from qconvert.core.patterns import compiled
 from qconvert.core.roles import Kind, joined_with
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
-from qconvert.matrices.calibrated import Calibrated
-from qconvert.matrices.experts import check_not_computed, solved_by
+from qconvert.models.calibrated import Calibrated
+from qconvert.models.experts import check_not_computed, solved_by
 from qconvert.plan.plan import Plan
 
 # --- Linear layers beside the routed experts, whose codes a calibration finds ---------------------

@@ -14,8 +14,8 @@ from qconvert.core.names import ACTIVATIONS, apart_experts, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.formats.base import Stored
 from qconvert.formats.registry import read_matrix, read_of_stack
-from qconvert.matrices.calibrated import Calibrated
-from qconvert.matrices.causes import check_experts
+from qconvert.models.calibrated import Calibrated
+from qconvert.models.skip_reasons import check_experts
 from qconvert.plan.plan import ELSEWHERE, Plan, check_names
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
