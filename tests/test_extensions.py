@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
-from checkpoints import Model, Result, read_tensors, tensor
+from acme4 import Floats
+from checkpoints import Model, Result, Tensor, read_tensors, tensor
 from other_package import installed, run_beside
 from reading_models import FAMILY_FILE, remote
 
-FORMAT = '''
-"""Weights in F16 under the name that packed ones have."""
-from qconvert.formats.base import Format, Stored
-from qconvert.ops.cast import ToBf16
-
-
-def read(plan, module):
-    name = f"{module}.weight_packed"
-    found = plan.tensors.get(name)
-    if found is None or found.type.dtype != "F16":
-        return None
-    rows, columns = found.type.shape
-    return Stored(ToBf16(), (found,), rows, columns), (name,)
-
-
-FORMAT = Format(
-    name="halves", title="halves", parameters=("weight_packed",), codes=("F16",),
-    cut=(1, 1), equals="acme", read=read,
-)
-'''
+FORMAT = (Path(__file__).parent / "acme4.py").read_text(encoding="utf-8")
 PASS = '''
 from dataclasses import dataclass
 from typing import ClassVar
@@ -103,23 +87,63 @@ def test_a_pass(site: Path, tmp_path: Path) -> None:
     assert manifest["passes"][0]["options"] == {"text": "hello"}
 
 
-def test_a_format(site: Path, tmp_path: Path) -> None:
-    model = acme()
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, Floats]]:
+    """A checkpoint whose experts are in ACME4, and the numbers of each, computed here."""
+    model, numbers = acme(), dict[str, Floats]()
+    model.config["moe_intermediate_size"] = 64
+    random = np.random.default_rng(7)
     for name in [name for name in model.tensors if ".experts." in name]:
-        _, shape, data = model.tensors.pop(name)
-        packed = name.replace(".weight", ".weight_packed")
-        model.tensors[packed] = tensor("F16", *shape)._replace(
-            data=bytes(byte & 0x3F for byte in data)
-        )
-    source = model.write(tmp_path / "source")
-    sound(site, "dequant", source, tmp_path / "bf16", "--jobs", "1")
-    made = read_tensors(tmp_path / "bf16")
-    name = "model.layers.1.moe.experts.1.d.weight"
-    assert (made[name].dtype, made[name].shape) == ("BF16", (64, 96))
-    assert not any(name.endswith("weight_packed") for name in made)
-    # And it is quantized from, like any format.
+        del model.tensors[name]
+        codes = random.integers(0, 16, (64, 64), np.uint8)
+        scale = random.uniform(0.01, 0.02, (64, 1)).astype(np.float16)
+        offset = random.integers(-8, 8, (64, 1)).astype(np.float32) / 64
+        numbers[name] = offset + scale.astype(np.float32) * codes
+        even, odd = codes[:, ::2], codes[:, 1::2]
+        halves = [half[:, :16] | half[:, 16:] << 4 for half in (even, odd)]
+        module = name.removesuffix(".weight")
+        model.tensors |= {
+            f"{module}.weight_acme": Tensor("U8", (64, 32), np.hstack(halves).tobytes()),
+            f"{module}.weight_scale": Tensor("F16", (64, 1), scale.tobytes()),
+            f"{module}.weight_offset": Tensor(
+                "BF16", (64, 1), (offset.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+            ),
+        }
+    return model.write(tmp_path_factory.mktemp("acme4") / "source"), numbers
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_format(
+    packed: tuple[Path, Mapping[str, Floats]], dtype: str, site: Path, tmp_path: Path
+) -> None:
+    source, numbers = packed
+    sound(site, "dequant", source, tmp_path / "out", "--dtype", dtype, "--jobs", "1")
+    made = read_tensors(tmp_path / "out")
+    assert not any("acme" in name or "offset" in name for name in made)
+    for name, wanted in numbers.items():
+        if dtype == "f32":
+            assert made[name].data == wanted.tobytes()
+        else:
+            bits = np.frombuffer(made[name].data, np.uint16).astype(np.uint32) << 16
+            assert np.allclose(bits.view(np.float32), wanted.ravel(), rtol=2**-8, atol=0)
+            said = "rounds ACME4 codes x scale + offset to bf16"
+            assert said in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_format_is_shown(packed: tuple[Path, Mapping[str, Floats]], site: Path) -> None:
+    source, _ = packed
+    shown = json.loads(sound(site, "inspect", source, "--json").out)
+    assert shown["formats"]["ACME4"]["tensors"] == len(packed[1])
+    assert "ACME4 -> BF16" in sound(site, "plan", "dequant-fp8", source).out
+
+
+def test_a_format_is_quantized_from(
+    packed: tuple[Path, Mapping[str, Floats]], site: Path, tmp_path: Path
+) -> None:
+    source, numbers = packed
     sound(site, "w4a16", source, tmp_path / "w4", "--rtn", "--group-size", "32", "--jobs", "1")
-    assert read_tensors(tmp_path / "w4")[f"{name}_packed"].dtype == "I32"
+    made = read_tensors(tmp_path / "w4")
+    assert {made[f"{name}_packed"].dtype for name in numbers} == {"I32"}
 
 
 def test_a_validator(site: Path, tmp_path: Path) -> None:

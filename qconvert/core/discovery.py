@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,11 @@ def modules_within(package: str, name: str) -> list[Any]:
     root = importlib.import_module(package)
     packages = sorted(info.name for info in pkgutil.iter_modules(root.__path__) if info.ispkg)
     return [_imported(f"{package}.{one}.{name}") for one in packages]
+
+
+def formats_of(modules: Iterable[Any]) -> list[Any]:
+    """Formats that modules hold as FORMAT or FORMATS."""
+    return [one for m in modules for one in getattr(m, "FORMATS", None) or (m.FORMAT,)]
 
 
 def _imported(name: str) -> Any:

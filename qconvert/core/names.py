@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
+
+from qconvert.core.discovery import FORMATS, discover, formats_of
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -156,7 +158,14 @@ def layer_template(name: str) -> str:
 def split_parameter(name: str) -> tuple[str, str]:
     """`a.b.weight` -> (`a.b`, `weight`); a bare parameter such as `a.A_log` -> (`a.A_log`, ``)."""
     module, _, last = name.rpartition(".")
-    return (module, last) if module and last in PARAMETERS else (name, "")
+    known = last in PARAMETERS or last in _added_parameters()
+    return (module, last) if module and known else (name, "")
+
+
+@cache
+def _added_parameters() -> frozenset[str]:
+    """Parameters of formats of other packages."""
+    return frozenset(p for one in formats_of(discover(group=FORMATS)) for p in one.parameters)
 
 
 def experts_module(name: str) -> str | None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
 
-from qconvert.core.discovery import FORMATS, discover, modules_within
+from qconvert.core.discovery import FORMATS, discover, formats_of, modules_within
 from qconvert.core.errors import PlanError, QConvertError
 from qconvert.core.names import split_parameter
 from qconvert.formats.base import Folder, Format, Read, Stored
@@ -27,8 +26,8 @@ Reader = Callable[[Plan, str], Read | None]
 def formats() -> Mapping[str, Format]:
     """Every format by name: those of other packages, then ours, in the order in which they are asked.
     Raises QConvertError for two of one name, and for a package that cannot be imported."""
-    ours, added = _modules()
-    every = [*_of(added), *sorted(_of(ours), key=lambda one: one.order)]
+    ours, added = _known()
+    every = [*added, *sorted(ours, key=lambda one: one.order)]
     found = {one.name: one for one in every}
     if len(found) < len(every):
         twice = next(one.name for one in every if found[one.name] is not one)
@@ -37,13 +36,10 @@ def formats() -> Mapping[str, Format]:
 
 
 @cache
-def _modules() -> tuple[list[Any], list[Any]]:
-    """Modules that hold our formats, and those of other packages."""
-    return modules_within("qconvert.formats", "format"), discover(group=FORMATS)
-
-
-def _of(modules: list[Any]) -> list[Format]:
-    return [one for m in modules for one in getattr(m, "FORMATS", None) or (m.FORMAT,)]
+def _known() -> tuple[list[Format], list[Format]]:
+    """Our formats, and those of other packages."""
+    ours = modules_within("qconvert.formats", "format")
+    return formats_of(ours), formats_of(discover(group=FORMATS))
 
 
 def format_named(name: str) -> Format:
@@ -63,16 +59,13 @@ def _readers() -> tuple[Reader, ...]:
 @cache
 def _added() -> tuple[Format, ...]:
     """Formats of other packages that are read."""
-    _, modules = _modules()
-    return tuple(one for one in _of(modules) if one.read is not None)
+    return tuple(one for one in _known()[1] if one.read is not None)
 
 
 @cache
-def _signs() -> tuple[frozenset[str], frozenset[str]]:
-    """Parameters of our formats that hold codes, and those that say alone that a module is in one."""
-    known = [one for one in _of(_modules()[0]) if one.read is not None]
-    marks = frozenset(one.mark for one in known if one.mark)
-    return frozenset(one.parameters[0] for one in known), marks
+def code_parameters() -> frozenset[str]:
+    """Parameters that hold the codes of a module's weight, or the weight itself."""
+    return frozenset(one.parameters[0] for one in formats().values() if one.read is not None)
 
 
 @cache
@@ -124,7 +117,8 @@ def _read(plan: Plan, module: str) -> Read | None:
 def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:
     """Every module whose weight is encoded, FP8 aside, and how it is read. Raises PlanError for integers
     or bytes under a weight's name that are read in no way."""
-    added, (codes, marks) = _added(), _signs()
+    added, codes = _added(), code_parameters()
+    marks = {one.mark for one in formats().values() if one.mark}
     seen = set()
     for name, output in plan.tensors.items():
         for form in added:

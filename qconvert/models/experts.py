@@ -13,7 +13,7 @@ from qconvert.core.int_scheme import CodePacker
 from qconvert.core.names import ACTIVATIONS, apart_experts, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.formats.base import Stored
-from qconvert.formats.registry import read_matrix, read_of_stack
+from qconvert.formats.registry import code_parameters, read_matrix, read_of_stack
 from qconvert.models.calibrated import Calibrated
 from qconvert.models.skip_reasons import check_experts
 from qconvert.plan.plan import ELSEWHERE, Plan, check_names
@@ -28,7 +28,6 @@ _STACKED: Mapping[Kind, tuple[str, ...]] = {
 }  # fmt: skip
 _READ = frozenset((*_PROJECTION, *_STACKED))
 # Of a matrix stored alone, the parameter that holds its numbers or codes.
-_PARAMETERS = ("weight", "weight_packed", "qweight")
 # Ends of names beside a quantized weight that describe it alone: the shape of a packed one, scales of
 # its activations.
 STALE = (".weight_shape", *(f"{mark}{end}" for mark in "._" for end in ACTIVATIONS))
@@ -242,7 +241,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
     role = place.role.kind
     if place.layer is None:
         return
-    if place.parameter not in (_PARAMETERS if role in _PROJECTION else ("", "weight")):
+    if place.parameter not in (code_parameters() if role in _PROJECTION else ("", "weight")):
         return
     dims = plan.role_index.dims
     draft = plan.family.is_mtp(name, dims)

@@ -17,6 +17,7 @@ from qconvert.core.patterns import compiled
 from qconvert.core.roles import Kind, joined_with
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
+from qconvert.formats.registry import code_parameters
 from qconvert.models.calibrated import Calibrated
 from qconvert.models.experts import check_not_computed, solved_by
 from qconvert.plan.plan import Plan
@@ -136,7 +137,7 @@ def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[tuple[str, Kind]]:
     known, dims = set(taken), plan.role_index.dims
     for name, output in plan.tensors.items():
         module, parameter = split_parameter(name)
-        if name in known or parameter not in ("weight", "weight_packed", "qweight"):
+        if name in known or parameter not in code_parameters():
             continue
         kind = plan.role_index.kind(name)
         if not kind.quantizable or len(output.type.shape) != 2 or plan.family.is_mtp(name, dims):

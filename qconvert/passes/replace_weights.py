@@ -19,7 +19,7 @@ from qconvert.core.names import split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.base import Stored
 from qconvert.formats.int_packed.limits import Matrix
-from qconvert.formats.registry import read_matrix
+from qconvert.formats.registry import code_parameters, read_matrix
 from qconvert.models.experts import (
     KINDS,
     STALE,
@@ -178,7 +178,7 @@ def shared_experts(plan: Plan, known: Collection[str], *, drafts: bool) -> dict[
     for name in plan.tensors:
         module, parameter = split_parameter(name)
         kind = plan.role_index.kind(name)
-        if kind not in SHARED or parameter not in ("weight", "weight_packed", "qweight"):
+        if kind not in SHARED or parameter not in code_parameters():
             continue
         if module in known or (not drafts and plan.family.is_mtp(name, plan.role_index.dims)):
             continue

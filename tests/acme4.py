@@ -1,0 +1,81 @@
+"""A format of another package: four bits a code, 64 columns under a scale and an offset of their own.
+
+A row of K codes is K / 2 bytes: the first half has the even columns, the second the odd ones; of a half
+the low nibbles are its first K / 4 columns, the high nibbles the others. A number is the block's offset
+(BF16) plus its scale (F16) times the code, 0 to 15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError
+from qconvert.core.graph import Buffer
+from qconvert.formats.base import Format, Read, stored
+from qconvert.ops.base import array
+from qconvert.ops.cast import check_finite, float_tiles, round_to_bf16
+from qconvert.ops.rowwise import EachRow
+from qconvert.plan.plan import Plan
+
+BLOCK = 64
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class DequantAcme4(EachRow):
+    """codes U8 [N, K / 2], scale F16 and offset BF16 [N, K / 64] -> BF16 [N, K]."""
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        codes, *beside = args
+        rows, columns = codes.shape[0], 2 * codes.shape[1]
+        wanted = [TensorType(dtype, (rows, columns // BLOCK)) for dtype in ("F16", "BF16")]
+        if codes.dtype != "U8" or columns % BLOCK or beside != wanted:
+            raise PlanError(f"expected codes U8 and {', '.join(map(str, wanted))}, found {args}")
+        return (TensorType("BF16", (rows, columns)),)
+
+    def scratch(self, *args: TensorType) -> int:
+        return 0
+
+    def loss(self, *args: TensorType) -> str | None:
+        return "rounds ACME4 codes x scale + offset to bf16"
+
+    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Floats]]:
+        codes = array(ins[0].data, np.uint8, ins[0].type.shape)
+        scale = array(ins[1].data, np.float16, ins[1].type.shape).astype(np.float32)
+        bits = array(ins[2].data, np.uint16, ins[2].type.shape).astype(np.uint32) << 16
+        offset = bits.view(np.float32)
+        check_finite(scale, 0)
+        for start, stop in float_tiles(codes.shape[0], 2 * codes.shape[1]):
+            halves = codes[start:stop].reshape(stop - start, 2, -1)
+            sides = np.concatenate([halves & 15, halves >> 4], axis=2)  # [n, even and odd, K / 2]
+            columns = sides.transpose(0, 2, 1).reshape(stop - start, -1).astype(np.float32)
+            each = np.repeat(scale[start:stop], BLOCK, axis=1)
+            yield start, np.repeat(offset[start:stop], BLOCK, axis=1) + each * columns
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        target = array(outs[0].data, np.uint16, outs[0].type.shape)
+        for start, values in self.floats(ins, scratch):
+            bits = values.view(np.int32)
+            round_to_bf16(bits, np.empty_like(bits))
+            target[start : start + values.shape[0]] = bits
+        return {}
+
+
+_PARAMETERS = ("weight_acme", "weight_scale", "weight_offset")
+
+
+def read(plan: Plan, module: str) -> Read | None:
+    names = tuple(f"{module}.{parameter}" for parameter in _PARAMETERS)
+    return (stored(plan, names, DequantAcme4()), names) if names[0] in plan.tensors else None
+
+
+FORMAT = Format(
+    name="acme4", title="ACME4", parameters=_PARAMETERS, codes=("U8",), cut=(1, BLOCK),
+    equals="tests/test_extensions.py", read=read,
+)  # fmt: skip
