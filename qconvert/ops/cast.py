@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer, Part
+from qconvert.core.graph import Buffer
 from qconvert.ops.base import array
-from qconvert.ops.rowwise import EachRow, row_parts
+from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,18 +50,6 @@ class ToBf16(EachRow):
         if not source.shape:
             raise PlanError(f"expected a tensor with rows, found {source}")
         return (TensorType("BF16", source.shape),)
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        (source,), (result,) = args, self.infer(*args)
-        return Part(
-            args=((start * source.row_nbytes, source.with_rows(stop - start)),),
-            outs=((start * result.row_nbytes, result.with_rows(stop - start)),),
-        )
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        (source,), (result,) = args, self.infer(*args)
-        row_bytes = source.row_nbytes + result.row_nbytes
-        return row_parts(self, source.shape[0], row_bytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
         """A tile as float32 and its rounded copy."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
-from qconvert.core.dtypes import TensorType
+from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import RowError
 from qconvert.core.graph import Buffer, Op, Output, Part, aligned
 from qconvert.ops.transpose import Columns
@@ -62,34 +62,47 @@ def with_overflow(decoder: Decoder) -> Decoder:
 
 
 class EachRow:
-    """An op each of whose results' rows needs the same row of every argument that is a matrix, and
-    all of the others."""
+    """An op whose first argument and results, and other arguments that are matrices, have a row for each
+    row of the matrix, or for each `row_step` of them; of other arguments it needs all."""
 
     __slots__ = ()
 
     def row_step(self, *args: TensorType) -> int:
         return 1
 
-    def rows(self: Op, start: int, stop: int, *args: TensorType) -> Part:
-        count = stop - start
+    def rows(self: RowOp, start: int, stop: int, *args: TensorType) -> Part:
+        count, step = args[0].shape[0], self.row_step(*args)
         taken = [
-            (start * kind.row_nbytes, kind.with_rows(count)) if len(kind.shape) > 1 else (0, kind)
-            for kind in args
+            _cut(kind, start, stop, count, step) if n == 0 or len(kind.shape) > 1 else (0, kind)
+            for n, kind in enumerate(args)
         ]
-        made = [(start * kind.row_nbytes, kind.with_rows(count)) for kind in self.infer(*args)]
+        made = [_cut(kind, start, stop, count, step) for kind in self.infer(*args)]
         return Part(tuple(taken), tuple(made))
 
     def parts(self: RowOp, limit: int, *args: TensorType) -> Iterator[Part]:
-        kinds = (*(arg for arg in args if len(arg.shape) > 1), *self.infer(*args))
+        kinds = (args[0], *(arg for arg in args[1:] if len(arg.shape) > 1), *self.infer(*args))
         row_bytes = sum(kind.row_nbytes for kind in kinds)
         return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
 
     def cut(
         self, args: tuple[Output, ...], start: int, stop: int, rows: int
     ) -> tuple[Self, tuple[Output, ...]]:
-        return self, tuple(
-            [arg.rows(start, stop) if len(arg.type.shape) > 1 else arg for arg in args]
-        )
+        step, taken = self.row_step(*[arg.type for arg in args]), [args[0].rows(start, stop)]
+        for arg in args[1:]:
+            if len(arg.type.shape) > 1:
+                one = step if arg.type.shape[0] != rows else 1
+                taken.append(arg.rows(start // one, ceil_div(stop, one)))
+            else:
+                taken.append(arg)
+        return self, tuple(taken)
+
+
+def _cut(kind: TensorType, start: int, stop: int, count: int, step: int) -> tuple[int, TensorType]:
+    """The first byte and the type of rows [start, stop) of `count`, of a tensor that has a row for each,
+    or for each `step` of them."""
+    if kind.shape[0] != count:
+        start, stop = start // step, ceil_div(stop, step)
+    return start * kind.row_nbytes, kind.with_rows(stop - start)
 
 
 def search_loops(op: Op) -> list[str]:

@@ -16,18 +16,18 @@ codes would multiply weights by up to 2. The second is llm-compressor 0.14 on bf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer, Part, aligned
+from qconvert.core.graph import Buffer, aligned
 from qconvert.ops.base import array
 from qconvert.ops.cast import round_to_bf16
 from qconvert.ops.compiled import done
-from qconvert.ops.rowwise import row_parts
+from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,7 +52,7 @@ _TILE_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class EncodeFp8:
+class EncodeFp8(EachRow):
     """BF16 [N, K] -> codes F8_E4M3 [N, K] and scales: [ceil(N / b0), ceil(K / b1)] for a `block` (b0,
     b1), else [N, 1]; F32 in dialect fp8, BF16 in compressed-tensors'. Scales multiply. `exponents`: they
     are powers of two.
@@ -80,23 +80,6 @@ class EncodeFp8:
 
     def row_step(self, *args: TensorType) -> int:
         return 1 if self.block is None else self.block[0]
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        (weight,) = args
-        codes, scale = self.infer(weight)
-        step = self.row_step(weight)
-        first, height = start // step, ceil_div(stop, step) - start // step
-        return Part(
-            args=((start * weight.row_nbytes, weight.with_rows(stop - start)),),
-            outs=(
-                (start * codes.row_nbytes, codes.with_rows(stop - start)),
-                (first * scale.row_nbytes, scale.with_rows(height)),
-            ),
-        )
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        (weight,) = args
-        return row_parts(self, weight.shape[0], 3 * weight.shape[1] + 1, limit, weight)
 
     def scratch(self, *args: TensorType) -> int:
         """A tile as float32, and two copies of half that width."""

@@ -10,18 +10,18 @@ DeepSeek-V4's own converter (`inference/convert.py`, `cast_e2m1fn_to_e4m3fn`) ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import RowError
-from qconvert.core.graph import Buffer, Part
+from qconvert.core.graph import Buffer
 from qconvert.formats.mx.decode import BLOCK, DequantMxfp4
 from qconvert.ops.base import Exact, array
 from qconvert.ops.fp4 import SIZES
-from qconvert.ops.rowwise import row_parts
+from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +38,7 @@ _INEXACT = 0x7F  # E4M3's NaN: no code becomes it
 
 
 @dataclass(frozen=True, slots=True)
-class MxToBlockFp8(Exact):
+class MxToBlockFp8(EachRow, Exact):
     """packed U8 or I8 [N, K/2] and exponents U8 or F8_E8M0 [N, K/32] -> F8_E4M3 [N, K] and scales
     [ceil(N/128), ceil(K/128)] that multiply, in F32 or F8_E8M0.
 
@@ -56,17 +56,6 @@ class MxToBlockFp8(Exact):
 
     def row_step(self, *args: TensorType) -> int:
         return _SIDE
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        codes, scale = self.infer(*args)
-        cut = [(start * kind.row_nbytes, kind.with_rows(stop - start)) for kind in (*args, codes)]
-        first, last = start // _SIDE, ceil_div(stop, _SIDE)
-        grid = (first * scale.row_nbytes, scale.with_rows(last - first))
-        return Part(tuple(cut[:-1]), (cut[-1], grid))
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        row_bytes = sum(kind.row_nbytes for kind in args) + self.infer(*args)[0].row_nbytes
-        return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
         return 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer, Output, Part, aligned
+from qconvert.core.graph import Buffer, Output, aligned
 from qconvert.core.int_scheme import IntScheme
 from qconvert.ops.base import array
 from qconvert.ops.cast import (
@@ -32,7 +32,7 @@ from qconvert.ops.cast import (
 )
 from qconvert.ops.compiled import done
 from qconvert.ops.ints import spread_nibbles, unpacked
-from qconvert.ops.rowwise import EachRow, FloatDecoder, row_parts
+from qconvert.ops.rowwise import EachRow, FloatDecoder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +50,7 @@ _BEYOND = "look whether its scales are meant to multiply, or take `dequant --dty
 
 
 @dataclass(frozen=True, slots=True)
-class DequantInts:
+class DequantInts(EachRow):
     """packed I32 [N, K / word], scale [N, groups] in BF16, F16 or F32, and where not `symmetric` zero
     points I32 [ceil(N / word), groups] -> BF16 [N, K]. With `g_idx` one argument more, I32 [K], says
     which group each column is of. `bits` is 4 or 8; `group` None: a scale a row.
@@ -120,40 +120,16 @@ class DequantInts:
     def row_step(self, *args: TensorType) -> int:
         return 1 if self.symmetric else self.word
 
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        (result,) = self.infer(*args)
-        packed, scale, *more = args
-        taken = [
-            (start * kind.row_nbytes, kind.with_rows(stop - start)) for kind in (packed, scale)
-        ]
-        if not self.symmetric:
-            first, last = start // self.word, ceil_div(stop, self.word)
-            taken.append((first * more[0].row_nbytes, more[0].with_rows(last - first)))
-        if self.g_idx:
-            taken.append((0, more[-1]))
-        return Part(
-            args=tuple(taken), outs=((start * result.row_nbytes, result.with_rows(stop - start)),)
-        )
-
     def cut(
         self, args: tuple[Output, ...], start: int, stop: int, rows: int
     ) -> tuple[DequantInts, tuple[Output, ...]]:
-        """Zero points are packed along the rows; which group a column is of, all rows share."""
-        taken = [arg.rows(start, stop) for arg in args[:2]]
-        if not self.symmetric:
-            if start % self.word:
-                raise PlanError(
-                    f"rows from {start} on are wanted, and zero points are packed in words of "
-                    f"{self.word} rows"
-                )
-            taken.append(args[2].rows(start // self.word, -(-stop // self.word)))
-        if self.g_idx:
-            taken.append(args[-1])
-        return self, tuple(taken)
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        row_bytes = sum(kind.row_nbytes for kind in (*args[:2], *self.infer(*args)))
-        return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
+        """Zero points are packed along the rows."""
+        step = self.row_step()
+        if start % step:
+            raise PlanError(
+                f"rows from {start} on are wanted, and zero points are packed in words of {step} rows"
+            )
+        return EachRow.cut(self, args, start, stop, rows)
 
     def scratch(self, *args: TensorType) -> int:
         (result,) = self.infer(*args)

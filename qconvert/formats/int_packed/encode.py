@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer, Part, aligned, whole
+from qconvert.core.graph import Buffer, Part, aligned
 from qconvert.core.int_scheme import Codes, IntScheme, Packer, Signs
 from qconvert.formats.int_packed.packers import PackQuantized
 from qconvert.formats.int_packed.scales import EPS, held, round_any
@@ -24,7 +24,7 @@ from qconvert.formats.int_packed.search import search_rows, searched
 from qconvert.ops.base import array
 from qconvert.ops.cast import decode
 from qconvert.ops.compiled import done
-from qconvert.ops.rowwise import RowOp, row_parts
+from qconvert.ops.rowwise import EachRow, RowOp, row_parts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,7 +69,7 @@ def encoder(
 
 
 @dataclass(frozen=True, slots=True)
-class RoundToNearest:
+class RoundToNearest(EachRow):
     """BF16 [N, K] -> what the packer makes of it.
 
     Symmetric: scale = amax / half the range, code = w / scale. Asymmetric: scale = (max - min) / the
@@ -115,18 +115,6 @@ class RoundToNearest:
 
     def row_step(self, *args: TensorType) -> int:
         return self.packer.row_step or max(1, args[0].shape[0])
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        (weight,) = args
-        if (start, stop) == (0, weight.shape[0]):
-            return whole(self, args)
-        part = weight.with_rows(stop - start)
-        outs = []
-        for kind, inner in zip(self.infer(weight), self.infer(part), strict=True):
-            # A result has a row for each of the matrix, or for a step of them.
-            height = 1 if kind.shape[0] == weight.shape[0] else self.packer.row_step
-            outs.append((start // height * kind.row_nbytes, inner))
-        return Part(((start * weight.row_nbytes, part),), tuple(outs))
 
     def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
         row_bytes = 2 * args[0].row_nbytes

@@ -9,7 +9,7 @@ alone do not count, whatever their exponent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,12 +17,12 @@ from qconvert.checkpoint.quantization_config import states_mxfp4
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
-from qconvert.core.graph import Buffer, Output, Part, apply
+from qconvert.core.graph import Buffer, Output, apply
 from qconvert.formats.mx.config import EXPONENTS, MX_BLOCK, check_mxfp4
 from qconvert.formats.nvfp4.config import NAMES, group_config
 from qconvert.ops.base import Exact, Uncut, array
 from qconvert.ops.fp4 import BLOCK
-from qconvert.ops.rowwise import row_parts
+from qconvert.ops.rowwise import EachRow
 from qconvert.plan.plan import Plan
 
 # --- NVFP4's scalars from one dialect to the other ------------------------------------------------
@@ -140,7 +140,7 @@ _SIZES = 0x7777777777777777  # codes without their signs
 
 
 @dataclass(frozen=True, slots=True)
-class ExponentRange(Exact):
+class ExponentRange(EachRow, Exact):
     """packed U8 or I8 [N, K/2] and E8M0 scales U8 or F8_E8M0 [N, K/32] -> U8 [N, 2], the least and the
     largest exponent of a row's blocks that are not all zero: 255 and 0 where there is none.
 
@@ -151,18 +151,6 @@ class ExponentRange(Exact):
         packed, scale = args
         check_mxfp4(packed, scale)
         return (TensorType("U8", (packed.shape[0], 2)),)
-
-    def row_step(self, *args: TensorType) -> int:
-        return 1
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        kinds = (*args, *self.infer(*args))
-        cut = [(start * kind.row_nbytes, kind.with_rows(stop - start)) for kind in kinds]
-        return Part(tuple(cut[:-1]), (cut[-1],))
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        row_bytes = sum(kind.row_nbytes for kind in args)
-        return row_parts(self, args[0].shape[0], row_bytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
         """The codes without their signs."""
@@ -244,7 +232,7 @@ def _place(ranges: Sequence[Buffer], at: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RelabelBlocks(Exact):
+class RelabelBlocks(EachRow, Exact):
     """E8M0 scales U8 or F8_E8M0 [N, K/32] and what `RelabelOwn` made of them F32 [1] -> F8_E4M3
     [N, K/16], each twice. Raises PlanError where types do not fit."""
 
@@ -258,17 +246,6 @@ class RelabelBlocks(Exact):
                 f"expected U8 or F8_E8M0 scales and an {wanted}, found {scale} and {global_scale}"
             )
         return (TensorType("F8_E4M3", (scale.shape[0], 2 * scale.shape[1])),)
-
-    def row_step(self, *args: TensorType) -> int:
-        return 1
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        scale, result = args[0], self.infer(*args)[0]
-        cut = [(start * kind.row_nbytes, kind.with_rows(stop - start)) for kind in (scale, result)]
-        return Part((cut[0], (0, args[1])), (cut[1],))
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        return row_parts(self, args[0].shape[0], 3 * args[0].row_nbytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
         return 0

@@ -3,19 +3,19 @@ for several that are served as one. See `formats/nvfp4/encode.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer, Part
+from qconvert.core.graph import Buffer
 from qconvert.formats.nvfp4.config import RANGE
 from qconvert.ops.base import Exact, Uncut, array
 from qconvert.ops.cast import BEYOND, FLOAT_DTYPES, TILE_ELEMENTS, check_beyond, round_to_bf16
 from qconvert.ops.compiled import done
-from qconvert.ops.rowwise import Recode, row_parts
+from qconvert.ops.rowwise import EachRow, Recode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +28,7 @@ _INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
 
 @dataclass(frozen=True, slots=True)
-class RowMaxima(Exact):
+class RowMaxima(EachRow, Exact):
     """A matrix [N, K] in BF16, F16 or F32 -> the largest size in each row [N], in the same dtype.
 
     Raises PlanError for anything else, RowError where a row holds NaN, infinity, or a number that bf16
@@ -39,15 +39,6 @@ class RowMaxima(Exact):
         (weight,) = args
         check_matrix(weight)
         return (TensorType(weight.dtype, weight.shape[:1]),)
-
-    def row_step(self, *args: TensorType) -> int:
-        return 1
-
-    def rows(self, start: int, stop: int, *args: TensorType) -> Part:
-        return row_part((*args, *self.infer(*args)), start, stop)
-
-    def parts(self, limit: int, *args: TensorType) -> Iterator[Part]:
-        return row_parts(self, args[0].shape[0], args[0].row_nbytes, limit, *args)
 
     def scratch(self, *args: TensorType) -> int:
         """The sizes of a tile."""
@@ -141,12 +132,6 @@ def check_matrix(weight: TensorType) -> None:
         raise PlanError(
             f"expected a matrix in {', '.join(FLOAT_DTYPES)} to quantize to NVFP4, found {weight}"
         )
-
-
-def row_part(kinds: Sequence[TensorType], start: int, stop: int) -> Part:
-    """Rows of the first type as argument and of the others as results."""
-    first, *others = [(start * kind.row_nbytes, kind.with_rows(stop - start)) for kind in kinds]
-    return Part((first,), tuple(others))
 
 
 def _tile_rows(weight: TensorType) -> int:
