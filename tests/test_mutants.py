@@ -339,7 +339,7 @@ MUTANTS = (
         '"num_bits": scheme.bits', '"num_bits": 4',
     ),
     Mutant(
-        "targets of another", "w4a16", "passes.by_row", "compressed_block",
+        "targets of another", "w4a16", "passes.quantize", "compressed_block",
         'rf"re:{but}.*{escape(path)}.*" for', '"re:.*self_attn.*" for',
     ),
     Mutant(
@@ -365,8 +365,8 @@ MUTANTS = (
     ),
     Mutant(
         "scales of the linears beside packed experts under FP8's name", "w4a16 of fp8",
-        "passes.w4a16", "ExpertsToW4A16.with_results",
-        "with_weight_scales(others) if renamed else others", "others",
+        "passes.w4a16", "ExpertsToW4A16.config",
+        "others = with_weight_scales(others)", "pass",
     ),
     Mutant(
         "blocks of the linears beside packed experts", "w4a16 of fp8",
@@ -402,7 +402,7 @@ MUTANTS = (
         "upper >> 8 & 0x80", "upper >> 8 & 0",
     ),
     Mutant(
-        "FP8's list without what stays", "fp8", "passes.fp8", "ToFp8._config",
+        "FP8's list without what stays", "fp8", "passes.fp8", "ToFp8.config",
         "left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))",
         "left = ['lm_head']",
     ),
@@ -461,7 +461,7 @@ MUTANTS = (
         "kept.type.shape), codes.codes)", "kept.type.shape), codes.codes ^ -128)",
     ),
     Mutant(
-        "INT8's list without what stays", "int8", "passes.by_row", "compressed_block",
+        "INT8's list without what stays", "int8", "passes.quantize", "compressed_block",
         '"ignore": list(left)', '"ignore": ["lm_head"]',
     ),
     # --- NVFP4
@@ -499,7 +499,7 @@ MUTANTS = (
         "np.divide(amax, np.float32(RANGE), out=own)", "np.divide(amax, np.float32(2 * RANGE), out=own)",
     ),
     Mutant(
-        "gate and up with scales of their own", "nvfp4", "passes.nvfp4_groups", "shared_groups",
+        "gate and up with scales of their own", "nvfp4", "passes.shared_scales", "shared_groups",
         "if len(joined) > 1", "if not joined",
     ),
     Mutant(

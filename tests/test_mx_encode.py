@@ -21,8 +21,7 @@ from qconvert.core.errors import PlanError, RowError
 from qconvert.formats.int_packed.encode import RoundToNearest
 from qconvert.formats.int_packed.packers import INT8_ROWS, KeepInt8
 from qconvert.formats.mx.encode import EncodeMx
-from qconvert.passes.int8 import ToInt8
-from qconvert.passes.mx import ToMx
+from qconvert.passes.quantize import ToInt8, ToMx
 
 FP4, FP8 = EncodeMx("mxfp4"), EncodeMx("mxfp8")
 INT8 = RoundToNearest(INT8_ROWS, KeepInt8())

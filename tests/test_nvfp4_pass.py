@@ -31,7 +31,7 @@ from qconvert.formats.nvfp4.scales import OwnScale, RowMaxima
 from qconvert.ops.fp4 import SIZES
 from qconvert.passes.input_scales import input_maxima
 from qconvert.passes.nvfp4 import ToNvfp4
-from qconvert.passes.nvfp4_groups import shared_groups
+from qconvert.passes.shared_scales import shared_groups
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.prepare import Options, prepare
 

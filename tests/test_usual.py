@@ -18,9 +18,8 @@ from sample_reports import RULES, measure
 from qconvert import api
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fp8 import ToFp8
-from qconvert.passes.int8 import ToInt8
-from qconvert.passes.mx import ToMx
 from qconvert.passes.nvfp4 import ToNvfp4
+from qconvert.passes.quantize import ToInt8, ToMx
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.validation.findings import Measure
 from qconvert.validation.reports import as_html, as_json, as_text

@@ -23,10 +23,10 @@ from models import bf16, deepseek_v3, qwen3_moe, with_exponents
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import IntScheme
-from qconvert.core.roles import Cut
-from qconvert.formats.int_packed.limits import Matrix, loads_at
+from qconvert.core.roles import Kind
 from qconvert.models.experts import STALE_RULE
+from qconvert.passes.ranks import loads_at
+from qconvert.passes.selection import Sized
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import parse_recipe
@@ -378,27 +378,27 @@ def test_the_plan_says_at_which_sizes_it_loads(tmp_path: Path) -> None:
 def test_sizes_of_published_models(size: int, at_128: list[int], at_32: list[int]) -> None:
     at = "model.layers.0.mlp.experts.0"
     matrices = [
-        Matrix(f"{at}.down_proj", 4096, size, Cut.COLUMNS),
-        Matrix(f"{at}.up_proj", size, 4096, Cut.ROWS),
+        Sized(f"{at}.down_proj", Kind.EXPERT_DOWN, 4096, size),
+        Sized(f"{at}.up_proj", Kind.EXPERT_UP, size, 4096),
     ]
     for group, expected in ((128, at_128), (32, at_32)):
-        found = [tp for tp in (1, 2, 4, 8, 16) if loads_at(matrices, IntScheme(group=group), tp)]
-        assert found == expected
+        assert loads_at(matrices, ExpertsToW4A16(group).grid) == expected
 
 
 def test_zero_points_are_dealt_out_in_whole_words() -> None:
     """96 rows are 12 a rank of eight: one word and a half, where 4-bit zero points are packed along
     them. A word of 8-bit ones is four."""
-    rows = [Matrix("up_proj", 96, 256, Cut.ROWS)]
-    for scheme, words, expected in (
-        (IntScheme(), False, True),
-        (IntScheme(), True, False),
-        (IntScheme(symmetric=False), False, False),
-        (IntScheme(8, symmetric=False), False, True),
+    rows = [Sized("up_proj", Kind.EXPERT_UP, 96, 256)]
+    for step, expected in (
+        (ExpertsToW4A16(), [8]),
+        (ExpertsToW4A16(packing="gptq"), []),
+        (ExpertsToW4A16(symmetric=False), []),
+        (ExpertsToW4A16(bits=8, symmetric=False), [8]),
     ):
-        assert loads_at(rows, scheme, 8, words) is expected
-    assert not loads_at([Matrix("up_proj", 90, 256, Cut.ROWS)], IntScheme(), 4)
-    assert not loads_at([Matrix("o_proj", 256, 160, Cut.COLUMNS)], IntScheme(8, None), 2)
+        assert loads_at(rows, step.grid, (8,)) == expected
+    assert not loads_at([rows[0]._replace(rows=90)], ExpertsToW4A16().grid, (4,))
+    narrow = Sized("o_proj", Kind.OUTPUT, 256, 160)
+    assert not loads_at([narrow], ExpertsToW4A16(None, 8).grid, (2,))
 
 
 def test_columns_that_are_no_groups_are_refused_or_left(tmp_path: Path) -> None:

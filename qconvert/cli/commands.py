@@ -15,7 +15,7 @@ _MODULES = {
     "convert": ("plan", "run", "dequant"),
     "layout": ("fuse", "unfuse", "experts", "relabel", "prepare", "unprepare", "mtp", "text"),
     "kt": ("amx", "kt"),
-    "quantize": ("w4a16", "nvfp4", "fp8", "int8", "mx"),
+    "quantize": ("w4a16", "nvfp4", "fp8", "int8", "mx", "quantize"),
     "stages": ("split", "join"),
     "shards": ("finish", "status"),
     "evaluate": ("evaluate",),

@@ -1,4 +1,4 @@
-"""The commands that quantize for GPUs: mx, int8, nvfp4, fp8 and w4a16."""
+"""The commands that quantize for GPUs: quantize, mx, int8, nvfp4, fp8 and w4a16."""
 
 from __future__ import annotations
 
@@ -34,6 +34,49 @@ if TYPE_CHECKING:
 @SOURCE
 @OUT
 @click.option(
+    "--format", "form", required=True, metavar="NAME",
+    help="What to write: int8, mxfp4, mxfp8, or a format that another package adds.",
+)  # fmt: skip
+@TARGETS
+@IGNORE
+@SHARED_EXPERTS
+@TP
+@CONVERSION
+def quantize(
+    source: str,
+    out: Path | str,
+    form: str,
+    targets: tuple[str, ...],
+    ignore: tuple[str, ...],
+    shared_experts: Literal["quantize", "keep"] | None,
+    tp: int | None,
+    **options: Unpack[RunOptions],
+) -> None:
+    """Quantize the routed experts of SRC, or what --targets names, to a format by its name.
+
+    Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes any format that looks at a row of
+    a matrix at a time, in compressed-tensors' form: those of qconvert, and those of other packages
+    (CONTRIBUTING.md, a format). FP8, NVFP4 and packed INT4 have commands of their own.
+
+    \b
+    Examples:
+      qconvert quantize Qwen/Qwen3-30B-A3B out --format mxfp4 --dry-run
+      qconvert quantize Qwen/Qwen3-32B out --format mxfp8 --targets Linear
+      qconvert quantize Qwen/Qwen3-30B-A3B out --format int8 --targets o_proj
+    """
+    from qconvert.passes.quantize import Quantize
+    from qconvert.plan.pass_options import EXPERTS
+    from qconvert.recipe.recipe import Recipe
+
+    with from_options():
+        step = Quantize(form, targets or (EXPERTS,), ignore, shared_experts, tp)
+    convert(Recipe("quantize", (step,), options["max_shard_size"]), source, out, options)
+
+
+@click.command(cls=Command)
+@SOURCE
+@OUT
+@click.option(
     "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per code."
 )
 @TARGETS
@@ -53,9 +96,8 @@ def mx(
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a power-of-two scale
     for 32 columns, in compressed-tensors' form: MXFP4, or with --bits 8 MXFP8. They equal
-    llm-compressor's for the same weights in BF16, byte for byte. --targets takes `experts` (the default)
-    and `Linear` only. vLLM loads all of it; sglang only MXFP4, and that of Kimi-K3 and
-    DeepSeek-V4 alone.
+    llm-compressor's for the same weights in BF16, byte for byte. vLLM loads all of it; sglang only MXFP4,
+    and that of Kimi-K3 and DeepSeek-V4 alone. `quantize` is the same with --ignore.
 
     \b
     Examples:
@@ -63,7 +105,7 @@ def mx(
       qconvert mx Qwen/Qwen3-32B out --bits 8 --targets Linear
       qconvert mx DeepSeek-V3 out --tp 8
     """
-    from qconvert.passes.mx import ToMx
+    from qconvert.passes.quantize import ToMx
     from qconvert.plan.pass_options import EXPERTS
     from qconvert.recipe.recipe import Recipe
 
@@ -95,7 +137,7 @@ def int8(
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a scale a row, in
     compressed-tensors' int-quantized form. They equal llm-compressor's for the same weights in BF16,
     byte for byte. Activations are scaled by token, by the runtime. (`w4a16 --bits 8` is packed, for BF16
-    activations.) --targets takes `experts` and `Linear` (the default) only; sglang loads no experts so.
+    activations.) sglang loads no experts so. `quantize` is the same with --ignore.
 
     \b
     Examples:
@@ -103,7 +145,7 @@ def int8(
       qconvert int8 Qwen/Qwen3-30B-A3B out --tp 2
       qconvert int8 Qwen/Qwen3-30B-A3B out --targets experts
     """
-    from qconvert.passes.int8 import ToInt8
+    from qconvert.passes.quantize import ToInt8
     from qconvert.plan.pass_options import LINEAR
     from qconvert.recipe.recipe import Recipe
 

@@ -85,7 +85,8 @@ class Format:
     encode: the op that makes it, BF16 [N, K] -> tensors in the order of `parameters`, row by row. None:
         it has a pass of its own, or is only read.
     config_group: compressed-tensors' group of the config for these targets.
-    notes: for plans: what loads it.
+    check: raises PlanError for a plan whose weights it should not be made of.
+    notes, expert_notes: for plans: what loads it, and its routed experts.
     label: how a tensor under one of `parameters` is shown, if its dtype is one of `codes` and does not
         say what is stored ("INT4 g128 (packed)"), from folder, module and parameter; None for another's.
         Without it codes are shown by `title`, where the second parameter is.
@@ -102,7 +103,9 @@ class Format:
     mark: str = ""
     encode: Callable[[], RowOp] | None = None
     config_group: Callable[[Iterable[str]], dict[str, Any]] | None = None
+    check: Callable[[Plan], None] | None = None
     notes: tuple[str, ...] = ()
+    expert_notes: tuple[str, ...] = ()
     label: Callable[[Folder, str, str], str | None] | None = None
 
     def labelled(self, folder: Folder, module: str, parameter: str) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
-from qconvert.core.int_scheme import Packer
+from qconvert.core.int_scheme import CodePacker
 from qconvert.core.names import split_parameter
 from qconvert.core.patterns import compiled
 from qconvert.core.roles import Kind, joined_with
@@ -30,7 +30,7 @@ def calibrated_linear(
     module: str,
     weight: Stored,
     names: Iterable[str],
-    packers: tuple[Packer, ...],
+    packers: tuple[CodePacker, ...],
     digest: str,
 ) -> tuple[tuple[Output, ...], ...]:
     """A linear's matrix whose codes a calibration finds: the results of each packer. `names` are the

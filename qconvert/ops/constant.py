@@ -51,3 +51,8 @@ def constant_i64(values: tuple[int, ...]) -> Constant:
         if not -(1 << 63) <= value < 1 << 63:
             raise PlanError(f"expected signed 64-bit values, found {value}")
     return Constant("I64", (len(values),), pack(f"<{len(values)}q", *values).hex())
+
+
+def constant_f32(value: float, shape: tuple[int, ...]) -> Constant:
+    """F32 `shape` of one element."""
+    return Constant("F32", shape, pack("<f", value).hex())

@@ -1,4 +1,5 @@
-"""The largest inputs of routed experts in a calibration, read from a folder of `--save-stats`.
+"""Scales of activations: one constant, or those that follow from the largest inputs of routed experts
+in a calibration, read from a folder of `--save-stats`.
 
 Each `layer-*.safetensors` in it has, for its layer L, `layers.{L}.gate_up.absmax` F32 [E, H] and
 `layers.{L}.down.absmax` F32 [E, I]: of each input column the largest magnitude seen.
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from struct import pack
+from typing import Any
 
 from qconvert.checkpoint.safetensors import Entry, read_header
 from qconvert.core.dtypes import TensorType
@@ -56,8 +58,48 @@ class InputMaxima:
         return found
 
 
+@dataclass(frozen=True)
+class InputScales:
+    """What the input scales of all that a pass quantizes follow from: one constant, statistics, or
+    (neither) none are stored."""
+
+    constant: float | None = None
+    maxima: InputMaxima | None = None
+
+    @property
+    def digest(self) -> str | None:
+        """That of statistics."""
+        return None if self.maxima is None else self.maxima.digest
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the manifest."""
+        if self.maxima is not None:
+            return {"input_maxima": self.maxima.recorded}
+        return {} if self.constant is None else {"input_scale": self.constant}
+
+    def notes(self) -> list[str]:
+        """For a pass's log entry."""
+        if self.maxima is not None:
+            return self.maxima.notes()
+        if self.constant is None:
+            return []
+        return [f"input scales are the constant {self.constant:g}, found from no data"]
+
+
+NO_INPUTS = InputScales()
+
+
 def maxima_of(plan: Plan, stats: str, projections: Sequence[Projection]) -> InputMaxima:
-    """The statistics in folder `stats` of these experts of a plan. Raises as `input_maxima` does."""
+    """The statistics in folder `stats` of these experts of a plan. Raises PlanError for draft layers,
+    of which there are none, and as `input_maxima` does."""
+    draft = next((one.module for one in projections if one.draft), None)
+    if draft is not None:
+        raise PlanError(
+            f"{draft!r}: statistics are of the model's experts, and those of its draft layers would "
+            "need input scales too: drop the layers (a recipe of `drop: {what: mtp}` and this step), or "
+            "leave stats out"
+        )
     dims = plan.role_index.dims
     layers = tuple(dict.fromkeys(p.layer for p in projections))
     return input_maxima(

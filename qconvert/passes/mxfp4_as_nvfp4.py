@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from struct import pack
+from collections.abc import Mapping
 from typing import Any
 
-from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG
 from qconvert.core.encodings import MXFP4, NVFP4, Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
 from qconvert.formats.base import Read
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
-from qconvert.formats.nvfp4.config import constant_input, hf_quant_config, modelopt_config
+from qconvert.formats.nvfp4.config import constant_input, modelopt_config
 from qconvert.formats.nvfp4.relabel import hybrid_block, relabelled, relabelled_block
 from qconvert.models.experts import check_described
 from qconvert.models.unquantized import Named, ignored_globs
-from qconvert.ops.constant import Constant
-from qconvert.passes.nvfp4_groups import shared_groups
+from qconvert.ops.constant import constant_f32
+from qconvert.passes.input_scales import InputScales
 from qconvert.passes.replace_weights import replace_weights
+from qconvert.passes.shared_scales import shared_groups
 from qconvert.plan.plan import LogEntry, Plan
+
+WEIGHTS_ONLY = "weights only: no input scales"
 
 
 def as_nvfp4(
@@ -62,17 +62,16 @@ def as_nvfp4(
     made: dict[str, Output] = {}
     for group in shared_groups(kinds):
         made.update(relabelled({module: found[module][0].args for module in group}, dialect))
-    made |= inputs_of(found, dialect, input_scale)
-    notes = ["MXFP4 codes as they are, under NVFP4's scales", said_of_inputs(input_scale)]
+    if input_scale is not None:
+        made |= inputs_of(dict.fromkeys(found, constant_input(input_scale, dialect)), dialect)
+    inputs = InputScales(input_scale)
+    notes = ["MXFP4 codes as they are, under NVFP4's scales", *(inputs.notes() or [WEIGHTS_ONLY])]
     if hybrid and drafts:
         notes.append("experts of MTP layers stay MXFP4, as runtimes build them beside NVFP4")
     block = _block(plan, others, found, dialect, hybrid=hybrid, inputs=input_scale is not None)
     entry = LogEntry(*step, len(found), None, tuple(notes), "matrices")
     tensors = {**others, **made}
-    facts = {} if input_scale is None else {"input_scale": input_scale}
-    return with_modelopt_file(
-        replace_weights(plan, entry, tensors, dropped={}, block=block, facts=facts)
-    )
+    return replace_weights(plan, entry, tensors, dropped={}, block=block, facts=inputs.facts)
 
 
 def _check_hybrid(found: Mapping[str, Read], dialect: Dialect, input_scale: float | None) -> None:
@@ -117,32 +116,10 @@ def _block(
     return relabelled_block(plan, inputs=inputs)
 
 
-def inputs_of(
-    modules: Iterable[str], dialect: Dialect, input_scale: float | None
-) -> dict[str, Output]:
-    """The constant input scale of each matrix, by name; nothing where none is given."""
-    if input_scale is None:
-        return {}
-    value = constant_input(input_scale, dialect)
-    return {name: o for m in modules for name, o in input_of(m, dialect, value).items()}
-
-
-def input_of(module: str, dialect: Dialect, value: float) -> dict[str, Output]:
-    """A matrix's input scale, by name."""
+def inputs_of(values: Mapping[str, float], dialect: Dialect) -> dict[str, Output]:
+    """The input scales of matrices, given as the dialect stores them, by the tensors' names."""
     names = NVFP4[dialect]
-    op = Constant("F32", names.scalar, pack("<f", value).hex())
-    return {f"{module}.{names.input}": apply(op)[0]}
-
-
-def said_of_inputs(input_scale: float | None) -> str:
-    if input_scale is None:
-        return "weights only: no input scales"
-    return f"input scales are the constant {input_scale:g}, found from no data"
-
-
-def with_modelopt_file(plan: Plan) -> Plan:
-    """The plan with modelopt's own file beside a block in its dialect."""
-    block = plan.config["quantization_config"]
-    if block["quant_method"] != "modelopt":
-        return plan
-    return replace(plan, new_files={**plan.new_files, HF_QUANT_CONFIG: hf_quant_config(block)})
+    return {
+        f"{module}.{names.input}": apply(constant_f32(value, names.scalar))[0]
+        for module, value in values.items()
+    }

@@ -11,28 +11,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from typing import Any, ClassVar
 
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.formats.base import Stored
-from qconvert.formats.int_packed.limits import TP_SIZES
 from qconvert.formats.mx import format as mx
 from qconvert.formats.mx.config import mxfp4_modules
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
 from qconvert.formats.nvfp4.config import (
     NAMES,
+    constant_input,
     group_config,
     input_scale,
     mixed_config,
     modelopt_config,
 )
-from qconvert.formats.nvfp4.encode import Scales
-from qconvert.models.experts import Projection, calibrated
+from qconvert.formats.nvfp4.encode import PackNvfp4, Scales
+from qconvert.formats.nvfp4.scales import OwnScale
 from qconvert.models.linears import runtime_linears
-from qconvert.models.skip_reasons import check_runs
 from qconvert.models.unquantized import (
     Named,
     draft_as_first_layer,
@@ -45,27 +43,22 @@ from qconvert.models.unquantized import (
     with_draft_names,
     with_weight_scales,
 )
+from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp4 import BLOCK
-from qconvert.passes.by_row import compressed_block
-from qconvert.passes.input_scales import InputMaxima, maxima_of
-from qconvert.passes.mxfp4_as_nvfp4 import (
-    as_nvfp4,
-    input_of,
-    inputs_of,
-    said_of_inputs,
-    with_modelopt_file,
-)
-from qconvert.passes.nvfp4_groups import check_tp, cut_blocks, quantized, shared_groups
-from qconvert.passes.ranks import loads_note
-from qconvert.passes.replace_weights import Selection, replace_weights, select, takes_linears
-from qconvert.passes.shared_experts import SharedExperts, shared_notes, with_shared
-from qconvert.plan.pass_options import EXPERTS, options_of, options_with
-from qconvert.plan.plan import LogEntry, Plan
-from qconvert.samples.request import Calibration, digest_of
+from qconvert.ops.rowwise import RowOp
+from qconvert.passes.input_scales import InputScales
+from qconvert.passes.mxfp4_as_nvfp4 import WEIGHTS_ONLY, as_nvfp4, inputs_of
+from qconvert.passes.quantize import Quantizing, compressed_block, left_note, rounded_drafts
+from qconvert.passes.ranks import Grid, check_size, loads_at, loads_note
+from qconvert.passes.selection import Selection, SharedExperts, shared_notes, takes_linears
+from qconvert.passes.shared_scales import encoded_together
+from qconvert.plan.pass_options import EXPERTS, options_of
+from qconvert.plan.plan import Plan
+from qconvert.samples.request import Calibration
 
 
 @dataclass(frozen=True, slots=True)
-class ToNvfp4:
+class ToNvfp4(Quantizing):
     """The routed experts, or with `targets: [Linear]` every linear layer that runtimes load in NVFP4, in
     either dialect. `stats` is a folder of a calibration's statistics, from which the input scales of
     experts are taken; without it, or with `weight_only`, the config says that activations stay bf16.
@@ -97,28 +90,14 @@ class ToNvfp4:
     calibrate: Calibration | None = None
 
     def __post_init__(self) -> None:
-        takes_linears(self.targets)
-        if self.input_scale is not None and not 0 < self.input_scale < inf:
-            raise PlanError(f"expected an input scale above 0, found {self.input_scale}")
-        if self.input_scale is not None and (self.weight_only or self.stats is not None):
-            other = "weight_only" if self.weight_only else "stats"
-            raise PlanError(f"input_scale is a constant input scale, and {other} says otherwise")
+        if self.weight_only and self.input_scale is not None:
+            raise PlanError("input_scale is a constant input scale, and weight_only says otherwise")
         if self.stats is not None and self.weight_only:
             raise PlanError(
                 "weight_only stores no input scales, the only use of stats: leave one of them out"
             )
-        if self.stats is not None and takes_linears(self.targets):
-            raise PlanError(
-                "statistics are of experts' inputs alone, and with targets all other layers would need "
-                "input scales too: leave stats out for weights only, or target experts"
-            )
-        if self.stats is not None and self.shared_experts == "quantize":
-            raise PlanError(
-                "statistics are of routed experts' inputs alone, and quantized shared experts would "
-                "need input scales too: leave stats out for weights only, or choose keep"
-            )
-        if self.tp is not None and self.tp < 1:
-            raise PlanError(f"expected a tensor parallel size of 1 or more, found {self.tp}")
+        self.check_inputs()
+        check_size(self.tp)
         if self.calibrate is not None:
             self._check_calibration(self.calibrate)
 
@@ -141,44 +120,46 @@ class ToNvfp4:
                 "nearest: leave it out"
             )
 
+    @property
+    def grid(self) -> Grid:
+        return 1, BLOCK
+
+    def packer(self, *, draft: bool = False) -> PackNvfp4Codes:
+        return PackNvfp4Codes(self.dialect)
+
+    def suffixes(self, *, draft: bool = False) -> tuple[str, ...]:
+        return self.packer().suffixes
+
     def __call__(self, plan: Plan) -> Plan:
         modules = mxfp4_modules(plan)
-        if modules:
-            return self._relabelled(plan, modules)
-        chosen = self.chosen(plan)
-        maxima = self._input_maxima(plan, chosen)
-        digest = self._digest(plan)
+        return self._relabelled(plan, modules) if modules else self.planned(plan)
+
+    def encoded(
+        self, plan: Plan, chosen: Selection, inputs: InputScales, digest: str | None
+    ) -> dict[str, Output]:
+        """The new tensors by name; matrices that are computed as one share a global scale."""
         matrices = {module: stored for module, _, stored in chosen}
-        made = {} if digest is None else self._solved(chosen, digest)
-        rounded = {m: k for m, k, _ in chosen if f"{m}.{NAMES[self.dialect].weight}" not in made}
-        for group in shared_groups(rounded):
-            members = {module: matrices[module] for module in group}
-            made.update(quantized(members, self.dialect, self.scales))
-        if maxima is not None:
-            for p in _projections(chosen):
-                value = input_scale(maxima.of(p.layer, p.expert, p.kind), self.dialect)
-                made |= input_of(p.module, self.dialect, value)
-        made |= inputs_of(matrices, self.dialect, self.input_scale)
-        return self._planned(plan, chosen, made, maxima, digest)
-
-    def _digest(self, plan: Plan) -> str | None:
-        """The digest of the calibration, None without one. Raises PlanError for a model that cannot be
-        run."""
-        if self.calibrate is None:
-            return None
-        check_runs(plan)
-        return digest_of(self.calibrate, plan.checkpoint.root)
-
-    def _solved(self, chosen: Selection, digest: str) -> dict[str, Output]:
-        """The tensors of calibrated matrices by name."""
-        found: dict[str, Output] = {}
-        packer = PackNvfp4Codes(self.dialect)
-        for one in _projections(chosen):
-            if not one.draft:
-                (made,) = calibrated(one, (packer,), digest)
-                names = (f"{one.module}.{suffix}" for suffix in packer.suffixes)
-                found.update(zip(names, made, strict=True))
-        return found
+        solved, made = self.solved(plan, chosen, digest), {}
+        for module, results in solved.items():
+            made.update(self.named(module, matrices[module], results))
+        each = encoded_together(
+            chosen,
+            OwnScale(self.dialect),
+            lambda decoder: PackNvfp4(decoder, self.dialect, self.scales),
+            _decoder,
+            but=solved,
+        )
+        for module, results, scale in each:
+            shaped = scale.reshape(NAMES[self.dialect].scalar)
+            made.update(self.named(module, matrices[module], [*results, shaped]))
+        given = {}
+        if inputs.maxima is not None:
+            for p in chosen.projections:
+                largest = inputs.maxima.of(p.layer, p.expert, p.kind)
+                given[p.module] = input_scale(largest, self.dialect)
+        elif inputs.constant is not None:
+            given = dict.fromkeys(matrices, constant_input(inputs.constant, self.dialect))
+        return made | inputs_of(given, self.dialect)
 
     def _relabelled(self, plan: Plan, modules: Sequence[str]) -> Plan:
         """Every MXFP4 matrix under NVFP4's scales, whatever the targets."""
@@ -196,105 +177,44 @@ class ToNvfp4:
         step = self.name, options_of(self)
         return as_nvfp4(plan, step, found, self.dialect, self.input_scale)
 
-    def _facts(self, maxima: InputMaxima | None) -> dict[str, Any]:
-        """Return what input scales follow from."""
-        if maxima is not None:
-            return {"input_maxima": maxima.recorded}
-        return {} if self.input_scale is None else {"input_scale": self.input_scale}
-
-    def chosen(self, plan: Plan) -> Selection:
-        """Return what the targets select of a plan."""
-        keep = self.shared_experts == "keep"
-        found, _ = select(plan, takes_linears(self.targets), _in_blocks, keep_shared=keep)
-        experts = found.experts
-        own = experts
-        if experts is not None and not self._takes_drafts(plan):
-            own = experts.without_drafts(plan)
-        if not found.linears and not (own is not None and own.projections):
-            raise PlanError("no linear layer found that runtimes load in NVFP4")
-        found = self._with_shared(plan, replace(found, experts=own))
-        check_tp(found.sizes, self.tp)
-        return found
+    def own_experts(self, plan: Plan, chosen: Selection) -> Selection:
+        """The same without experts of draft layers, where a config can tell them apart."""
+        if chosen.experts is None or self._takes_drafts(plan):
+            return chosen
+        return replace(chosen, experts=chosen.experts.without_drafts(plan))
 
     def _takes_drafts(self, plan: Plan) -> bool:
-        """Return whether experts of draft layers are quantized too: where a config cannot tell them from
-        the model's own. There are no statistics of theirs."""
+        """Return whether experts of draft layers are quantized; no statistics are of theirs."""
         return self.stats is None and draft_as_first_layer(plan)
 
-    def _with_shared(self, plan: Plan, chosen: Selection) -> Selection:
-        """The same with shared experts, where they are to be quantized with the routed ones."""
-        if self.shared_experts is None and (self.stats is not None or self.calibrate is not None):
-            return chosen
-        drafts = self._takes_drafts(plan)
-
-        def block_of(selection: Selection) -> dict[str, Any]:
-            return self._block(plan, selection, inputs=False)[0]
-
-        return with_shared(plan, chosen, self.shared_experts, block_of, drafts=drafts)
-
-    def _input_maxima(self, plan: Plan, chosen: Selection) -> InputMaxima | None:
-        return None if self.stats is None else maxima_of(plan, self.stats, _projections(chosen))
-
-    def _planned(
-        self,
-        plan: Plan,
-        chosen: Selection,
-        made: Named,
-        maxima: InputMaxima | None,
-        digest: str | None,
-    ) -> Plan:
-        inputs = maxima is not None or self.input_scale is not None
-        block, others = self._block(plan, chosen, inputs=inputs)
-        made_plan = replace_weights(
-            plan,
-            self._entry(plan, chosen, maxima, block, digest),
-            {**others, **made},
-            dropped=chosen.dropped(plan),
-            block=block,
-            facts={"tp_sizes": _loads_at(chosen), **self._facts(maxima)},
-            calibrate=self.calibrate,
-            digest=digest,
-        )
-        return with_modelopt_file(made_plan)
-
-    def _block(
-        self, plan: Plan, chosen: Selection, *, inputs: bool
-    ) -> tuple[dict[str, Any], Named]:
-        """The config's block for what is chosen, and the tensors that stay, under their new names."""
+    def config(self, plan: Plan, chosen: Selection) -> tuple[dict[str, Any], Named]:
         others: Named = chosen.others(plan)
         linears = runtime_linears(plan, others)
         fp8 = fp8_block(plan, linears)
+        inputs = self.stores_inputs
         if self.dialect == "modelopt":
             return _modelopt_block(plan, chosen, others, linears, inputs), others
         if fp8 is not None:
             others = with_weight_scales(others)
         drafts = self._takes_drafts(plan)
-        return _packed_block(plan, chosen, others, fp8, inputs, drafts=drafts), others
+        but = "" if drafts else "".join(f"(?!{pattern})" for pattern in draft_patterns(plan))
+        left = ignored_names(plan, others, drafts=drafts)
+        group = partial(group_config, inputs=inputs)
+        return compressed_block(plan, chosen, group, left, fp8=fp8, but=but), others
 
-    def _entry(
-        self,
-        plan: Plan,
-        chosen: Selection,
-        maxima: InputMaxima | None,
-        block: Mapping[str, Any],
-        digest: str | None,
-    ) -> LogEntry:
-        notes = []
-        step = self if maxima is None else replace(self, stats=maxima.digest)
-        if maxima is not None:
-            notes += maxima.notes()
-        else:
-            notes.append(said_of_inputs(self.input_scale))
-        dims = plan.role_index.dims
-        if any(plan.family.is_mtp(n, dims) for n in plan.tensors):
-            notes.append(self._of_drafts(plan))
-        if chosen.left:
-            notes.append(f"{len(chosen.left)} linears left as they are: no whole blocks of {BLOCK}")
-        if digest is not None and any(one.draft for one in _projections(chosen)):
-            notes.append("MTP experts are not calibrated: rounded to nearest")
-        notes += shared_notes(plan, chosen, block)
-        notes.append(loads_note(_loads_at(chosen)))
-        return chosen.entry(self.name, options_with(step, digest), notes)
+    def notes(
+        self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
+    ) -> list[str]:
+        dims, family = plan.role_index.dims, plan.family
+        drafts = any(family.is_mtp(name, dims) for name in plan.tensors)
+        return [
+            *(inputs.notes() or [WEIGHTS_ONLY]),
+            *([self._of_drafts(plan)] if drafts else []),
+            *left_note(chosen, f": no whole blocks of {BLOCK}"),
+            *rounded_drafts(chosen, self.calibrate),
+            *shared_notes(plan, chosen, block),
+            loads_note(loads_at(chosen.sizes, self.grid)),
+        ]
 
     def _of_drafts(self, plan: Plan) -> str:
         if self._takes_drafts(plan):
@@ -309,35 +229,9 @@ class ToNvfp4:
         return "MTP layers as they are"
 
 
-def _loads_at(chosen: Selection) -> list[int]:
-    """The usual tensor-parallel sizes at which each rank gets whole blocks."""
-    matrices = chosen.sizes
-    return [tp for tp in TP_SIZES if not cut_blocks(matrices, tp)]
-
-
-def _projections(chosen: Selection) -> tuple[Projection, ...]:
-    return chosen.experts.projections if chosen.experts is not None else ()
-
-
-def _in_blocks(stored: Stored) -> bool:
-    return stored.columns % BLOCK == 0
-
-
-def _packed_block(
-    plan: Plan,
-    chosen: Selection,
-    others: Named,
-    fp8: tuple[int, int] | None,
-    inputs: bool,
-    *,
-    drafts: bool,
-) -> dict[str, Any]:
-    """compressed-tensors' block. `drafts`: experts of draft layers are packed too."""
-    kept = [] if drafts else draft_patterns(plan)
-    own = "".join(f"(?!{pattern})" for pattern in kept)
-    left = ignored_names(plan, others, drafts=drafts)
-    group = partial(group_config, inputs=inputs)
-    return compressed_block(plan, chosen, group, left, fp8=fp8, but=own)
+def _decoder(stored: Stored) -> RowOp | None:
+    """Return how the matrix is read: F16 and F32 as they are, since bf16 would round them once more."""
+    return None if isinstance(stored.decoder, ToBf16) else stored.decoder
 
 
 def _modelopt_block(

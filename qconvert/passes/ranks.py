@@ -7,32 +7,23 @@ at one rank, too, and vLLM 0.33 loads it with the scales of other blocks, withou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from qconvert.core.errors import PlanError
 from qconvert.core.roles import Cut, Kind, joined_with
-from qconvert.formats.int_packed.limits import TP_SIZES
-from qconvert.passes.replace_weights import Selection
+from qconvert.passes.selection import Sized
 
-Block = tuple[int, int]  # rows and columns that share a scale; of these a rank gets whole ones
-Sized = tuple[str, Kind, int, int]  # a module, its kind, rows and columns
-
-
-def _sized(chosen: Selection) -> list[Sized]:
-    """One matrix of each kind and size."""
-    found: dict[tuple[Kind, int, int], Sized] = {}
-    for module, kind, stored in chosen:
-        found.setdefault(
-            (kind, stored.rows, stored.columns), (module, kind, stored.rows, stored.columns)
-        )
-    return list(found.values())
+TP_SIZES = (1, 2, 4, 8, 16)
+Grid = tuple[
+    int, int
+]  # rows and columns that share a scale or a word; of these a rank gets whole ones
 
 
-def _is_cut(matrix: Sized, block: Block, tp: int) -> bool:
+def _is_cut(matrix: Sized, grid: Grid, tp: int) -> bool:
     """Return whether each of `tp` ranks would not get whole blocks of a matrix, or of its part of a
     fused one."""
     _, kind, rows, columns = matrix
-    high, wide = block
+    high, wide = grid
     if kind.cut is Cut.COLUMNS:
         return tp > 1 and columns % (tp * wide) != 0
     joined = joined_with(kind)
@@ -44,20 +35,20 @@ def _is_cut(matrix: Sized, block: Block, tp: int) -> bool:
     return (parted or ranks > 1) and rows % (ranks * high) != 0
 
 
-def loads_at(chosen: Selection, block: Block) -> list[int]:
-    """The usual tensor-parallel sizes at which it does."""
-    matrices = _sized(chosen)
-    return [tp for tp in TP_SIZES if not any(_is_cut(one, block, tp) for one in matrices)]
+def loads_at(matrices: Collection[Sized], grid: Grid, sizes: Iterable[int] = TP_SIZES) -> list[int]:
+    """The tensor-parallel sizes, of the usual ones by default, at which it does."""
+    return [tp for tp in sizes if not any(_is_cut(one, grid, tp) for one in matrices)]
 
 
-def check_tp(chosen: Selection, block: Block, tp: int | None) -> None:
+def check_tp(matrices: Collection[Sized], grid: Grid, tp: int | None) -> None:
     """Raises PlanError where a rank would cut a block, naming the matrix."""
-    for matrix in _sized(chosen) if tp is not None else ():
-        if tp is not None and _is_cut(matrix, block, tp):
+    for matrix in matrices if tp is not None else ():
+        if tp is not None and _is_cut(matrix, grid, tp):
             module, _, rows, columns = matrix
+            size = "" if grid == (1, 1) else f" ({grid[0]} x {grid[1]})"
             raise PlanError(
-                f"{module}: at tensor parallel {tp} a rank would not get whole blocks of "
-                f"[{rows}, {columns}]; ranks do at {listed(loads_at(chosen, block))}"
+                f"{module}: at tensor parallel {tp} a rank would not get whole blocks{size} of "
+                f"[{rows}, {columns}]; ranks do at {listed(loads_at(matrices, grid))}"
             )
 
 
@@ -70,13 +61,13 @@ def loads_note(sizes: Iterable[int], what: str = "blocks") -> str:
     return f"ranks get whole {what} at tensor parallel {listed(sizes)}"
 
 
-def cut_notes(chosen: Selection, block: Block) -> list[str]:
+def cut_notes(matrices: Iterable[Sized], grid: Grid) -> list[str]:
     """Return what happens to a part of a fused matrix that is no whole blocks, even at one rank."""
-    cut = [one for one in _sized(chosen) if _is_cut(one, block, 1)]
+    cut = [one for one in matrices if _is_cut(one, grid, 1)]
     if not cut:
         return []
     module, kind, rows, _ = cut[0]
-    said = f"{module} has {rows} rows, no whole blocks of {block[0]}, and runtimes fuse it"
+    said = f"{module} has {rows} rows, no whole blocks of {grid[0]}, and runtimes fuse it"
     mended = "a scale a row has no blocks: --channel"
     if kind.routed:
         return [f"{said}: sglang 0.5.23 refuses it ({mended})"]

@@ -18,35 +18,14 @@ from typing import Any, ClassVar, Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer, Signs
-from qconvert.core.roles import SHARED
 from qconvert.formats.base import Stored
-from qconvert.formats.int_packed.config import (
-    gptq_config,
-    group_config,
-    left_pattern,
-)
+from qconvert.formats.int_packed.config import gptq_config, group_config, left_pattern
 from qconvert.formats.int_packed.encode import RoundToNearest, Scales, encoder
-from qconvert.formats.int_packed.limits import TP_SIZES, fitting_groups, loads_at
-from qconvert.formats.int_packed.packers import PackGptq, Packing, packer
-from qconvert.models.experts import (
-    Experts,
-    Projection,
-    calibrated,
-    check_described,
-    routed_experts,
-)
-from qconvert.models.linears import (
-    calibrated_linear,
-    check_sets,
-    matches,
-    runtime_linears,
-    skip_reason,
-)
-from qconvert.models.skip_reasons import check_experts, check_runs
+from qconvert.formats.int_packed.packers import Packing, packer
+from qconvert.models.linears import runtime_linears
 from qconvert.models.unquantized import (
     Named,
     all_experts,
-    check_nothing_packed,
     fp8_block,
     has_exponents,
     ignored,
@@ -56,26 +35,23 @@ from qconvert.models.unquantized import (
     with_weight_scales,
 )
 from qconvert.ops.constant import constant_i64
-from qconvert.ops.rowwise import Recode, RowOp
-from qconvert.passes.by_row import compressed_block
-from qconvert.passes.ranks import listed, loads_note
-from qconvert.passes.replace_weights import (
-    Selection,
-    replace_weights,
-    select_linears,
-    shared_experts,
-)
-from qconvert.passes.shared_experts import SharedExperts, check_any_shared, shared_notes
-from qconvert.plan.pass_options import EXPERTS, options_with
+from qconvert.ops.rowwise import RowOp
+from qconvert.passes.input_scales import InputScales
+from qconvert.passes.quantize import Quantizing, compressed_block, left_note, rounded_drafts
+from qconvert.passes.ranks import Grid, check_size, listed, loads_at, loads_note
+from qconvert.passes.selection import Selection, SharedExperts, shared_notes
+from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Plan
-from qconvert.runtimes.shared_experts import loses_shared, would_fuse
-from qconvert.samples.request import Calibration, digest_of
+from qconvert.samples.request import Calibration
 
 GROUP = 128
+_GROUPS = (128, 32)  # what all kernels take (sglang's Triton WNA16 no other)
+# A scale a row is on every rank; what a rank has of a row fits kernels in multiples of this.
+_CHANNEL_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsToW4A16:
+class ExpertsToW4A16(Quantizing):
     """Weights of `bits`, in groups of `group_size` columns that share a scale (None: a whole row does),
     packed as `packing` says. `targets` and `ignore` are names, ends of names, `re:` patterns, or
     `Linear`, as in llm-compressor; EXPERTS means the routed experts of every family, whatever their
@@ -128,8 +104,7 @@ class ExpertsToW4A16:
                 f"order 'stored' solves columns as they are stored, and actorder {self.actorder!r} "
                 "by importance: leave one of the two out"
             )
-        if self.tp is not None and self.tp < 1:
-            raise PlanError(f"expected a tensor parallel size of 1 or more, found {self.tp}")
+        check_size(self.tp)
 
     @property
     def scheme(self) -> IntScheme:
@@ -155,244 +130,109 @@ class ExpertsToW4A16:
             return RoundToNearest(replace(scheme, actorder=None), self.packer(draft=draft))
         return encoder(scheme, self.packer(draft=draft), self.scales, self.signs)
 
-    def __call__(self, plan: Plan) -> Plan:
-        chosen = self.chosen(plan)
-        digest = self.digest(plan, chosen)
-        results: dict[str, Output] = {}
-        for projection in chosen.experts.projections if chosen.experts else ():
-            results.update(self.results(projection, digest))
-        for module, linear in chosen.linears.items():
-            draft = plan.family.is_mtp(f"{module}.weight", plan.role_index.dims)
-            if digest is None or draft:
-                results.update(self.rounded(module, linear.stored, draft=draft))
-                continue
-            packers = (self.packer(),)
-            (made,) = calibrated_linear(plan, module, linear.stored, linear.names, packers, digest)
-            results.update(self.named(module, linear.stored, made))
-        return self.with_results(plan, chosen, results, digest)
-
-    def digest(self, plan: Plan, chosen: Selection) -> str | None:
-        """The digest of the calibration, None without one. Raises PlanError for a model that cannot be
-        run a layer at a time, and for statistics of experts that it has not."""
-        request = self.request(plan, chosen)
-        if request is None:
-            return None
-        check_runs(plan)
-        if request.save_stats is not None and not plan.role_index.dims.num_experts:
-            raise PlanError(
-                "save_stats: statistics are of routed experts, and this model has none: leave it out"
-            )
-        return digest_of(request, plan.checkpoint.root)
-
-    def request(self, plan: Plan, chosen: Selection) -> Calibration | None:
-        """The calibration that is run. What layers before lost is corrected in experts alone: where
-        other linears are solved too, no part of a layer is the unquantized model's any more."""
-        asked = self.calibrate
-        if asked is None or asked.solver != "best" or not _solved_beside(plan, chosen):
-            return asked
-        return replace(asked, propagated_error="ignore")
-
-    def results(self, projection: Projection, digest: str | None = None) -> dict[str, Output]:
-        """An expert matrix's tensors by name; `digest` is of the calibration that finds its codes."""
-        if digest is None or projection.draft:
-            return self.rounded(projection.module, projection.weight, draft=projection.draft)
-        (made,) = calibrated(projection, (self.packer(),), digest)
-        return self.named(projection.module, projection.weight, made)
-
-    def rounded(self, module: str, stored: Stored, *, draft: bool = False) -> dict[str, Output]:
-        """A matrix's tensors by name, rounded to nearest; `draft`: it is a draft layer's."""
-        try:
-            made = apply(Recode(stored.decoder, (self.encoder(draft=draft),)), *stored.args)
-        except PlanError as error:
-            raise PlanError(f"{module}: {error}") from error
-        return self.named(module, stored, made, draft=draft)
+    def suffixes(self, *, draft: bool = False) -> tuple[str, ...]:
+        return self.packer(draft=draft).suffixes
 
     def named(
-        self, module: str, stored: Stored, made: Sequence[Output], *, draft: bool = False
+        self, module: str, stored: Stored, results: Sequence[Output], *, draft: bool = False
     ) -> dict[str, Output]:
         """The packer's results under their names, and what else the format has of a matrix."""
-        names = [f"{module}.{suffix}" for suffix in self.packer(draft=draft).suffixes]
-        found = dict(zip(names, made, strict=True))
+        found = Quantizing.named(self, module, stored, results, draft=draft)
         if self.packing == "compressed-tensors":
             shape = apply(constant_i64((stored.rows, stored.columns)))[0]
             found[f"{module}.weight_shape"] = shape
         return found
 
-    def chosen(self, plan: Plan) -> Selection:
-        """Return what the targets select of a plan, checked for groups, sets and tensor parallelism."""
-        everyone = self._routed(plan)
-        experts = everyone if everyone is not None and self._takes(everyone) else None
-        linears, left, unwanted = select_linears(
-            plan,
-            everyone,
-            self._wants,
-            lambda one: not self.leave_bf16 or self._fits(one),
-            keep=SHARED if self.shared_experts == "keep" else (),
-        )
-        self._check_targets(plan, [*linears, *left], experts)
-        check_sets({module: one.kind for module, one in linears.items()}, {**unwanted, **left})
-        found = self._with_shared(plan, Selection(experts, linears, tuple(left)))
-        self._check_sizes(found)
-        return found
+    # --- sizes
 
-    def _with_shared(self, plan: Plan, chosen: Selection) -> Selection:
-        """The same with shared experts that no target names, where they are to be quantized."""
-        asked = self.shared_experts
-        if asked == "named":  # draft layers' have no other target than those of the model's own
-            asked = None if chosen.names_shared else "keep"
-        if chosen.experts is None or asked == "keep":
-            return chosen
-        drafts = any(projection.draft for projection in chosen.experts.projections)
-        shared = shared_experts(plan, chosen.linears, drafts=drafts)
-        if not shared:
-            check_any_shared(chosen, asked)
-            return chosen
-        if asked is None and any(matches(module, self.ignore) for module in shared):
-            return chosen
-        if asked is None:
-            block = self._block(plan, chosen, chosen.others(plan))
-            # Targets that name shared experts never take those of draft layers.
-            lost = chosen.names_shared and would_fuse(plan.config, block)
-            kept = self.calibrate is not None and not chosen.names_shared
-            if kept or not (lost or loses_shared(plan.config, block)):
-                return chosen
-        return replace(chosen, linears={**chosen.linears, **shared}, shared=frozenset(shared))
+    @property
+    def grid(self) -> Grid:
+        """Zero points are packed in words along the rows, and all that GPTQ's form has."""
+        scheme = self.scheme
+        words = self.packing != "compressed-tensors" or not scheme.symmetric
+        return scheme.word if words else 1, scheme.group or _CHANNEL_STEP
 
-    def _routed(self, plan: Plan) -> Experts | None:
-        """The model's routed experts, targets or not; None where it has none and needs none."""
-        if self.targets == (EXPERTS,):
-            check_experts(plan, "quantize its other layers: --targets Linear")
-        else:
-            check_described(plan)
-            if not plan.role_index.dims.num_experts:
-                return None
-        return routed_experts(plan)
-
-    def _check_targets(self, plan: Plan, modules: Sequence[str], experts: Experts | None) -> None:
-        """Raises PlanError for a target that matches nothing that can be quantized, and why."""
-        first = [p.module for p in experts.projections[:1]] if experts is not None else []
-        for target in self.targets:
-            named = any(matches(module, (target,)) for module in (*modules, *first))
-            if not named and not (target == EXPERTS and experts is not None):
-                kept = {*SHARED} if self.shared_experts == "keep" else set()
-                why = skip_reason(plan, target, calibrated=self.calibrate is not None, kept=kept)
-                raise PlanError(
-                    f"target {target!r} matches no weight that can be quantized"
-                    + (f"; {why}: leave this target out" if why else "")
-                )
-
-    def _wants(self, module: str, *, expert: bool = False) -> bool:
-        def listed(patterns: tuple[str, ...]) -> bool:
-            return (expert and EXPERTS in patterns) or matches(module, patterns) is not None
-
-        return listed(self.targets) and not listed(self.ignore)
-
-    def _takes(self, experts: Experts) -> bool:
-        """Return whether the targets take the routed experts. Raises PlanError where they take a
-        part."""
-        wanted = [self._wants(p.module, expert=True) for p in experts.projections]
-        if any(wanted) and not all(wanted):
-            kept = experts.projections[wanted.index(False)].module
-            raise PlanError(
-                f"{kept!r} is no target or is ignored, and other routed experts are targets; runtimes "
-                "take one scheme for all experts: target all or none of them"
-            )
-        return all(wanted)
-
-    def _fits(self, stored: Stored) -> bool:
+    def fits(self, stored: Stored) -> bool:
         word = self.scheme.word
         whole = stored.columns % self.scheme.width(stored.columns) == 0
         # GPTQ packs zero points along the rows.
         ragged = self.packing != "compressed-tensors" and stored.rows % word
-        return whole and stored.columns % word == 0 and not ragged
+        return not self.leave_bf16 or (whole and stored.columns % word == 0 and not ragged)
 
-    def _check_sizes(self, chosen: Selection) -> None:
+    def check_sizes(self, chosen: Selection) -> None:
         """Raises PlanError for a group that does not divide columns, or not what a rank has of them."""
-        matrices, scheme = chosen.sizes, self.scheme
-        words = isinstance(self.packer(), PackGptq)
-        for matrix in matrices:
-            width = scheme.width(matrix.columns)
-            if matrix.columns % width:
-                groups = fitting_groups(matrices, scheme, self.tp or 1, words)
+        scheme = self.scheme
+        for module, _, _, columns in chosen.sizes:
+            width = scheme.width(columns)
+            if columns % width:
+                groups = self._fitting_groups(chosen, self.tp or 1)
                 hint = (
                     f"group {groups[0]} is supported"
                     if groups
                     else "a scale a row (group null, channel) is supported"
                 )
-                if chosen.experts is None or matrix.module in chosen.linears:
+                if chosen.experts is None or module in chosen.linears:
                     hint += ", or leave_bf16 leaves such a matrix as it is"
                 raise PlanError(
-                    f"{matrix.module}: expected columns in whole groups of {width}, found "
-                    f"{matrix.columns}; {hint}"
+                    f"{module}: expected columns in whole groups of {width}, found {columns}; {hint}"
                 )
-        if self.tp is not None and not loads_at(matrices, scheme, self.tp, words):
-            groups = fitting_groups(matrices, scheme, self.tp, words)
-            sizes = listed(tp for tp in TP_SIZES if loads_at(matrices, scheme, tp, words))
+        if self.tp is not None and not loads_at(chosen.sizes, self.grid, (self.tp,)):
+            groups = self._fitting_groups(chosen, self.tp)
             how = f"in groups of {scheme.group}" if scheme.group else "with a scale a row"
             hint = f"group {groups[0]} fits" if groups else "no group size fits"
             raise PlanError(
                 f"at tensor parallel {self.tp} a rank would not get whole groups {how}: {hint} at "
-                f"{self.tp}; ranks get whole ones of this at {sizes}"
+                f"{self.tp}; ranks get whole ones of this at {listed(loads_at(chosen.sizes, self.grid))}"
             )
 
-    def _loads_at(self, chosen: Selection) -> list[int]:
-        """The usual tensor-parallel sizes at which each rank gets whole groups."""
-        words, matrices = isinstance(self.packer(), PackGptq), chosen.sizes
-        return [tp for tp in TP_SIZES if loads_at(matrices, self.scheme, tp, words)]
+    def _fitting_groups(self, chosen: Selection, tp: int) -> list[int]:
+        """Group sizes that hold every matrix whole and load at `tp`, largest first."""
+        return [
+            group
+            for group in _GROUPS
+            if all(one.columns % group == 0 for one in chosen.sizes)
+            and loads_at(chosen.sizes, (self.grid[0], group), (tp,))
+        ]
 
-    def _notes(self, chosen: Selection) -> list[str]:
-        """At which tensor-parallel sizes ranks get whole groups, and what else decides who takes it."""
-        matrices, scheme = chosen.sizes, self.scheme
-        words = isinstance(self.packer(), PackGptq)
-        sizes = self._loads_at(chosen)
-        notes = [loads_note(sizes, "groups")]
-        groups = fitting_groups(matrices, scheme, 1, words) if scheme.group else []
+    # --- what the plan and the config say
+
+    def notes(
+        self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
+    ) -> list[str]:
+        sizes = loads_at(chosen.sizes, self.grid)
+        notes = ["linear_fp8_config"] if "linear_fp8_config" in block else []
+        notes.append(loads_note(sizes, "groups"))
+        groups = self._fitting_groups(chosen, 1) if self.scheme.group else []
         for group in groups[::-1][:1]:  # the smallest loads at the most sizes
-            other = replace(scheme, group=group)
-            at = [tp for tp in TP_SIZES if loads_at(matrices, other, tp, words)]
+            at = loads_at(chosen.sizes, (self.grid[0], group))
             if len(at) > len(sizes):
                 notes.append(f"in groups of {group} at {listed(at)}")
-        if chosen.left:
-            notes.append(f"{len(chosen.left)} linears left as they are (leave_bf16)")
-        if not scheme.symmetric:
+        notes += left_note(chosen, " (leave_bf16)")
+        if not self.symmetric:
             notes.append("asymmetric: no experts so in sglang 0.5.23 or transformers 5.17")
-        return notes
+        notes += rounded_drafts(chosen, self.calibrate)
+        return [*notes, *shared_notes(plan, chosen, block)]
 
-    def with_results(
-        self, plan: Plan, chosen: Selection, results: Named, digest: str | None = None
-    ) -> Plan:
-        """The plan with these tensors in place of what was chosen."""
-        others = chosen.others(plan)
-        check_nothing_packed(others)
-        block = self._block(plan, chosen, others)
-        beside = "linear_fp8_config" in block
-        notes = [*(["linear_fp8_config"] if beside else []), *self._notes(chosen)]
-        experts = chosen.experts.projections if chosen.experts is not None else ()
-        if digest is not None and any(projection.draft for projection in experts):
-            notes.append("MTP experts are not calibrated: rounded to nearest")
-        notes += shared_notes(plan, chosen, block)
-        renamed = not beside and any(runtime_linears(plan, others).values())
-        return replace_weights(
-            plan,
-            chosen.entry(self.name, options_with(self, digest), notes),
-            {**(with_weight_scales(others) if renamed else others), **results},
-            dropped=chosen.dropped(plan),
-            block=block,
-            facts={"tp_sizes": self._loads_at(chosen)},
-            calibrate=self.request(plan, chosen),
-            digest=digest,
-            linears=_solved_beside(plan, chosen),
-        )
-
-    def _block(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
-        """The config's block for what is chosen. Raises PlanError for FP8 that cannot stay."""
+    def config(self, plan: Plan, chosen: Selection) -> tuple[dict[str, Any], Named]:
+        """Raises PlanError for FP8 that cannot stay."""
+        others: Named = chosen.others(plan)
         linears = runtime_linears(plan, others)
         fp8 = fp8_block(plan, linears)
         if fp8 is not None:
             self._check_fp8(plan, [module for module, is_fp8 in linears.items() if is_fp8])
-        if isinstance(self.packer(), PackGptq):
-            return self._gptq_quantization(plan, chosen, others)
-        return self._quantization(plan, chosen, others, fp8)
+        if self.packing != "compressed-tensors":
+            return self._gptq_block(plan, chosen, others), others
+        left = ignored(plan, others, experts=chosen.experts is not None, shared=bool(chosen.shared))
+        exponents = has_exponents(others) and not chosen.linears
+        beside = fp8 is not None and exponents and all(linears.values())
+        group = partial(group_config, self.scheme)
+        block = compressed_block(plan, chosen, group, left, fp8=None if beside else fp8)
+        block["format"] = "pack-quantized"
+        if fp8 is not None and beside:
+            block["linear_fp8_config"] = _linear_fp8_config(plan, fp8)
+        elif fp8 is not None:
+            others = with_weight_scales(others)
+        return block, others
 
     def _check_fp8(self, plan: Plan, modules: Sequence[str]) -> None:
         """Raises PlanError where these linears cannot stay FP8."""
@@ -409,25 +249,7 @@ class ExpertsToW4A16:
                 "first (qconvert dequant), or take packing compressed-tensors"
             )
 
-    def _quantization(
-        self,
-        plan: Plan,
-        chosen: Selection,
-        others: Named,
-        fp8: tuple[int, int] | None,
-    ) -> dict[str, Any]:
-        """compressed-tensors' block."""
-        left = ignored(plan, others, experts=chosen.experts is not None, shared=bool(chosen.shared))
-        exponents = has_exponents(others) and not chosen.linears
-        beside = fp8 is not None and exponents and all(runtime_linears(plan, others).values())
-        group = partial(group_config, self.scheme)
-        config = compressed_block(plan, chosen, group, left, fp8=None if beside else fp8)
-        config["format"] = "pack-quantized"
-        if fp8 is not None and beside:
-            config["linear_fp8_config"] = _linear_fp8_config(plan, fp8)
-        return config
-
-    def _gptq_quantization(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
+    def _gptq_block(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
         """GPTQ's block: every module is quantized except those that match a pattern."""
         if not chosen.plain:
             shared = shared_paths(plan) if chosen.shared else []
@@ -452,13 +274,6 @@ def _linear_fp8_config(plan: Plan, fp8: tuple[int, int]) -> dict[str, Any]:
         "weight_block_size": list(fp8),
         **({"scale_fmt": stated} if stated else {}),
     }
-
-
-def _solved_beside(plan: Plan, chosen: Selection) -> bool:
-    """Return whether linears beside the routed experts are calibrated: those of draft layers never
-    are."""
-    dims, is_mtp = plan.role_index.dims, plan.family.is_mtp
-    return not all(is_mtp(f"{module}.weight", dims) for module in chosen.linears)
 
 
 PASSES = (ExpertsToW4A16,)

@@ -23,11 +23,13 @@ def options_of(step: Any, **instead: Any) -> dict[str, Any]:
     return {name: _json(value) for name, value in {**values, **instead}.items()}
 
 
-def options_with(step: Any, digest: str | None) -> dict[str, Any]:
-    """The options of a pass, with its calibration as manifests keep it."""
-    if digest is None:
-        return options_of(step)
-    return options_of(step, calibrate=fact(step.calibrate, digest))
+def options_with(step: Any, digest: str | None, stats: str | None = None) -> dict[str, Any]:
+    """The options of a pass, with its calibration and its statistics as manifests keep them: by the
+    `digest` of the one, and that of what was read of the other."""
+    instead: dict[str, Any] = {} if stats is None else {"stats": stats}
+    if digest is not None:
+        instead["calibrate"] = fact(step.calibrate, digest)
+    return options_of(step, **instead)
 
 
 def _json(value: Any) -> Any:

@@ -13,8 +13,8 @@ from families.classes import config
 from families.tiny import saved
 from qconvert.checkpoint.open import open_source
 from qconvert.passes.fp8 import ToFp8
-from qconvert.passes.mx import ToMx
 from qconvert.passes.nvfp4 import ToNvfp4
+from qconvert.passes.quantize import ToMx
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 

@@ -12,6 +12,7 @@ from qconvert.core.encodings import AWQ, GPTQ, INT8, PACKED
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.formats.base import Folder, Format, Read, stored
+from qconvert.ops.rowwise import RowOp
 from qconvert.plan.plan import Plan
 
 
@@ -100,6 +101,13 @@ def read_int8(plan: Plan, module: str) -> Read | None:
     return found, tuple(names)
 
 
+def _int8_encoder() -> RowOp:
+    from qconvert.formats.int_packed.encode import RoundToNearest
+    from qconvert.formats.int_packed.packers import INT8_ROWS, KeepInt8
+
+    return RoundToNearest(INT8_ROWS, KeepInt8())
+
+
 def _int8_group(targets: Iterable[str]) -> dict[str, Any]:
     from qconvert.formats.int_packed.config import int8_group_config
 
@@ -168,6 +176,9 @@ FORMATS = (
     ),
     Format(
         name="int8", title="INT8", parameters=INT8[:2], codes=("I8",), cut=(1, 0), order=70,
-        equals=f"{_PTQ} INT8", read=read_int8, config_group=_int8_group,
+        equals=f"{_PTQ} INT8", read=read_int8, encode=_int8_encoder, config_group=_int8_group,
+        expert_notes=(
+            "experts are loaded by vLLM 0.33; sglang 0.5.23 has INT8 ones on NPUs alone",
+        ),
     ),
 )  # fmt: skip

@@ -81,6 +81,13 @@ def _group(form: Form, targets: Iterable[str]) -> dict[str, Any]:
     return mx_group_config(form, targets)
 
 
+def _check_source(plan: Plan) -> None:
+    from qconvert.formats.mx.config import mxfp4_modules
+
+    if mxfp4_modules(plan):
+        raise PlanError("the source is MXFP4: rounding its codes again would only lose")
+
+
 def _label(folder: Folder, module: str, parameter: str) -> str | None:
     """A matrix with exponents beside it."""
     beside = (folder.tensors.get(f"{module}.{one}") for one in (MXFP4[1], MXFP4_BESIDE[1]))
@@ -101,12 +108,14 @@ FORMATS = (
         name="mxfp4", title="MXFP4", parameters=MX["mxfp4"], codes=("U8",), cut=(1, 32), order=40,
         equals=f"{_EQUALS} MXFP4A16", read=read, label=_label,
         encode=partial(_encoder, "mxfp4"), config_group=partial(_group, "mxfp4"),
+        check=_check_source,
         notes=("loaded by vLLM 0.33; sglang 0.5.23 reads it in Kimi-K3 and DeepSeek-V4 alone",),
     ),
     Format(
         name="mxfp8", title="MXFP8", parameters=MX["mxfp8"], codes=("F8_E4M3",), cut=(1, 32), order=10,
         equals=f"{_EQUALS} MXFP8", read=read_fp8,
         encode=partial(_encoder, "mxfp8"), config_group=partial(_group, "mxfp8"),
+        check=_check_source,
         notes=("loaded by vLLM 0.33; sglang 0.5.23 has no class for it",),
     ),
     Format(

@@ -1,0 +1,484 @@
+"""Skeleton of every pass that quantizes for GPUs, and the passes that need no more: `quantize`, which
+writes any registered format that is encoded row by row, and `mx` and `int8`, its other names.
+
+The skeleton selects matrices, checks the sizes of ranks, calibrates, encodes, states it in the config
+and puts new tensors in place of the old. A pass is a dataclass below it, whose fields are its options,
+and gives what its format has of its own. Linears in block FP8 that are no target stay so where a config
+has place for them, as a second group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from re import escape
+from typing import Any, ClassVar, Literal
+
+from qconvert.core.errors import PlanError
+from qconvert.core.fused_names import with_fused_names
+from qconvert.core.graph import Output, apply
+from qconvert.core.int_scheme import CodePacker
+from qconvert.core.roles import SHARED
+from qconvert.formats.base import Format, Stored
+from qconvert.formats.fp8.config import fp8_group_config
+from qconvert.formats.registry import formats
+from qconvert.models.experts import calibrated
+from qconvert.models.linears import calibrated_linear, runtime_linears
+from qconvert.models.skip_reasons import check_runs
+from qconvert.models.unquantized import (
+    Named,
+    check_nothing_packed,
+    experts_of_class,
+    fp8_block,
+    ignored,
+    shared_paths,
+    with_weight_scales,
+)
+from qconvert.ops.rowwise import Recode, RowOp
+from qconvert.passes.input_scales import NO_INPUTS, InputScales, maxima_of
+from qconvert.passes.ranks import Grid, check_size, check_tp, loads_at, loads_note
+from qconvert.passes.replace_weights import replace_weights
+from qconvert.passes.selection import (
+    Linear,
+    Selection,
+    SharedExperts,
+    Targets,
+    select,
+    shared_notes,
+    takes_linears,
+    with_shared,
+)
+from qconvert.plan.pass_options import EXPERTS, LINEAR, options_with
+from qconvert.plan.plan import Plan
+from qconvert.samples.request import Calibration, digest_of
+
+Group = Callable[[Iterable[str]], dict[str, Any]]
+# Commands of formats that need more than a row: how the formats' names begin.
+_COMMANDS = {
+    "fp8": "fp8",
+    "nvfp4": "nvfp4",
+    "int": "w4a16",
+    "w": "w4a16",
+    "gptq": "w4a16",
+    "amx": "amx",
+}
+
+
+class Quantizing:
+    """Base of the passes. `targets` and `ignore` are as `Targets` has them; `shared_experts` says
+    whether shared experts beside routed ones are quantized too or kept; None: quantized only where
+    sglang would otherwise fuse them and not read them, and kept where data decides, of which there is
+    none of theirs; `named`: as targets name them alone. `tp` is a tensor-parallel size that the result
+    must load at. `stats` is a folder of a calibration's statistics, `input_scale` one constant: from one
+    of them input scales follow. `calibrate`: GPTQ finds the codes, but not of draft layers, for which
+    transformers has no class.
+
+    Raises PlanError for targets that match nothing, for part of what runtimes load as one, where a rank
+    would cut a block, where layers in another quantized form would stay, and as `routed_experts` does.
+    """
+
+    __slots__ = ()
+    name: ClassVar[str]
+    targets: tuple[str, ...]
+    shared_experts: SharedExperts | Literal["named"] | None
+    tp: int | None
+    ignore: tuple[str, ...] = ()
+    stats: str | None = None
+    input_scale: float | None = None
+    calibrate: Calibration | None = None
+
+    # --- what a format has of its own
+
+    @property
+    def grid(self) -> Grid:
+        """Rows and columns of which each rank gets whole ones."""
+        raise NotImplementedError
+
+    def encoder(self, *, draft: bool = False) -> RowOp:
+        """The op that rounds a BF16 matrix to nearest; `draft`: one of a draft layer."""
+        raise NotImplementedError
+
+    def suffixes(self, *, draft: bool = False) -> tuple[str, ...]:
+        """The names of what it makes, below the module's."""
+        raise NotImplementedError
+
+    def config(self, plan: Plan, chosen: Selection) -> tuple[dict[str, Any], Named]:
+        """The config's block for what is chosen, and the tensors that stay, under their new names."""
+        raise NotImplementedError
+
+    def notes(
+        self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
+    ) -> list[str]:
+        """Return what the plan says of it."""
+        raise NotImplementedError
+
+    def fits(self, stored: Stored) -> bool:
+        """Return whether a linear has whole blocks; one that has not is left as it is."""
+        return stored.columns % self.grid[1] == 0
+
+    def packer(self, *, draft: bool = False) -> CodePacker:
+        """Return what packs a matrix's calibrated codes."""
+        raise NotImplementedError
+
+    def more(self, plan: Plan, known: Collection[str]) -> Mapping[str, Linear]:
+        """Linears to take beside those that all formats take, but for these modules and tensors."""
+        return {}
+
+    def own_experts(self, plan: Plan, chosen: Selection) -> Selection:
+        """The same with the routed experts that runtimes load so: those of draft layers too."""
+        return chosen
+
+    def check_sizes(self, chosen: Selection) -> None:
+        check_tp(chosen.sizes, self.grid, self.tp)
+
+    def check_new(self, plan: Plan, chosen: Selection) -> None:
+        """Raises PlanError where every matrix has this form already."""
+
+    def check_source(self, plan: Plan) -> None:
+        """Raises PlanError for a plan whose weights are not to be quantized so."""
+
+    def check_left(self, plan: Plan, others: Named) -> None:
+        """Raises PlanError for tensors that cannot stay."""
+        check_nothing_packed(others)
+
+    # --- the steps
+
+    @property
+    def stores_inputs(self) -> bool:
+        """Return whether scales of activations are stored."""
+        return self.input_scale is not None or self.stats is not None
+
+    def check_inputs(self) -> None:
+        """Raises PlanError for input scales that contradict the other options."""
+        if self.input_scale is not None and not 0 < self.input_scale < inf:
+            raise PlanError(f"expected an input scale above 0, found {self.input_scale}")
+        if self.input_scale is not None and self.stats is not None:
+            raise PlanError("input_scale is a constant input scale, and stats says otherwise")
+        others = "all other layers" if takes_linears(self.targets) else "quantized shared experts"
+        if self.stats is not None and (
+            takes_linears(self.targets) or self.shared_experts == "quantize"
+        ):
+            raise PlanError(
+                f"statistics are of routed experts' inputs alone, and {others} would need input scales "
+                "too: target experts, keep shared experts, or leave stats out"
+            )
+
+    def __call__(self, plan: Plan) -> Plan:
+        return self.planned(plan)
+
+    def planned(self, plan: Plan) -> Plan:
+        """The plan with what the targets select quantized."""
+        self.check_source(plan)
+        chosen = self.chosen(plan)
+        inputs = self.inputs(plan, chosen)
+        digest = self.digest(plan, chosen)
+        made = self.encoded(plan, chosen, inputs, digest)
+        return self.with_results(plan, chosen, made, digest, inputs)
+
+    def chosen(self, plan: Plan) -> Selection:
+        """Return what the targets select of a plan, checked for sets and tensor parallelism."""
+        keep = SHARED if self.shared_experts == "keep" else ()
+        found = select(
+            plan,
+            Targets(self.targets, self.ignore, keep),
+            self.fits,
+            calibrated=self.calibrate is not None,
+            more=lambda known: self.more(plan, known),
+        )
+        found = self.own_experts(plan, found)
+        asked = self.shared_experts
+        if asked == "named":  # draft layers' have no other target than those of the model's own
+            asked = None if found.names_shared else "keep"
+        by_data = self.stats is not None or self.calibrate is not None
+        if asked is None and by_data and not found.names_shared:
+            asked = "keep"
+        found = with_shared(
+            plan, found, asked, lambda selection: self.config(plan, selection)[0], self.ignore
+        )
+        self.check_new(plan, found)
+        self.check_sizes(found)
+        return found
+
+    def inputs(self, plan: Plan, chosen: Selection) -> InputScales:
+        """Return what input scales follow from."""
+        maxima = None if self.stats is None else maxima_of(plan, self.stats, chosen.projections)
+        return InputScales(self.input_scale, maxima)
+
+    def digest(self, plan: Plan, chosen: Selection) -> str | None:
+        """The digest of the calibration, None without one. Raises PlanError for a model that cannot be
+        run a layer at a time, and for statistics of experts that it has not."""
+        request = self.request(plan, chosen)
+        if request is None:
+            return None
+        check_runs(plan)
+        if request.save_stats is not None and not plan.role_index.dims.num_experts:
+            raise PlanError(
+                "save_stats: statistics are of routed experts, and this model has none: leave it out"
+            )
+        return digest_of(request, plan.checkpoint.root)
+
+    def request(self, plan: Plan, chosen: Selection) -> Calibration | None:
+        """The calibration that is run. What layers before lost is corrected in experts alone: where
+        other linears are solved too, no part of a layer is the unquantized model's any more."""
+        asked = self.calibrate
+        if asked is None or asked.solver != "best" or not _solved_beside(plan, chosen):
+            return asked
+        return replace(asked, propagated_error="ignore")
+
+    def encoded(
+        self, plan: Plan, chosen: Selection, inputs: InputScales, digest: str | None
+    ) -> dict[str, Output]:
+        """The new tensors by name, each matrix for itself."""
+        made = self.solved(plan, chosen, digest)
+        drafts = chosen.drafts(plan)
+        found: dict[str, Output] = {}
+        for module, _, stored in chosen:
+            draft = module in drafts
+            results = made.get(module) or rounded(module, stored, self.encoder(draft=draft))
+            found.update(self.named(module, stored, results, draft=draft))
+        return found
+
+    def solved(
+        self, plan: Plan, chosen: Selection, digest: str | None
+    ) -> dict[str, tuple[Output, ...]]:
+        """The results of a calibration by module: draft layers have none."""
+        if digest is None:
+            return {}
+        packers, drafts = (self.packer(),), chosen.drafts(plan)
+        found = {
+            one.module: calibrated(one, packers, digest)[0]
+            for one in chosen.projections
+            if not one.draft
+        }
+        for module, linear in chosen.linears.items():
+            if module not in drafts:
+                made = calibrated_linear(plan, module, linear.stored, linear.names, packers, digest)
+                found[module] = made[0]
+        return found
+
+    def named(
+        self, module: str, stored: Stored, results: Sequence[Output], *, draft: bool = False
+    ) -> dict[str, Output]:
+        """A matrix's results under their names."""
+        names = [f"{module}.{suffix}" for suffix in self.suffixes(draft=draft)]
+        return dict(zip(names, results, strict=True))
+
+    def with_results(
+        self,
+        plan: Plan,
+        chosen: Selection,
+        results: Named,
+        digest: str | None = None,
+        inputs: InputScales = NO_INPUTS,
+    ) -> Plan:
+        """The plan with these tensors in place of what was chosen."""
+        block, others = self.config(plan, chosen)
+        self.check_left(plan, others)
+        return replace_weights(
+            plan,
+            chosen.entry(
+                self.name,
+                options_with(self, digest, inputs.digest),
+                self.notes(plan, chosen, block, inputs),
+            ),
+            {**others, **results},
+            dropped=chosen.dropped(plan),
+            block=block,
+            facts={"tp_sizes": loads_at(chosen.sizes, self.grid), **inputs.facts},
+            calibrate=self.request(plan, chosen),
+            digest=digest,
+            linears=_solved_beside(plan, chosen),
+        )
+
+
+def rounded_drafts(chosen: Selection, calibrate: Calibration | None) -> list[str]:
+    """A note on draft layers beside calibrated ones."""
+    drafts = calibrate is not None and any(one.draft for one in chosen.projections)
+    return ["MTP experts are not calibrated: rounded to nearest"] if drafts else []
+
+
+def left_note(chosen: Selection, why: str) -> list[str]:
+    """A note on linears that do not fit."""
+    return [f"{len(chosen.left)} linears left as they are{why}"] if chosen.left else []
+
+
+def _solved_beside(plan: Plan, chosen: Selection) -> bool:
+    """Return whether linears beside the routed experts are calibrated: those of draft layers never
+    are."""
+    return not chosen.drafts(plan).issuperset(chosen.linears)
+
+
+def rounded(module: str, stored: Stored, encoder: RowOp) -> tuple[Output, ...]:
+    """A matrix decoded and encoded again, rows at a time. Raises PlanError naming it."""
+    try:
+        return apply(Recode(stored.decoder, (encoder,)), *stored.args)
+    except PlanError as error:
+        raise PlanError(f"{module}: {error}") from error
+
+
+def compressed_block(
+    plan: Plan,
+    chosen: Selection,
+    group: Group,
+    left: Sequence[str],
+    *,
+    fp8: tuple[int, int] | None = None,
+    but: str = "",
+) -> dict[str, Any]:
+    """compressed-tensors' block for what is chosen, in the group's own format; `left` are the modules
+    that stay unquantized. Where `Linear` means those that stay in FP8, in blocks `fp8`, others go by
+    name, also by that of what they are fused to: runtimes find a class before the parts. `but`: how
+    patterns of experts begin, to except some."""
+    targets = ["Linear"]
+    if not chosen.plain or fp8 is not None:
+        paths = plan.family.expert_paths if chosen.projections else ()
+        below = [f"{path}." for path in paths] + (shared_paths(plan) if chosen.shared else [])
+        targets = [rf"re:{but}.*{escape(path)}.*" for path in below]
+        targets += experts_of_class(plan) if paths else []
+        targets += with_fused_names(chosen.plain)
+    first = group(targets)
+    groups: dict[str, Mapping[str, Any]] = {"group_0": first}
+    if fp8 is not None:
+        groups["group_1"] = fp8_group_config(fp8)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": first["format"] if fp8 is None else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(left),
+    }
+
+
+class ByFormat(Quantizing):
+    """Base of passes whose format says it all: an op that encodes a matrix row by row, the names of its
+    results and a group of compressed-tensors' config. Linears of draft (MTP) layers stay as they are;
+    their experts are encoded with the others."""
+
+    __slots__ = ()
+    format: str
+
+    def __post_init__(self) -> None:
+        written(self.format)
+        check_size(self.tp)
+
+    @property
+    def form(self) -> Format:
+        return formats()[self.format]
+
+    @property
+    def grid(self) -> Grid:
+        """A scale of a whole row has no blocks."""
+        rows, columns = (one if isinstance(one, int) and one else 1 for one in self.form.cut)
+        return rows, columns
+
+    def encoder(self, *, draft: bool = False) -> RowOp:
+        assert self.form.encode is not None
+        return self.form.encode()
+
+    def suffixes(self, *, draft: bool = False) -> tuple[str, ...]:
+        return self.form.parameters
+
+    def check_source(self, plan: Plan) -> None:
+        if self.form.check is not None:
+            self.form.check(plan)
+
+    def config(self, plan: Plan, chosen: Selection) -> tuple[dict[str, Any], Named]:
+        assert self.form.config_group is not None
+        others: Named = chosen.others(plan)
+        fp8 = fp8_block(plan, runtime_linears(plan, others))
+        if fp8 is not None:
+            others = with_weight_scales(others)
+        experts = chosen.experts is not None
+        left = ignored(plan, others, experts=experts, shared=bool(chosen.shared))
+        return compressed_block(plan, chosen, self.form.config_group, left, fp8=fp8), others
+
+    def notes(
+        self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
+    ) -> list[str]:
+        experts = self.form.expert_notes if plan.role_index.dims.num_experts else ()
+        return [
+            *self.form.notes,
+            *experts,
+            *shared_notes(plan, chosen, block),
+            loads_note(loads_at(chosen.sizes, self.grid)),
+            *left_note(chosen, f": no whole groups of {self.grid[1]}"),
+        ]
+
+
+def written(name: str) -> Format:
+    """The format of this name, if a row is enough to write it. Raises PlanError for another, with the
+    command that writes it or those that there are."""
+    known = {n: one for n, one in formats().items() if one.encode and one.config_group}
+    if name in known:
+        return known[name]
+    for start, command in _COMMANDS.items():
+        if name.startswith(start):
+            raise PlanError(f"{name} has a command of its own: qconvert {command}")
+    found = f"{name!r}, which is only read" if name in formats() else repr(name)
+    raise PlanError(f"expected a format, one of {', '.join(sorted(known))}; found {found}")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize(ByFormat):
+    """The routed experts, or what `targets` names, in a registered `format`, another package's too.
+    `targets` and `ignore` are names, ends of names, `re:` patterns, or `Linear`; EXPERTS means the
+    routed experts of every family. `shared_experts` says whether shared experts beside routed ones are
+    quantized too or kept; None: quantized only where sglang would otherwise fuse them and not read them.
+    `tp` is a tensor-parallel size that the result must load at. Linears whose columns are no whole
+    groups are left.
+
+    Raises PlanError for an unknown format, where expert columns are not whole groups, where a rank would
+    cut one, for part of what runtimes load as one, and as `routed_experts` does.
+    """
+
+    name: ClassVar[str] = "quantize"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    format: str
+    targets: tuple[str, ...] = (EXPERTS,)
+    ignore: tuple[str, ...] = ()
+    shared_experts: SharedExperts | None = None
+    tp: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToMx(ByFormat):
+    """`quantize` to MXFP4 or MXFP8, by default of the routed experts.
+
+    vLLM 0.33 loads all of it (`schemes/compressed_tensors_w4a4_mxfp4.py`, `_w8a8_mxfp8.py`, and theirs
+    in `compressed_tensors_moe/`). sglang 0.5.23 has a class for MXFP4 experts (`mxfp4.py`), which in
+    compressed-tensors' form its models of Kimi-K3 and DeepSeek-V4 alone fill (`models/kimi_k3.py`,
+    `models/deepseek_v4.py`): others leave `weight_packed` unread without a word. It has none for the
+    rest. Raises PlanError for a source in MXFP4, and as `Quantize` does.
+    """
+
+    name: ClassVar[str] = "mx"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    format: Literal["mxfp4", "mxfp8"] = "mxfp4"
+    targets: tuple[str, ...] = (EXPERTS,)
+    shared_experts: SharedExperts | None = None
+    tp: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToInt8(ByFormat):
+    """`quantize` to INT8 for INT8 activations (W8A8), by default of all linear layers.
+
+    Weights have a scale a row, activations one a token, which runtimes find for themselves. Read in
+    sglang 0.5.23 and vLLM 0.33 (`schemes/compressed_tensors_w8a8_int8.py`): both load linears so. Routed
+    experts vLLM alone does on a GPU (`compressed_tensors_moe_w8a8_int8.py`): sglang has that class for
+    NPUs. Raises PlanError as `Quantize` does.
+    """
+
+    name: ClassVar[str] = "int8"
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+    format = "int8"
+
+    targets: tuple[str, ...] = (LINEAR,)
+    shared_experts: SharedExperts | None = None
+    tp: int | None = None
+
+
+PASSES = (Quantize, ToMx, ToInt8)
