@@ -96,7 +96,7 @@ def mx(
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a power-of-two scale
     for 32 columns, in compressed-tensors' form: MXFP4, or with --bits 8 MXFP8. They equal
-    llm-compressor's for the same weights in BF16, byte for byte. vLLM loads all of it; sglang only MXFP4,
+    llm-compressor's for the same weights in BF16, byte for byte. vLLM loads all; sglang only MXFP4,
     and that of Kimi-K3 and DeepSeek-V4 alone. `quantize` is the same with --ignore.
 
     \b

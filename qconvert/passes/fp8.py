@@ -40,7 +40,7 @@ from qconvert.models.unquantized import (
 from qconvert.ops.constant import constant_f32
 from qconvert.passes.input_scales import InputScales
 from qconvert.passes.quantize import Quantizing, compressed_block
-from qconvert.passes.ranks import Grid, check_size, cut_notes, loads_at, loads_note
+from qconvert.passes.ranks import Grid, check_tp, cut_notes, loads_at, loads_note
 from qconvert.passes.selection import Linear, Selection, SharedExperts, shared_notes, takes_linears
 from qconvert.passes.shared_scales import encoded_together
 from qconvert.plan.pass_options import LINEAR
@@ -58,18 +58,13 @@ class ToFp8(Quantizing):
     """All linear layers that runtimes load in FP8, or with `targets: [experts]` the routed experts. One
     scale for each square of `block` rows and columns, or (None) for each row, which dialect
     compressed-tensors alone has; with `tensor` for each matrix, whatever `block` says, and those that
-    runtimes compute as one share it. `input_scale` is then one constant for the inputs of all that is
-    quantized (their largest size / 448); `stats` a folder of a calibration's statistics, from which the
-    input scales of routed experts are taken. `exponents`: scales are powers of two (ue8m0), by block in
-    dialect fp8 only. `shared_experts` says whether shared experts beside routed ones are quantized too
-    or kept; None: quantized only where sglang would otherwise fuse them and not read them. `tp` is a
-    tensor-parallel size that the result must load at. `consumer` is the runtime that is to load it:
-    where its class is known to misread dialect fp8 (`runtimes/misreadings.py`), compressed-tensors' form
-    is written.
+    runtimes compute as one share it. `input_scale` (their largest size / 448) and `stats`, of routed
+    experts, are for such. `exponents`: scales are powers of two (ue8m0), by block in dialect fp8 only.
+    `consumer` is the runtime that is to load it: where its class is known to misread dialect fp8
+    (`runtimes/misreadings.py`), compressed-tensors' form is written. The rest is `Quantizing`'s.
 
-    Raises PlanError where the dialect has no such scales, where layers in another quantized form would
-    stay, where a rank would cut a block, where the consumer misreads either dialect, and as
-    `routed_experts` does.
+    Raises PlanError where the dialect has no such scales, where the consumer misreads either dialect,
+    and as `Quantizing` does.
     """
 
     name: ClassVar[str] = "fp8"
@@ -94,7 +89,7 @@ class ToFp8(Quantizing):
             raise PlanError("scales that are powers of two are supported by block only")
         if self.stores_inputs and not self.tensor:
             raise PlanError("runtimes take input scales beside a scale a tensor only: add tensor")
-        self.check_inputs()
+        self.check_options()
         if self.block is not None and self.block < 1:
             raise PlanError(f"expected a block of 1 or more, found {self.block}")
         if self.block is None and self.dialect == "fp8" and not self.tensor:
@@ -104,7 +99,6 @@ class ToFp8(Quantizing):
             )
         if self.exponents and self.dialect != "fp8":
             raise PlanError("scales that are powers of two are supported in dialect fp8 only")
-        check_size(self.tp)
 
     @property
     def grid(self) -> Grid:
@@ -163,12 +157,8 @@ class ToFp8(Quantizing):
             of = inputs.maxima.of
             given = {p.module: of(p.layer, p.expert, p.kind) / LARGEST for p in chosen.projections}
         made: dict[str, Output] = {}
-        each = encoded_together(
-            chosen,
-            TensorScale(self.dialect),
-            lambda decoder: EncodeFp8Tensor(decoder, self.dialect),
-        )
-        for module, results, scale in each:
+        scales, encoder = TensorScale(self.dialect), partial(EncodeFp8Tensor, dialect=self.dialect)
+        for module, results, scale in encoded_together(chosen, scales, encoder):
             made[f"{module}.weight"], made[f"{module}.weight_scale"] = results[0], scale
             if module in given:
                 made[f"{module}.input_scale"] = apply(constant_f32(given[module], (1,)))[0]
@@ -222,8 +212,8 @@ class ToFp8(Quantizing):
                     del found[scale]
         return found
 
-    def check_new(self, plan: Plan, chosen: Selection) -> None:
-        """Raises PlanError where every matrix has this form already."""
+    def check_chosen(self, plan: Plan, chosen: Selection) -> None:
+        """Raises PlanError where every matrix has this form already, too."""
         if self._by_blocks and all(
             f"{module}.weight_scale_inv" in plan.tensors and self._is_same(plan, module)
             for module, _, _ in chosen
@@ -231,6 +221,7 @@ class ToFp8(Quantizing):
             raise PlanError(
                 f"every matrix is FP8 in blocks of {self.block}x{self.block} already: use it as it is"
             )
+        check_tp(chosen.sizes, self.grid, self.tp)
 
     def _is_same(self, plan: Plan, module: str) -> bool:
         """Return whether an FP8 module's scales are as this pass would write them."""

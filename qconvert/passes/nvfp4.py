@@ -49,7 +49,7 @@ from qconvert.ops.rowwise import RowOp
 from qconvert.passes.input_scales import InputScales
 from qconvert.passes.mxfp4_as_nvfp4 import WEIGHTS_ONLY, as_nvfp4, inputs_of
 from qconvert.passes.quantize import Quantizing, compressed_block, left_note, rounded_drafts
-from qconvert.passes.ranks import Grid, check_size, loads_at, loads_note
+from qconvert.passes.ranks import Grid, loads_at, loads_note
 from qconvert.passes.selection import Selection, SharedExperts, shared_notes, takes_linears
 from qconvert.passes.shared_scales import encoded_together
 from qconvert.plan.pass_options import EXPERTS, options_of
@@ -60,20 +60,16 @@ from qconvert.samples.request import Calibration
 @dataclass(frozen=True, slots=True)
 class ToNvfp4(Quantizing):
     """The routed experts, or with `targets: [Linear]` every linear layer that runtimes load in NVFP4, in
-    either dialect. `stats` is a folder of a calibration's statistics, from which the input scales of
-    experts are taken; without it, or with `weight_only`, the config says that activations stay bf16.
-    `shared_experts` says whether shared experts beside routed ones are quantized too or kept; None:
-    quantized only where sglang would otherwise fuse them and not read them, and kept with `stats`, which
-    have no inputs of theirs. `input_scale` is one constant for the inputs of all that is quantized, as
-    modelopt stores it (their largest size / 2688). `tp` is a tensor-parallel size that the result must
-    load at. Block `scales` are each block's largest weight / 6, or with `search` those around it whose
-    codes have the least squared error. With `calibrate` GPTQ finds codes and block scales of routed
-    experts, but not of draft layers; gate and up still share a global scale, that of rounding.
+    either dialect. Without `stats` or `input_scale` (as modelopt stores it: their largest size / 2688),
+    which `weight_only` excludes, the config says that activations stay bf16. Block `scales` are each
+    block's largest weight / 6, or with `search` those around it whose codes have the least error.
+    With `calibrate` GPTQ finds codes and block scales of routed experts; gate and up still share a
+    global scale, that of rounding. The rest is `Quantizing`'s.
 
-    Raises PlanError where expert columns are not whole blocks of 16, where part of what shares a scale
-    cannot be quantized, where FP8 layers would stay and the dialect has no place for them, where
-    statistics do not fit, where a search is asked for and MXFP4 keeps its scales, where a calibration
-    would have to solve other linears than routed experts, and as `routed_experts` does.
+    Raises PlanError where expert columns are not whole blocks of 16, where FP8 layers would stay and the
+    dialect has no place for them, where statistics do not fit, where a search is asked for and MXFP4
+    keeps its scales, where a calibration would have to solve other linears than routed experts, and as
+    `Quantizing` does.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -90,14 +86,14 @@ class ToNvfp4(Quantizing):
     calibrate: Calibration | None = None
 
     def __post_init__(self) -> None:
+        takes_linears(self.targets)
         if self.weight_only and self.input_scale is not None:
             raise PlanError("input_scale is a constant input scale, and weight_only says otherwise")
         if self.stats is not None and self.weight_only:
             raise PlanError(
                 "weight_only stores no input scales, the only use of stats: leave one of them out"
             )
-        self.check_inputs()
-        check_size(self.tp)
+        self.check_options()
         if self.calibrate is not None:
             self._check_calibration(self.calibrate)
 
@@ -108,16 +104,10 @@ class ToNvfp4(Quantizing):
                 "solver llmcompressor: only integers are solved so here, and NVFP4 is not: leave solver "
                 "out, or choose best"
             )
-        if self.scales != "amax":
+        if self.beside_experts:
             raise PlanError(
-                f"scales {self.scales!r} are for rounding to nearest, and a calibration's stand in "
-                "`calibrate`: leave one of the two out"
-            )
-        if takes_linears(self.targets) or self.shared_experts == "quantize":
-            word = "targets Linear" if takes_linears(self.targets) else "shared_experts quantize"
-            raise PlanError(
-                f"{word}: calibration solves routed experts alone, and others would be rounded to "
-                "nearest: leave it out"
+                f"calibration solves routed experts alone, and {self.beside_experts} would be rounded "
+                "to nearest: leave it out, target experts, or keep shared experts"
             )
 
     @property
@@ -142,13 +132,8 @@ class ToNvfp4(Quantizing):
         solved, made = self.solved(plan, chosen, digest), {}
         for module, results in solved.items():
             made.update(self.named(module, matrices[module], results))
-        each = encoded_together(
-            chosen,
-            OwnScale(self.dialect),
-            lambda decoder: PackNvfp4(decoder, self.dialect, self.scales),
-            _decoder,
-            but=solved,
-        )
+        encoder = partial(PackNvfp4, dialect=self.dialect, scales=self.scales)
+        each = encoded_together(chosen, OwnScale(self.dialect), encoder, _decoder, but=solved)
         for module, results, scale in each:
             shaped = scale.reshape(NAMES[self.dialect].scalar)
             made.update(self.named(module, matrices[module], [*results, shaped]))

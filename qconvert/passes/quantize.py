@@ -46,7 +46,6 @@ from qconvert.passes.selection import (
     Targets,
     select,
     shared_notes,
-    takes_linears,
     with_shared,
 )
 from qconvert.plan.pass_options import EXPERTS, LINEAR, options_with
@@ -54,15 +53,14 @@ from qconvert.plan.plan import Plan
 from qconvert.samples.request import Calibration, digest_of
 
 Group = Callable[[Iterable[str]], dict[str, Any]]
-# Commands of formats that need more than a row: how the formats' names begin.
-_COMMANDS = {
-    "fp8": "fp8",
-    "nvfp4": "nvfp4",
-    "int": "w4a16",
-    "w": "w4a16",
-    "gptq": "w4a16",
-    "amx": "amx",
-}
+# Formats that need more than a row: how their names begin, and their commands.
+_COMMANDS = (
+    ("fp8", "fp8"),
+    ("nvfp4", "nvfp4"),
+    ("amx", "amx"),
+    ("int", "w4a16"),
+    ("gptq", "w4a16"),
+)
 
 
 class Quantizing:
@@ -86,6 +84,7 @@ class Quantizing:
     ignore: tuple[str, ...] = ()
     stats: str | None = None
     input_scale: float | None = None
+    scales: str = "amax"
     calibrate: Calibration | None = None
 
     # --- what a format has of its own
@@ -129,14 +128,9 @@ class Quantizing:
         """The same with the routed experts that runtimes load so: those of draft layers too."""
         return chosen
 
-    def check_sizes(self, chosen: Selection) -> None:
+    def check_chosen(self, plan: Plan, chosen: Selection) -> None:
+        """Raises PlanError where a rank would not get whole ones."""
         check_tp(chosen.sizes, self.grid, self.tp)
-
-    def check_new(self, plan: Plan, chosen: Selection) -> None:
-        """Raises PlanError where every matrix has this form already."""
-
-    def check_source(self, plan: Plan) -> None:
-        """Raises PlanError for a plan whose weights are not to be quantized so."""
 
     def check_left(self, plan: Plan, others: Named) -> None:
         """Raises PlanError for tensors that cannot stay."""
@@ -149,27 +143,35 @@ class Quantizing:
         """Return whether scales of activations are stored."""
         return self.input_scale is not None or self.stats is not None
 
-    def check_inputs(self) -> None:
-        """Raises PlanError for input scales that contradict the other options."""
+    def check_options(self) -> None:
+        """Raises PlanError for options that contradict one another, whatever the format."""
+        check_size(self.tp)
         if self.input_scale is not None and not 0 < self.input_scale < inf:
             raise PlanError(f"expected an input scale above 0, found {self.input_scale}")
         if self.input_scale is not None and self.stats is not None:
             raise PlanError("input_scale is a constant input scale, and stats says otherwise")
-        others = "all other layers" if takes_linears(self.targets) else "quantized shared experts"
-        if self.stats is not None and (
-            takes_linears(self.targets) or self.shared_experts == "quantize"
-        ):
+        if self.stats is not None and (others := self.beside_experts):
             raise PlanError(
                 f"statistics are of routed experts' inputs alone, and {others} would need input scales "
                 "too: target experts, keep shared experts, or leave stats out"
             )
+        if self.scales != "amax" and self.calibrate is not None:
+            raise PlanError(
+                f"scales {self.scales!r} are for rounding to nearest, and a calibration's stand in "
+                "`calibrate`: leave one of the two out"
+            )
+
+    @property
+    def beside_experts(self) -> str:
+        """What options take beside the routed experts, for messages."""
+        shared = "quantized shared experts" if self.shared_experts == "quantize" else ""
+        return "all other layers" if LINEAR in self.targets else shared
 
     def __call__(self, plan: Plan) -> Plan:
         return self.planned(plan)
 
     def planned(self, plan: Plan) -> Plan:
         """The plan with what the targets select quantized."""
-        self.check_source(plan)
         chosen = self.chosen(plan)
         inputs = self.inputs(plan, chosen)
         digest = self.digest(plan, chosen)
@@ -196,8 +198,7 @@ class Quantizing:
         found = with_shared(
             plan, found, asked, lambda selection: self.config(plan, selection)[0], self.ignore
         )
-        self.check_new(plan, found)
-        self.check_sizes(found)
+        self.check_chosen(plan, found)
         return found
 
     def inputs(self, plan: Plan, chosen: Selection) -> InputScales:
@@ -360,7 +361,7 @@ class ByFormat(Quantizing):
 
     def __post_init__(self) -> None:
         written(self.format)
-        check_size(self.tp)
+        self.check_options()
 
     @property
     def form(self) -> Format:
@@ -379,9 +380,10 @@ class ByFormat(Quantizing):
     def suffixes(self, *, draft: bool = False) -> tuple[str, ...]:
         return self.form.parameters
 
-    def check_source(self, plan: Plan) -> None:
+    def __call__(self, plan: Plan) -> Plan:
         if self.form.check is not None:
             self.form.check(plan)
+        return self.planned(plan)
 
     def config(self, plan: Plan, chosen: Selection) -> tuple[dict[str, Any], Named]:
         assert self.form.config_group is not None
@@ -412,7 +414,7 @@ def written(name: str) -> Format:
     known = {n: one for n, one in formats().items() if one.encode and one.config_group}
     if name in known:
         return known[name]
-    for start, command in _COMMANDS.items():
+    for start, command in _COMMANDS:
         if name.startswith(start):
             raise PlanError(f"{name} has a command of its own: qconvert {command}")
     found = f"{name!r}, which is only read" if name in formats() else repr(name)

@@ -38,7 +38,7 @@ from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import RowOp
 from qconvert.passes.input_scales import InputScales
 from qconvert.passes.quantize import Quantizing, compressed_block, left_note, rounded_drafts
-from qconvert.passes.ranks import Grid, check_size, listed, loads_at, loads_note
+from qconvert.passes.ranks import Grid, listed, loads_at, loads_note
 from qconvert.passes.selection import Selection, SharedExperts, shared_notes
 from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Plan
@@ -93,18 +93,13 @@ class ExpertsToW4A16(Quantizing):
                 f"signs {self.signs!r} are of scales 'search', and scales of amax are never below 0: "
                 "leave it out; a calibration's stand in `calibrate`"
             )
-        if self.scales != "amax" and self.calibrate is not None:
-            raise PlanError(
-                f"scales {self.scales!r} are for rounding to nearest, and a calibration's stand in "
-                "`calibrate`: leave one of the two out"
-            )
         asked = self.calibrate
         if asked is not None and asked.order == "stored" and self.actorder is not None:
             raise PlanError(
                 f"order 'stored' solves columns as they are stored, and actorder {self.actorder!r} "
                 "by importance: leave one of the two out"
             )
-        check_size(self.tp)
+        self.check_options()
 
     @property
     def scheme(self) -> IntScheme:
@@ -159,7 +154,7 @@ class ExpertsToW4A16(Quantizing):
         ragged = self.packing != "compressed-tensors" and stored.rows % word
         return not self.leave_bf16 or (whole and stored.columns % word == 0 and not ragged)
 
-    def check_sizes(self, chosen: Selection) -> None:
+    def check_chosen(self, plan: Plan, chosen: Selection) -> None:
         """Raises PlanError for a group that does not divide columns, or not what a rank has of them."""
         scheme = self.scheme
         for module, _, _, columns in chosen.sizes:
