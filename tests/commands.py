@@ -162,7 +162,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("fp8 SRC OUT --channel", "moe"),
     Command("int8 SRC OUT", "moe"),
     Command("mx SRC OUT", "moe"),
-    Command("mx SRC OUT --bits 8 --targets Linear", "moe"),
+    Command("quantize SRC OUT --format mxfp8 --targets Linear", "moe"),
     Command("nvfp4 SRC OUT --dialect modelopt --max-shard-size 200KB", "moe"),
     Command("w4a16 SRC OUT --rtn", "moe"),
     Command("w4a16 SRC OUT --rtn --packing gptq --targets Linear", "moe"),

@@ -84,7 +84,7 @@ _REST: dict[tuple[str, ...], tuple[str, ...]] = {
     ("amx",): ("--method", "int4", "--numa", "1"),
     ("kt",): ("--cpu", "int4", "--numa", "1", "--cpu-out", "cpu"),
     ("w4a16",): ("--rtn",),
-    ("nvfp4",): ("--dialect", "modelopt"),
+    ("nvfp4",): ("--dialect", "modelopt"), ("quantize",): ("--format", "mxfp4"),
     ("split",): ("--pp", "1,1"),
     ("eval",): ("--against", "src", "--data", "x.txt"),
     ("fuse",): ("--for", "sglang"), ("advise",): ("--for", "sglang"),
@@ -111,7 +111,7 @@ def lines(words: tuple[str, ...], command: Any) -> Iterator[list[str]]:
             continue
         if key in _FREE:
             continue
-        if words in (("nvfp4",), ("fp8",), ("mx",), ("int8",)) and key == "targets":
+        if words in (("nvfp4",), ("fp8",)) and key == "targets":
             key = "targets_of_two"
         values = _BAD[key]
         if words == ("validate",) and key == "out":

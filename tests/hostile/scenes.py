@@ -108,6 +108,8 @@ CONVERSIONS = (
     _conversion("relabel", "relabel {src} {out} --to compressed-tensors",
                 has="checkpoint data fp8"),
     _conversion("mx", "mx {src} {out}", src="made", has="checkpoint data"),
+    _conversion("quantize", "quantize {src} {out} --format mxfp8 --targets Linear", src="bf16",
+                has="checkpoint data"),
     _conversion("int8", "int8 {src} {out} --kv-scale 0.5", src="bf16", has="checkpoint data"),
     _conversion("split", "split {src} {out} --pp 1,1 --for vllm --copy"),
     _scene("split balanced", "split {src} {out} --pp 2 --for sglang --balance --dry-run --jobs 1",
@@ -184,8 +186,8 @@ CALIBRATING = (
 # The mutation gives all words: see breaking/arguments.py.
 _COMMANDS = (
     "inspect", "advise", "repair", "plan", "run", "dequant", "fuse", "amx", "kt", "w4a16", "nvfp4",
-    "fp8", "relabel", "mx", "int8", "split", "join", "unprepare", "diff", "validate", "eval", "upload",
-    "recipes show",
+    "fp8", "relabel", "mx", "int8", "quantize", "split", "join", "unprepare", "diff", "validate",
+    "eval", "upload", "recipes show",
     "clean", "finish", "status", "demo", "experts stack", "mtp graft", "text",
 )  # fmt: skip
 BARE = tuple(
