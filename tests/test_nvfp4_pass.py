@@ -499,7 +499,7 @@ def test_statistics_that_do_not_fit_are_refused(
 def test_statistics_with_nothing_to_give_are_refused() -> None:
     with pytest.raises(PlanError, match="the only use of stats"):
         ToNvfp4("modelopt", weight_only=True, stats="x")
-    with pytest.raises(PlanError, match="of experts' inputs alone"):
+    with pytest.raises(PlanError, match="of routed experts' inputs alone"):
         ToNvfp4("modelopt", ("Linear",), stats="x")
 
 
