@@ -251,12 +251,14 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
         return "equal"  # the same codes, under other scales
     steps = {step.get("name") for step in manifest.get("passes", [])}
     if mine.format in FP4:
-        made = ("nvfp4" if mine.format == NVFP4 else "mx") in steps
+        made = not steps.isdisjoint(("nvfp4",) if mine.format == NVFP4 else ("mx", "quantize"))
         solved = CALIBRATION in manifest and mine.key[0].startswith("experts.")
         if made and solved and mine.format == NVFP4:
             return "solved"
         return "nearest" if made or yours.format != mine.format else "equal"
-    requantized = not steps.isdisjoint(("w4a16", "int8") if packed else ("fp8", "mx"))
+    requantized = not steps.isdisjoint(
+        ("w4a16", "int8", "quantize") if packed else ("fp8", "mx", "quantize")
+    )
     if packed and requantized and CALIBRATION in manifest and not _of_draft(folder, mine):
         return (
             "solved"
