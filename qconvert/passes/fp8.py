@@ -68,7 +68,6 @@ class ToFp8(Quantizing):
     """
 
     name: ClassVar[str] = "fp8"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     dialect: Dialect = "fp8"
     block: int | None = BLOCK
@@ -152,10 +151,7 @@ class ToFp8(Quantizing):
         """The new tensors by name; with a scale a matrix, those that are computed as one share it."""
         if not self.tensor:
             return Quantizing.encoded(self, plan, chosen, inputs, digest)
-        given = {module: self.input_scale for module, _, _ in chosen if self.input_scale}
-        if inputs.maxima is not None:
-            of = inputs.maxima.of
-            given = {p.module: of(p.layer, p.expert, p.kind) / LARGEST for p in chosen.projections}
+        given = inputs.scales(chosen, lambda largest: largest / LARGEST)
         made: dict[str, Output] = {}
         scales, encoder = TensorScale(self.dialect), partial(EncodeFp8Tensor, dialect=self.dialect)
         for module, results, scale in encoded_together(chosen, scales, encoder):

@@ -8,8 +8,8 @@ Each `layer-*.safetensors` in it has, for its layer L, `layers.{L}.gate_up.absma
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from struct import pack
@@ -19,78 +19,76 @@ from qconvert.checkpoint.safetensors import Entry, read_header
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError, DataError, PlanError
 from qconvert.models.experts import Projection
+from qconvert.passes.selection import Selection
 from qconvert.plan.plan import Plan
 
 _NAME = re.compile(r"layers\.([0-9]{1,9})\.(gate_up|down)\.absmax")
 
 
 @dataclass(frozen=True)
-class InputMaxima:
-    """The largest input of each expert, by layer and `gate_up` or `down`. `unseen` counts those that
-    saw no token, which have the largest of their layer's others."""
+class InputScales:
+    """What the input scales of all that a pass quantizes follow from: one `constant`, the `largest`
+    input of each expert, by layer and `gate_up` or `down`, or neither, and none are stored. `unseen`
+    counts experts that saw no token, which have the largest of their layer's others."""
 
-    largest: Mapping[tuple[int, str], tuple[float, ...]]
-    unseen: int
+    constant: float | None = None
+    largest: Mapping[tuple[int, str], tuple[float, ...]] = field(default_factory=dict)
+    unseen: int = 0
 
     def of(self, layer: int, expert: int, kind: str) -> float:
-        """For a projection's kind: gate_proj, up_proj or down_proj."""
+        """The largest input of a projection, by its kind: gate_proj, up_proj or down_proj."""
         return self.largest[layer, "down" if kind == "down_proj" else "gate_up"][expert]
 
+    def scales(
+        self,
+        chosen: Selection,
+        of: Callable[[float], float],
+        constant: Callable[[float], float] = lambda value: value,
+    ) -> dict[str, float]:
+        """The scale of each module: `of` the largest input, or of the `constant`; none where none are
+        stored."""
+        if self.largest:
+            return {p.module: of(self.of(p.layer, p.expert, p.kind)) for p in chosen.projections}
+        if self.constant is None:
+            return {}
+        return {module: constant(self.constant) for module, _, _ in chosen}
+
     @property
-    def digest(self) -> str:
-        """Of what was read, wherever it lay: what stands for the folder in a pass's identity."""
+    def digest(self) -> str | None:
+        """Of the statistics that were read, wherever they lay: what stands for the folder in a pass's
+        identity."""
+        if not self.largest:
+            return None
         return sha256(repr(sorted(self.largest.items())).encode()).hexdigest()[:32]
 
     @property
-    def recorded(self) -> dict[str, str]:
-        """For the manifest, with which validators compare the scales that follow: by `LAYER.KIND` the
-        largest input of each expert, F32 as hexadecimal text."""
-        return {
+    def facts(self) -> dict[str, Any]:
+        """For the manifest, with which validators compare the scales that follow: the constant, or by
+        `LAYER.KIND` the largest input of each expert, F32 as hexadecimal text."""
+        if not self.largest:
+            return {} if self.constant is None else {"input_scale": self.constant}
+        recorded = {
             f"{layer}.{kind}": pack(f"<{len(values)}f", *values).hex()
             for (layer, kind), values in sorted(self.largest.items())
         }
+        return {"input_maxima": recorded}
 
     def notes(self) -> list[str]:
         """For a pass's log entry."""
+        if not self.largest:
+            if self.constant is None:
+                return []
+            return [f"input scales are the constant {self.constant:g}, found from no data"]
         found = ["activations quantized with the statistics' input scales"]
         if self.unseen:
             found.append(f"{self.unseen} experts saw no token and take their layer's largest")
         return found
 
 
-@dataclass(frozen=True)
-class InputScales:
-    """What the input scales of all that a pass quantizes follow from: one constant, statistics, or
-    (neither) none are stored."""
-
-    constant: float | None = None
-    maxima: InputMaxima | None = None
-
-    @property
-    def digest(self) -> str | None:
-        """That of statistics."""
-        return None if self.maxima is None else self.maxima.digest
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """For the manifest."""
-        if self.maxima is not None:
-            return {"input_maxima": self.maxima.recorded}
-        return {} if self.constant is None else {"input_scale": self.constant}
-
-    def notes(self) -> list[str]:
-        """For a pass's log entry."""
-        if self.maxima is not None:
-            return self.maxima.notes()
-        if self.constant is None:
-            return []
-        return [f"input scales are the constant {self.constant:g}, found from no data"]
-
-
 NO_INPUTS = InputScales()
 
 
-def maxima_of(plan: Plan, stats: str, projections: Sequence[Projection]) -> InputMaxima:
+def maxima_of(plan: Plan, stats: str, projections: Sequence[Projection]) -> InputScales:
     """The statistics in folder `stats` of these experts of a plan. Raises PlanError for draft layers,
     of which there are none, and as `input_maxima` does."""
     draft = next((one.module for one in projections if one.draft), None)
@@ -109,7 +107,7 @@ def maxima_of(plan: Plan, stats: str, projections: Sequence[Projection]) -> Inpu
 
 def input_maxima(
     folder: Path, layers: tuple[int, ...], experts: int, hidden: int, intermediate: int
-) -> InputMaxima:
+) -> InputScales:
     """Read the statistics of these layers. Raises DataError for a folder that cannot be read, PlanError
     where a layer is missing, of another model's shape, not finite, or saw nothing."""
     if not folder.is_dir():
@@ -144,7 +142,7 @@ def input_maxima(
             values, zeros = _largest(file, entry)
             largest[layer, kind] = values
             unseen += zeros if kind == "down" else 0
-    return InputMaxima(largest, unseen)
+    return InputScales(None, largest, unseen)
 
 
 def _largest(file: Path, entry: Entry) -> tuple[tuple[float, ...], int]:

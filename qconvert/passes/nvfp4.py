@@ -73,7 +73,6 @@ class ToNvfp4(Quantizing):
     """
 
     name: ClassVar[str] = "nvfp4"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     dialect: Dialect = "modelopt"
     targets: tuple[str, ...] = (EXPERTS,)
@@ -137,13 +136,8 @@ class ToNvfp4(Quantizing):
         for module, results, scale in each:
             shaped = scale.reshape(NAMES[self.dialect].scalar)
             made.update(self.named(module, matrices[module], [*results, shaped]))
-        given = {}
-        if inputs.maxima is not None:
-            for p in chosen.projections:
-                largest = inputs.maxima.of(p.layer, p.expert, p.kind)
-                given[p.module] = input_scale(largest, self.dialect)
-        elif inputs.constant is not None:
-            given = dict.fromkeys(matrices, constant_input(inputs.constant, self.dialect))
+        of, constant = (partial(one, dialect=self.dialect) for one in (input_scale, constant_input))
+        given = inputs.scales(chosen, of, constant)
         return made | inputs_of(given, self.dialect)
 
     def _relabelled(self, plan: Plan, modules: Sequence[str]) -> Plan:

@@ -77,6 +77,8 @@ class Quantizing:
     """
 
     __slots__ = ()
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
     name: ClassVar[str]
     targets: tuple[str, ...]
     shared_experts: SharedExperts | Literal["named"] | None
@@ -203,8 +205,9 @@ class Quantizing:
 
     def inputs(self, plan: Plan, chosen: Selection) -> InputScales:
         """Return what input scales follow from."""
-        maxima = None if self.stats is None else maxima_of(plan, self.stats, chosen.projections)
-        return InputScales(self.input_scale, maxima)
+        if self.stats is not None:
+            return maxima_of(plan, self.stats, chosen.projections)
+        return InputScales(self.input_scale)
 
     def digest(self, plan: Plan, chosen: Selection) -> str | None:
         """The digest of the calibration, None without one. Raises PlanError for a model that cannot be
@@ -435,7 +438,6 @@ class Quantize(ByFormat):
     """
 
     name: ClassVar[str] = "quantize"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     format: str
     targets: tuple[str, ...] = (EXPERTS,)
@@ -456,7 +458,6 @@ class ToMx(ByFormat):
     """
 
     name: ClassVar[str] = "mx"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     format: Literal["mxfp4", "mxfp8"] = "mxfp4"
     targets: tuple[str, ...] = (EXPERTS,)
@@ -475,7 +476,6 @@ class ToInt8(ByFormat):
     """
 
     name: ClassVar[str] = "int8"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
     format = "int8"
 
     targets: tuple[str, ...] = (LINEAR,)

@@ -71,7 +71,6 @@ class ExpertsToW4A16(Quantizing):
     """
 
     name: ClassVar[str] = "w4a16"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     group_size: int | None = GROUP
     bits: Bits = 4
