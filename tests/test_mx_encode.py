@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from models import deepseek_v3, qwen3_moe
 from ops_harness import buffer, run_op
 
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.cli.plan_report import dump
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.formats.int_packed.encode import RoundToNearest
 from qconvert.formats.int_packed.packers import INT8_ROWS, KeepInt8
 from qconvert.formats.mx.encode import EncodeMx
-from qconvert.passes.quantize import ToInt8, ToMx
+from qconvert.passes.quantize import Quantize, ToInt8, ToMx
+from qconvert.plan.plan import Plan, run_passes
 
 FP4, FP8 = EncodeMx("mxfp4"), EncodeMx("mxfp8")
 INT8 = RoundToNearest(INT8_ROWS, KeepInt8())
@@ -140,7 +143,16 @@ def test_other_arguments_are_refused() -> None:
     ("command", "said"),
     [
         ("mx --tp 64", "at tensor parallel 64 a rank would not get whole blocks"),
-        ("int8 --tp 3", "at tensor parallel 3 a rank would not get whole blocks"),
+        ("mx --tp 16", "blocks (1 x 32) of [128, 256]; ranks do at 1, 2, 4, 8"),
+        ("int8 --tp 3", "at tensor parallel 3 a rank would not get whole blocks of"),
+        ("quantize --format fp8", "fp8 has a command of its own: qconvert fp8"),
+        ("quantize --format int4", "int4 has a command of its own: qconvert w4a16"),
+        ("quantize --format awq", "one of int8, mxfp4, mxfp8; found 'awq', which is only read"),
+        ("quantize --format mxfp6", "one of int8, mxfp4, mxfp8; found 'mxfp6'"),
+        (
+            "quantize --format mxfp4 --targets Linear --ignore q_proj",
+            "runtimes make one layer of them",
+        ),
     ],
 )
 def test_refusals(command: str, said: str, tmp_path: Path) -> None:
@@ -148,6 +160,37 @@ def test_refusals(command: str, said: str, tmp_path: Path) -> None:
     done = run_cli(head, qwen3_moe().write(tmp_path / "s"), tmp_path / "o", *rest, "--dry-run")
     assert done.code != 0
     assert said in done.err
+
+
+@pytest.mark.parametrize(
+    ("step", "form"), [(ToMx(), "mxfp4"), (ToMx("mxfp8"), "mxfp8"), (ToInt8(), "int8")], ids=str
+)
+def test_quantize_is_each_of_them_by_the_name_of_its_format(
+    step: ToMx | ToInt8, form: str, tmp_path: Path
+) -> None:
+    start = Plan.identity(Checkpoint.open(deepseek_v3().write(tmp_path / "s")))
+    other = Quantize(form, step.targets)
+    one, two = run_passes(start, (step,)), run_passes(start, (other,))
+    assert list(dump(one)) == list(dump(two))
+    assert (one.config, one.dropped, one.facts) == (two.config, two.dropped, two.facts)
+    assert one.log[0].notes == two.log[0].notes
+    assert two.log[0].options["format"] == form
+
+
+def test_names_are_targets_and_others_stay(tmp_path: Path) -> None:
+    start = Plan.identity(Checkpoint.open(qwen3_moe().write(tmp_path / "s")))
+    step = Quantize("mxfp8", ("Linear",), ("re:.*self_attn.*", "experts"))
+    with pytest.raises(PlanError, match="target 'Linear' matches no weight"):
+        run_passes(start, (step,))
+    made = run_passes(start, (Quantize("mxfp8", ("o_proj",)),))
+    block = made.config["quantization_config"]
+    assert block["format"] == "mxfp8-quantized"
+    assert block["config_groups"]["group_0"]["targets"] == ["Linear"]
+    at = "model.layers.1.self_attn"
+    assert f"{at}.o_proj.weight_scale" in made.tensors
+    assert {f"{at}.q_proj", "lm_head", "model.layers.0.mlp.experts.0.up_proj"} <= set(
+        block["ignore"]
+    )
 
 
 def test_mxfp4_is_not_rounded_again(tmp_path: Path) -> None:
