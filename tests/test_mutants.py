@@ -365,7 +365,7 @@ MUTANTS = (
     ),
     Mutant(
         "scales of the linears beside packed experts under FP8's name", "w4a16 of fp8",
-        "passes.w4a16", "ExpertsToW4A16.config",
+        "passes.quantize", "Quantizing.with_results",
         "others = with_weight_scales(others)", "pass",
     ),
     Mutant(

@@ -193,7 +193,7 @@ class ToFp8(Quantizing):
                 found[module] = Linear(kind, stored, names)
         return found
 
-    def _others(self, plan: Plan, chosen: Selection) -> dict[str, Output]:
+    def others(self, plan: Plan, chosen: Selection) -> dict[str, Output]:
         """The tensors that stay, of `_plain_kinds` in BF16."""
         found = chosen.others(plan)
         for name, output in list(found.items()):
@@ -242,17 +242,15 @@ class ToFp8(Quantizing):
                     f"dequantize first (a recipe of `dequant` and `fp8` is one read){found}"
                 )
 
-    def config(self, plan: Plan, chosen: Selection) -> tuple[dict[str, Any], Named]:
+    def config(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
         """In dialect fp8 every unquantized matrix is named, as in Qwen's folders: transformers takes all
         other linears for FP8."""
-        others = self._others(plan, chosen)
         if self.dialect == "fp8":
             left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))
             left = with_vllms_name(left) if self.tensor else left
-            block = fp8_config(
+            return fp8_config(
                 self._block_size, left, exponents=self.exponents, inputs=self.stores_inputs
             )
-            return block, others
         left = ignored(
             plan,
             others,
@@ -263,7 +261,7 @@ class ToFp8(Quantizing):
         group = partial(fp8_group_config, self._block_size)
         if self.tensor:
             group = partial(fp8_tensor_group_config, inputs=self.stores_inputs)
-        return compressed_block(plan, chosen, group, left), others
+        return compressed_block(plan, chosen, group, left)
 
 
 def _misread(consumer: str, made: Plan) -> Misread:

@@ -41,7 +41,6 @@ from qconvert.models.unquantized import (
     ignored_linears,
     ignored_names,
     with_draft_names,
-    with_weight_scales,
 )
 from qconvert.ops.cast import ToBf16
 from qconvert.ops.fp4 import BLOCK
@@ -166,20 +165,17 @@ class ToNvfp4(Quantizing):
         """Return whether experts of draft layers are quantized; no statistics are of theirs."""
         return self.stats is None and draft_as_first_layer(plan)
 
-    def config(self, plan: Plan, chosen: Selection) -> tuple[dict[str, Any], Named]:
-        others: Named = chosen.others(plan)
+    def config(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
         linears = runtime_linears(plan, others)
         fp8 = fp8_block(plan, linears)
         inputs = self.stores_inputs
         if self.dialect == "modelopt":
-            return _modelopt_block(plan, chosen, others, linears, inputs), others
-        if fp8 is not None:
-            others = with_weight_scales(others)
+            return _modelopt_block(plan, chosen, others, linears, inputs)
         drafts = self._takes_drafts(plan)
         but = "" if drafts else "".join(f"(?!{pattern})" for pattern in draft_patterns(plan))
         left = ignored_names(plan, others, drafts=drafts)
         group = partial(group_config, inputs=inputs)
-        return compressed_block(plan, chosen, group, left, fp8=fp8, but=but), others
+        return compressed_block(plan, chosen, group, left, fp8=fp8, but=but)
 
     def notes(
         self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales

@@ -104,8 +104,8 @@ class Quantizing:
         """The names of what it makes, below the module's."""
         raise NotImplementedError
 
-    def config(self, plan: Plan, chosen: Selection) -> tuple[dict[str, Any], Named]:
-        """The config's block for what is chosen, and the tensors that stay, under their new names."""
+    def config(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
+        """The config's block for what is chosen, where `others` stay."""
         raise NotImplementedError
 
     def notes(
@@ -133,6 +133,10 @@ class Quantizing:
     def check_chosen(self, plan: Plan, chosen: Selection) -> None:
         """Raises PlanError where a rank would not get whole ones."""
         check_tp(chosen.sizes, self.grid, self.tp)
+
+    def others(self, plan: Plan, chosen: Selection) -> dict[str, Output]:
+        """The tensors that stay."""
+        return chosen.others(plan)
 
     def check_left(self, plan: Plan, others: Named) -> None:
         """Raises PlanError for tensors that cannot stay."""
@@ -197,9 +201,11 @@ class Quantizing:
         by_data = self.stats is not None or self.calibrate is not None
         if asked is None and by_data and not found.names_shared:
             asked = "keep"
-        found = with_shared(
-            plan, found, asked, lambda selection: self.config(plan, selection)[0], self.ignore
-        )
+
+        def block_of(selection: Selection) -> dict[str, Any]:
+            return self.config(plan, selection, self.others(plan, selection))
+
+        found = with_shared(plan, found, asked, block_of, self.ignore)
         self.check_chosen(plan, found)
         return found
 
@@ -277,8 +283,11 @@ class Quantizing:
         inputs: InputScales = NO_INPUTS,
     ) -> Plan:
         """The plan with these tensors in place of what was chosen."""
-        block, others = self.config(plan, chosen)
+        others = self.others(plan, chosen)
         self.check_left(plan, others)
+        block = self.config(plan, chosen, others)
+        if len(block.get("config_groups", ())) > 1:  # one is that of FP8 layers
+            others = with_weight_scales(others)
         return replace_weights(
             plan,
             chosen.entry(
@@ -388,15 +397,12 @@ class ByFormat(Quantizing):
             self.form.check(plan)
         return self.planned(plan)
 
-    def config(self, plan: Plan, chosen: Selection) -> tuple[dict[str, Any], Named]:
+    def config(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
         assert self.form.config_group is not None
-        others: Named = chosen.others(plan)
         fp8 = fp8_block(plan, runtime_linears(plan, others))
-        if fp8 is not None:
-            others = with_weight_scales(others)
         experts = chosen.experts is not None
         left = ignored(plan, others, experts=experts, shared=bool(chosen.shared))
-        return compressed_block(plan, chosen, self.form.config_group, left, fp8=fp8), others
+        return compressed_block(plan, chosen, self.form.config_group, left, fp8=fp8)
 
     def notes(
         self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales

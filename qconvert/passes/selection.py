@@ -13,7 +13,7 @@ from qconvert.core.names import split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.core.shown import count, format_size
 from qconvert.formats.base import Stored
-from qconvert.formats.registry import read_matrix
+from qconvert.formats.registry import code_parameters, read_matrix
 from qconvert.models.experts import (
     KINDS,
     STALE,
@@ -272,7 +272,7 @@ def _shared_experts(plan: Plan, known: Collection[str], *, drafts: bool) -> dict
     for name in plan.tensors:
         module, parameter = split_parameter(name)
         kind = plan.role_index.kind(name)
-        if kind not in SHARED or parameter not in ("weight", "weight_packed", "qweight"):
+        if kind not in SHARED or parameter not in code_parameters():
             continue
         if module in known or (not drafts and plan.family.is_mtp(name, plan.role_index.dims)):
             continue

@@ -32,7 +32,6 @@ from qconvert.models.unquantized import (
     no_experts,
     shared_paths,
     with_draft_names,
-    with_weight_scales,
 )
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import RowOp
@@ -207,15 +206,14 @@ class ExpertsToW4A16(Quantizing):
         notes += rounded_drafts(chosen, self.calibrate)
         return [*notes, *shared_notes(plan, chosen, block)]
 
-    def config(self, plan: Plan, chosen: Selection) -> tuple[dict[str, Any], Named]:
+    def config(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
         """Raises PlanError for FP8 that cannot stay."""
-        others: Named = chosen.others(plan)
         linears = runtime_linears(plan, others)
         fp8 = fp8_block(plan, linears)
         if fp8 is not None:
             self._check_fp8(plan, [module for module, is_fp8 in linears.items() if is_fp8])
         if self.packing != "compressed-tensors":
-            return self._gptq_block(plan, chosen, others), others
+            return self._gptq_block(plan, chosen, others)
         left = ignored(plan, others, experts=chosen.experts is not None, shared=bool(chosen.shared))
         exponents = has_exponents(others) and not chosen.linears
         beside = fp8 is not None and exponents and all(linears.values())
@@ -224,9 +222,7 @@ class ExpertsToW4A16(Quantizing):
         block["format"] = "pack-quantized"
         if fp8 is not None and beside:
             block["linear_fp8_config"] = _linear_fp8_config(plan, fp8)
-        elif fp8 is not None:
-            others = with_weight_scales(others)
-        return block, others
+        return block
 
     def _check_fp8(self, plan: Plan, modules: Sequence[str]) -> None:
         """Raises PlanError where these linears cannot stay FP8."""
