@@ -239,7 +239,7 @@ class DequantInt8(EachRow):
             zero = (stored ^ np.uint8(_MIDDLE)).astype(np.uint16)
         used = scale_scratch(scale.type)
         return Products(
-            scratch[used:], source.shape, 8,
+            scratch[used:], (source.shape[0], source.shape[1]), 8,
             lambda start, stop: source[start:stop] ^ np.uint8(_MIDDLE),
             scales(scale, scratch[:used]), zero, None,
         )  # fmt: skip

@@ -11,11 +11,11 @@ from qconvert.core.encodings import MX, MXFP4, MXFP4_BESIDE, MXFP4_STACKED
 from qconvert.core.errors import PlanError
 from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.formats.fp8.format import read as read_fp8
+from qconvert.formats.mx.config import EXPONENTS
 from qconvert.ops.rowwise import RowOp
 from qconvert.plan.plan import Plan
 
 Form = Literal["mxfp4", "mxfp8"]
-_EXPONENTS = ("U8", "F8_E8M0")
 
 
 def read(plan: Plan, module: str) -> Read | None:
@@ -63,7 +63,7 @@ def stacks(plan: Plan) -> dict[str, tuple[str, str]]:
                 f"{name!r}: expected [experts, rows, blocks, 16] and exponents [experts, rows, blocks], "
                 f"found {output.type} and {scale.type}"
             )
-        if scale.type.dtype not in _EXPONENTS:
+        if scale.type.dtype not in EXPONENTS:
             raise PlanError(f"{stem + scales!r}: expected exponents in U8, found {scale.type}")
         found[stem] = (name, f"{stem}{scales}")
     return found
@@ -91,7 +91,7 @@ def _check_source(plan: Plan) -> None:
 def _label(folder: Folder, module: str, parameter: str) -> str | None:
     """A matrix with exponents beside it."""
     beside = (folder.tensors.get(f"{module}.{one}") for one in (MXFP4[1], MXFP4_BESIDE[1]))
-    exponents = any(scale is not None and scale.dtype in _EXPONENTS for scale in beside)
+    exponents = any(scale is not None and scale.dtype in EXPONENTS for scale in beside)
     return "MXFP4" if exponents and parameter in ("weight", "weight_packed") else None
 
 
