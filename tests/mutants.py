@@ -39,11 +39,9 @@ import qconvert
 from qconvert.validation import judgement, workers
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Request, validate_folder
-from qconvert.validators.headers import receipt
-from qconvert.validators.weights import hashes, sources
 
 # Rules that compare hashes or the receipt alone: they see that bytes changed, not that they are wrong.
-_BY_HASH = {rule.id for module in (receipt, hashes, sources) for rule in module.RULES}
+_BY_HASH = {"QC020", "QC021", "QC022", "QC033"}
 _NEVER_IMPORTED = ("qconvert.validators.kernels.triton.", "qconvert.contrib.", "qconvert.__main__")
 
 

@@ -781,13 +781,8 @@ def test_headers_need_neither_torch_nor_numpy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_rules_are_listed_where_they_are_found(module: Any) -> None:
-    """Ids in a module's code are its RULES, and each says what, why and what to do."""
+    """Ids in a module's code are those that its docstring explains, in order."""
     text = Path(module.__file__).read_text(encoding="utf-8")
-    yielded = set(re.findall(r'Finding\(\s*"(QC\d{3})"', text))
-    assert yielded == {rule.id for rule in module.RULES}
+    yielded = re.findall(r'Finding\(\s*"(QC\d{3})"', text)
     documented = re.findall(r"^(QC\d{3}) ", module.__doc__ or "", re.MULTILINE)
-    assert sorted(documented) == [rule.id for rule in module.RULES]
-    for rule in module.RULES:
-        assert all(text.strip().endswith(".") for text in (rule.cause, rule.fix)), rule.id
-        assert rule.title
-        assert not rule.title.endswith(".")
+    assert documented == sorted(set(yielded))

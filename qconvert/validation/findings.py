@@ -27,7 +27,8 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The meaning of a finding's id: `title` says what is wrong, `cause` how folders come to be so,
-    `fix` what to do about it, each a sentence or two. A validator's module lists its own as `RULES`."""
+    `fix` what to do about it, each a sentence or two. Those of this package stand in
+    validators/RULES.md, those of another in the `RULES` of its validator's module."""
 
     id: str
     title: str

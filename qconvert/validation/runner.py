@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -82,22 +83,8 @@ NEEDED_BY: Mapping[str, frozenset[Need]] = {
     "qconvert.validators.kernels": frozenset({"kernels"}),
     "qconvert.contrib.trtllm_gen": frozenset({"prepared"}),
 }
-
-RULES = (
-    Rule(
-        "QC001",
-        "the folder cannot be read as a checkpoint",
-        "A download or copy was interrupted, a shard was truncated, another tool overwrote an index or "
-        "manifest, or JSON was edited by hand.",
-        "Download or copy the named file again; if qconvert made the folder, run its command again.",
-    ),
-    Rule(
-        "QC002",
-        "a conversion or a repair is unfinished",
-        "A run was interrupted: its work folder `.qconvert/`, or `.qconvert-repair/`, still exists.",
-        "Run the same command again to continue; or delete the unfinished work: qconvert clean.",
-    ),
-)
+# A section of the page of rules.
+_SECTION = re.compile(r"^## (\S+): (.+)\n\nCause: (.+)\n\nFix: (.+)\n", re.MULTILINE)
 T = TypeVar("T")
 
 
@@ -227,18 +214,16 @@ def _modules() -> list[Any]:
 
 
 def rules() -> dict[str, Rule]:
-    """Every rule by id, in order. Raises CheckpointError if two modules define one id."""
+    """Every rule by id, in order: those of validators/RULES.md, and the `RULES` that modules of other
+    packages have. Raises CheckpointError if two have one id."""
+    text = (Path(__file__).parents[1] / "validators" / "RULES.md").read_text(encoding="utf-8")
     found: dict[str, Rule] = {}
-    for rule in (*RULES, *(r for m in _modules() for r in _rules_of(m))):
+    others = (r for module in discover(group=VALIDATORS) for r in getattr(module, "RULES", ()))
+    for rule in (*(Rule(*fields) for fields in _SECTION.findall(text)), *others):
         if rule.id in found:
-            raise CheckpointError(f"rule {rule.id} is defined twice in validators/")
+            raise CheckpointError(f"rule {rule.id} is defined twice")
         found[rule.id] = rule
     return dict(sorted(found.items()))
-
-
-def _rules_of(module: Any) -> tuple[Rule, ...]:
-    found: tuple[Rule, ...] = getattr(module, "RULES", ())
-    return found
 
 
 @phase("rules")

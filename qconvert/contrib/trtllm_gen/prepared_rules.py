@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.contrib.trtllm_gen.prepared_tasks import Matrices, Scalars, Tensors
 from qconvert.core.shown import count
-from qconvert.validation.findings import Finding, Proved, Rule, Skipped
+from qconvert.validation.findings import Finding, Proved, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.nvfp4 import BLOCK, Dialect
 from qconvert.validators.reading.prepared import (
@@ -34,42 +34,6 @@ from qconvert.validators.reading.prepared import (
 
 if TYPE_CHECKING:
     from qconvert.core.dtypes import Shape
-
-RULES = (
-    Rule(
-        "QC105",
-        "experts are prepared (experimental), but the config names a method that stock runtimes take",
-        "The quantization block of the source was copied back. A runtime prepares weights at load, and "
-        "would silently shuffle them a second time.",
-        "Restore the prepared folder's config.json, or convert back with `qconvert unprepare`.",
-    ),
-    Rule(
-        "QC106",
-        "a prepared folder (experimental) contradicts itself or the tensors about its layout",
-        "Shards, config.json or qconvert.json are of another conversion, or tensors were lost.",
-        "Prepare again from the NVFP4 source.",
-    ),
-    Rule(
-        "QC107",
-        "prepared tensors (experimental) have sizes that the layout's tiles cannot hold",
-        "Rows of w13 and w2 come in tiles of 128, columns of scales in fours. A tool cut or padded "
-        "prepared tensors.",
-        "Prepare again from the NVFP4 source; sizes that do not fit have no prepared form.",
-    ),
-    Rule(
-        "QC108",
-        "a prepared scalar (experimental) does not follow from the scales it is derived from",
-        "Scales were edited or recalibrated after preparing, or scalars are of another layer.",
-        "Prepare again from the NVFP4 source.",
-    ),
-    Rule(
-        "QC109",
-        "a prepared tensor (experimental) is not the source's in the layout's order",
-        "Shuffled twice or not at all, gate and up exchanged, experts or layers in the wrong place, or "
-        "another source.",
-        "Prepare again from this source.",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from qconvert.core import own_process
 from qconvert.core.errors import PlanError
 from qconvert.core.extras import lacking
 from qconvert.run.reader import Reader
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.amx.kt_forward import UNABLE, Job
 from qconvert.validators.amx.reading import (
@@ -41,17 +41,6 @@ if TYPE_CHECKING:
     import torch
 
     from qconvert.validators.reading.decode import Floats
-
-RULES = (
-    Rule(
-        "QC045",
-        "kt-kernel does not load a layer, or computes a wrong result",
-        "The files were made for another NUMA count or method, or their byte order is not the one "
-        "that this version of kt-kernel reads.",
-        "Convert again for the NUMA count and method you serve with; if they are the same, this "
-        "kt-kernel reads another byte order than 0.7.2: report it.",
-    ),
-)
 
 MOST = 0.01
 # Other weights give other activations, which round differently: so far from the source in any case, and

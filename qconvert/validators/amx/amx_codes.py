@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.amx.reading import sound_block
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
     Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
-
-RULES = (
-    Rule(
-        "QC041",
-        "codes or scales that the AMX formats do not have",
-        "int4 -8 and int8 -128 are never written, and a scale is finite and not negative: these bytes "
-        "are damaged, or of another format (int8 files named int4, for example).",
-        "Convert again; if the folder was downloaded, compare its method with qconvert.json.",
-    ),
-)
 
 _OUT_OF_RANGE = {"int4": -8, "int8": -128}
 

@@ -8,20 +8,9 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import MANIFEST
 from qconvert.core.errors import PlanError
 from qconvert.core.names import natural_key
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.amx.reading import faults, read_block
-
-RULES = (
-    Rule(
-        "QC040",
-        "the experts' tensors do not match qconvert.json",
-        "A tensor that its method, NUMA count, sizes, experts and layers imply is missing or of "
-        "another type, there is an unexpected one, or they are invalid. kt-kernel checks "
-        "nothing: such files load and generate garbage, or crash it.",
-        "Serve with the method and NUMA count the files were made for, or convert again for yours.",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,10 @@ from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import MANIFEST
 from qconvert.core.errors import PlanError
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.amx.reading import mismatches, read_block
 from qconvert.validators.reading.experts import routed_layers
-
-RULES = (
-    Rule(
-        "QC043",
-        "the experts cannot have been made from this source",
-        "The source's expert count, hidden size, intermediate size or layers with experts are not "
-        "those of qconvert.json.",
-        "Name the source that the folder was made from (--against), or convert this one.",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.graph import Source
 from qconvert.validation.compiled import LOOPS, done
-from qconvert.validation.findings import Finding, Measure, Proved, Rule, Skipped
+from qconvert.validation.findings import Finding, Measure, Proved, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import Folders
 from qconvert.validators.amx.reading import (
@@ -32,16 +32,6 @@ from qconvert.validators.weights.sums import Sums
 
 if TYPE_CHECKING:
     from qconvert.validators.reading.decode import Floats
-
-RULES = (
-    Rule(
-        "QC042",
-        "an expert's weight is further from the source's than the format's rounding allows",
-        "The experts are another expert's, in another order, cut for another NUMA count, or quantized "
-        "with wrong scales; or the source is not the one they were made from.",
-        "Compare with the source they were made from; if it is that one, convert again.",
-    ),
-)
 
 _SAMPLE = 4
 # Parts of the step from a row's largest weight that calibration takes: it searches from 0.1 to 1.05 of

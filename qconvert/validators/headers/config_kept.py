@@ -19,34 +19,11 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.text_class import ALWAYS, SAME_MODEL, text_model_type
 from qconvert.core.family import MTP_COUNTS, text_config, without_quantization
 from qconvert.core.names import is_scale, scale_candidates
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.reading.model import FP8
 
 CONFIG = "config.json"
-
-RULES = (
-    Rule(
-        "QC083",
-        "a setting of config.json differs from the source's",
-        "config.json belongs to another release, was edited, or was rewritten by a tool that knows "
-        "fewer keys. A wrong rope, top-k or head count loads everywhere and gives wrong answers. An "
-        "error if a setting that the source states is changed or missing; a warning for settings "
-        "that are new here (the source leaves them to its class, whose default is unknown), and "
-        "for settings that only concern training. Not compared: quantization blocks, dtype, names of "
-        "the saving class and version, settings that only one of two classes states, an MTP count of 0 "
-        "if no draft layer is left, and an untied head that is stored.",
-        "Copy config.json from the source, or set the named key to the source's value; keep the "
-        "folder's own quantization block.",
-    ),
-    Rule(
-        "QC084",
-        "the quantization block of unchanged FP8 weights differs from the source's",
-        "The quantization block was written from a template. It states how activations are quantized, "
-        "how scales are rounded and how large blocks are; tensors do not show it.",
-        "Set the named key of the block to the source's value, or remove it if the source has none.",
-    ),
-)
 
 # Which class saved a config, and how DeepSeek-V4's experts are stored: not settings of the model.
 _NOT_COMPARED = frozenset(

@@ -13,34 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
-
-RULES = (
-    Rule(
-        "QC030",
-        "part of the source reached no output, and no rule dropped it",
-        "Tensors were lost during conversion (draft layers above all), or the receipt was edited.",
-        "Convert again; to leave tensors out, add a `drop` with a reason.",
-    ),
-    Rule(
-        "QC031",
-        "the folder was not made from the given source",
-        "The source is another release or fine-tune of the same model, or its files changed since.",
-        "Give the source that the conversion read, or convert again from this one. A joined folder was "
-        "made from its stages, so name the folder of those; if they no longer exist, --level full still "
-        "compares every byte with the source they came from (QC033, QC060), and only this finding "
-        "remains. The source of a folder that was made from a converted folder is that folder, not the "
-        "original.",
-    ),
-    Rule(
-        "QC032",
-        "a side file of the source is missing",
-        "Tokenizer, processor or code files were deleted or not copied.",
-        "Copy the named file from the source.",
-    ),
-)
-
 
 _OTHER_FILES = (
     ", but it holds tensors of the same names and sizes as were read. If they are the same tensors in "

@@ -15,31 +15,8 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.roles import Cut
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validators.reading.matrices import matrices
-
-RULES = (
-    Rule(
-        "QC092",
-        "qconvert.json states a tensor-parallel size that its groups cannot be divided for",
-        "Config or tensors were changed after the conversion. Some kernels refuse it; some round the "
-        "number of groups down silently and use each scale for the wrong columns.",
-        "Convert again with --tp, which refuses sizes that would not load, or with --group-size 32.",
-    ),
-    Rule(
-        "QC093",
-        "weights were calibrated on synthetic tokens",
-        "--synthetic is for trials only: experts that real text hardly ever uses got as much weight as "
-        "others, and their inputs were noise.",
-        "Calibrate again with --data, or round with --rtn.",
-    ),
-    Rule(
-        "QC094",
-        "qconvert.json contradicts itself on how weights were calibrated",
-        "It was edited, or belongs to another folder.",
-        "Convert again; never copy a qconvert.json.",
-    ),
-)
 
 FACT = "calibration"  # of the manifest
 _DIGEST = re.compile(r"[0-9a-f]{32}")

@@ -22,7 +22,7 @@ from qconvert.core.family import (
     text_config,
     vision_config,
 )
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.model import (
     EXPERTS,
@@ -36,32 +36,6 @@ from qconvert.validators.reading.model import (
 # Draft layers that may take these from the model itself.
 _SHARED = ("mtp.embed_tokens", "mtp.shared_head.head")
 _VISION = ("visual.", "vision_tower.", "mm_projector.", "vision_model.")
-
-RULES = (
-    Rule(
-        "QC019",
-        "a tensor is in a layer or an expert that the config does not count",
-        "config.json is another model's or was edited, or layers of another checkpoint were copied in. "
-        "Loaders skip such tensors and run a shorter model, or fail.",
-        "Take config.json and shards from one repo; for a cut-down model, set the counts to what is "
-        "there.",
-    ),
-    Rule(
-        "QC023",
-        "draft (MTP) layers that the config counts are missing, as a whole or in part",
-        "Tools that do not know draft layers leave them out and keep their count (transformers does on "
-        "saving). Without all of them the model still runs, without drafts; half of them draft noise.",
-        "Convert again from the source; to leave them out, drop them by a rule and set "
-        "num_nextn_predict_layers or mtp_num_hidden_layers to 0.",
-    ),
-    Rule(
-        "QC024",
-        "only one of the vision tower and its config is present",
-        "A text-only copy kept vision_config, so loaders make a tower of random weights; or the config "
-        "became text-only and the tower's tensors were kept, which only takes space.",
-        "Drop the tower's tensors and vision_config together, or keep both.",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,9 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.shown import count
-from qconvert.validation.findings import Finding, Rule, Skipped
+from qconvert.validation.findings import Finding, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.reading.parts import ACTIVATIONS
-
-RULES = (
-    Rule(
-        "QC099",
-        "a tensor was dropped by a rule that is not about it",
-        "A conversion dropped too much under a name that fits something else: biases with scales, "
-        "layers of the model with those of a draft. Or qconvert.json was edited.",
-        "Convert again; if qconvert made the folder as it is, report the command and the message.",
-    ),
-)
 
 Takes = Callable[[str], bool]
 

@@ -18,7 +18,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.graph import Source
 from qconvert.core.names import is_scale, scale_candidates
 from qconvert.core.shown import count
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.nvfp4 import parts_of
 from qconvert.validators.reading.quantization import (
@@ -28,25 +28,6 @@ from qconvert.validators.reading.quantization import (
     gptq_ints,
     group_of,
     taken_block,
-)
-
-RULES = (
-    Rule(
-        "QC096",
-        "a module is stored in another format than the config states for it",
-        "The quantization block is another conversion's or another release's, or a tool rewrote tensors "
-        "and not the block. Runtimes build the parameters that the block states, and read codes of one "
-        "format as those of another, or nothing.",
-        "Take config.json and shards from one repo, or convert again from the source.",
-    ),
-    Rule(
-        "QC097",
-        "weights are stored in a way that no rule judges",
-        "The folder is of a tool whose format is not read here (bitsandbytes, Quark, AutoRound, HQQ and "
-        "others), or states a form that does not exist. Nothing was compared: that there is no other "
-        "finding says nothing about it.",
-        "Check it with the tool that made it, or convert the unquantized model with qconvert.",
-    ),
 )
 
 Kinds = frozenset[str]

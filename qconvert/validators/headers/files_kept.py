@@ -16,19 +16,8 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import CheckpointError
 from qconvert.core.json_text import parse_json
-from qconvert.validation.findings import Finding, Rule, Severity
+from qconvert.validation.findings import Finding, Severity
 from qconvert.validation.runner import Folder, Need
-
-RULES = (
-    Rule(
-        "QC085",
-        "a side file differs from the source's",
-        "A tokenizer, chat template or processor belongs to another release, or was edited. Token ids "
-        "with another meaning load everywhere. An error for tokenizers, "
-        "templates, processors and code; a warning for generation_config.json and all others.",
-        "Copy the named file from the source, unless the change is intended.",
-    ),
-)
 
 _MADE = frozenset({"README.md", "hf_quant_config.json"})
 _STARTS = (

@@ -21,49 +21,11 @@ from qconvert.runtimes.serving import (
     class_of,
     drafted,
 )
-from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity, Skipped
+from qconvert.validation.findings import Finding, OnlyRead, Proved, Severity, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.matrices import FUSED, gdn_groups
 from qconvert.validators.reading.model import stage_of
 
-RULES = (
-    Rule(
-        "QC130",
-        "the runtime refuses the folder",
-        "The config leaves a module out that the runtime looks up under its own, fused name; the sizes "
-        "cannot be divided among so many ranks; or the class has no parameter for a tensor.",
-        "Follow the message: another --tp, another option of the runtime, the form of linear attention "
-        "that it loads (`qconvert unfuse` for vLLM), or convert again with the current qconvert, which "
-        "writes the names that runtimes look up.",
-    ),
-    Rule(
-        "QC131",
-        "parameters of the runtime stay unwritten",
-        "The config says that a module is quantized otherwise than its tensors are stored, or tensors "
-        "of the model are missing: the runtime computes with what memory held.",
-        "Convert again with the current qconvert, or load with the option that the message names.",
-    ),
-    Rule(
-        "QC132",
-        "the runtime reads a tensor nowhere, without an error",
-        "The class looks for the tensor's parameter under another name or scheme, most often because it "
-        "loads shared experts as one more routed expert.",
-        "Load with the option that the message names, or convert again with the current qconvert.",
-    ),
-    Rule(
-        "QC133",
-        "the runtime reads a tensor wrong, without an error",
-        "A rank's share cuts a group of weights that share a scale, fused rows are in another order "
-        "than the class expects, or codes are taken for numbers.",
-        "Choose a smaller --tp, or convert again for this runtime: --for NAME.",
-    ),
-    Rule(
-        "QC134",
-        "this version of the runtime is known to serve such a folder wrong",
-        "An error of the runtime itself, reported where the message says.",
-        "Use a version without it.",
-    ),
-)
 _MOST = 3  # places named of one kind
 
 

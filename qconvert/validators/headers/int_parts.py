@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.names import split_parameter
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validators.reading.parts import lost
 from qconvert.validators.reading.quantization import (
     PackedInts,
@@ -26,32 +26,6 @@ from qconvert.validators.reading.quantization import (
     gptq_block,
     gptq_ints,
     ints_of,
-)
-
-RULES = (
-    Rule(
-        "QC088",
-        "zero points or group indices (g_idx) are not those that the config states",
-        "symmetric, actorder or desc_act in config.json are of another conversion, or tensors were left "
-        "out or added. Runtimes follow the config: they take every zero point for the middle of "
-        "the range, or groups for adjacent columns.",
-        "State symmetric: false (GPTQ: sym) if there are zero points, actorder: group (GPTQ: "
-        "desc_act) if there is a g_idx with an order; or convert again from the source.",
-    ),
-    Rule(
-        "QC089",
-        "packed integers have a type or shape that the config's bits and group size do not give",
-        "bits or group_size in config.json are another conversion's, or a tool cast, cut or transposed "
-        "a tensor. Loaders that reshape accept it, and use scales for the wrong columns.",
-        "Convert again from the source, or state the bits and group size that the tensors have.",
-    ),
-    Rule(
-        "QC091",
-        "routed experts of one layer are stored in more than one format",
-        "Some experts were left out of a quantization, or shards are of two conversions. Runtimes stack "
-        "a layer's experts and take the scheme of the first for all.",
-        "Convert again, with all experts of a layer in one format.",
-    ),
 )
 
 Shape = tuple[int, ...]

@@ -14,22 +14,11 @@ from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint, QuantConfig
 from qconvert.core.names import KV_SCALES, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.core.shown import count
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import KV_STATED, Folder, Need
 from qconvert.validators.reading.parts import of_cache
 from qconvert.validators.reading.schemes import layer_table
 
-RULES = (
-    Rule(
-        "QC111",
-        "a scale of the KV cache is one that runtimes do not take",
-        "sglang 0.5.23 and vLLM 0.33 take one float for the keys of a layer and one for its values; of "
-        "values alone they fail, of keys alone they use the one for both, and of a layer without any 1. "
-        "Where a config of compressed-tensors or modelopt states no KV cache, sglang builds no "
-        "parameter for either, and uses 1.",
-        "Convert again with --kv-scale, or add kv_cache_scheme to the quantization_config.",
-    ),
-)
 K, V = KV_SCALES
 _FLOATS = ("F32", "BF16", "F16")
 # What makes keys and values, in a layer.

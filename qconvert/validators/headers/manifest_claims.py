@@ -18,7 +18,7 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.errors import PlanError
 from qconvert.core.names import is_scale
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.headers.conversions import quantizing_claims
 from qconvert.validators.reading.model import (
@@ -32,36 +32,6 @@ from qconvert.validators.reading.model import (
 
 FACT = "gdn_groups"
 _ELSEWHERE = "elsewhere:"  # prefix of rules that leave a tensor to another folder
-
-RULES = (
-    Rule(
-        "QC051",
-        "qconvert.json and the tensors disagree on whether linear attention is fused",
-        "Shards or manifest are of another conversion, or another tool fused or split the projections "
-        "afterwards. A conversion of this folder would mix up rows.",
-        "Convert again from the source; never copy a qconvert.json.",
-    ),
-    Rule(
-        "QC053",
-        "qconvert.json contradicts tensors or config",
-        "Tensors or config.json were changed after the conversion, or the manifest is another "
-        "folder's.",
-        "Convert again, or delete qconvert.json and its receipt if the folder is no longer qconvert's.",
-    ),
-    Rule(
-        "QC054",
-        "a pipeline stage does not match qconvert.json",
-        "Stages were renamed or mixed, or config.json's layer count changed. A runtime that is told "
-        "another partition looks for layers that another stage has.",
-        "Split again from the source, and set the variable that qconvert.json names.",
-    ),
-    Rule(
-        "QC055",
-        "a tensor that qconvert.json lists as dropped is present",
-        "Shards of the source were copied next to converted ones, or replaced them.",
-        "Convert again, into an empty folder.",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -20,22 +20,11 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.roles import Kind
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.model import readable_quantization
 from qconvert.validators.reading.quantization import named_targets, targets
 from qconvert.validators.reading.schemes import layer_table
-
-RULES = (
-    Rule(
-        "QC095",
-        "an embedding, a norm, a router, the head, a convolution or a table of positions is quantized",
-        "A tool treated every matrix as a linear layer. Runtimes build these modules without a "
-        "quantization config: they read codes as numbers, or have no parameter for scales and fail; if "
-        "they load, the model generates garbage.",
-        "Convert again from the source, with targets that are only linear layers.",
-    ),
-)
 
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4")
 _PACKED = ("weight_packed", "qweight")

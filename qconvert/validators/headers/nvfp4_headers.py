@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.nvfp4 import (
     Parts,
@@ -27,40 +27,6 @@ from qconvert.validators.reading.nvfp4 import (
     stated,
 )
 from qconvert.validators.reading.quantization import judged, scheme_of
-
-RULES = (
-    Rule(
-        "QC101",
-        "activations are stated to have stored scales, but input scales are missing",
-        "Weights were quantized without a calibration, and the block of a calibrated model was copied. "
-        "Runtimes create a parameter for each input scale and never fill it.",
-        "NVFP4: state weights only (quant_algo W4A16_NVFP4; in compressed-tensors no "
-        "input_activations). FP8 and INT8: state that activations are scaled as they come "
-        "(activation_scheme, or dynamic). Or quantize again with a calibration's statistics (--stats).",
-    ),
-    Rule(
-        "QC102",
-        "activations are stated to have no stored scales, but there are input scales",
-        "The block was written for weights alone, or for activations that are scaled as they come. "
-        "Loaders drop the scales, or fail on tensors that they have no parameter for.",
-        "State that activations have stored scales; NVFP4: or convert again with --weight-only.",
-    ),
-    Rule(
-        "QC103",
-        "NVFP4 tensors are of another dialect than the config states, or it states none",
-        "modelopt's global scale multiplies (weight_scale_2), compressed-tensors' divides "
-        "(weight_global_scale). A tool renamed tensors, or copied the scale without inverting it: "
-        "weights are wrong by its square.",
-        "Convert again with the dialect that the runtime's config names; never rename tensors.",
-    ),
-    Rule(
-        "QC104",
-        "an NVFP4 matrix lacks a part, or a part has another type or shape than its codes require",
-        "Codes U8 [N, K / 2] need block scales E4M3 [N, K / 16] and one global scale in F32. A tool "
-        "padded or cut one of them, cast scales, or lost a tensor.",
-        "Convert again from the source.",
-    ),
-)
 
 
 @dataclass(frozen=True)

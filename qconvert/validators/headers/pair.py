@@ -11,18 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
-
-RULES = (
-    Rule(
-        "QC050",
-        "this folder and its GPU side do not belong together",
-        "Halves of two conversions were combined, or the GPU side is another release. Experts of one "
-        "model with layers of another load without error and generate garbage.",
-        "Serve the folder with the half made with it, with its source, or with a folder made from that.",
-    ),
-)
 
 
 @dataclass(frozen=True)

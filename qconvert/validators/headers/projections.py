@@ -20,7 +20,7 @@ from qconvert.core.family import Role
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
 from qconvert.core.shown import count
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.matrices import GROUPS_FACT, gdn_groups
 from qconvert.validators.reading.model import (
@@ -38,40 +38,6 @@ from qconvert.validators.reading.model import (
     stage_of,
 )
 from qconvert.validators.reading.prepared import prepared_tensors
-
-RULES = (
-    Rule(
-        "QC016",
-        "fused and split forms of the same matrices are both present",
-        "A conversion wrote the fused tensor and kept its parts, or shards of two conversions are in "
-        "one folder. Loaders silently use whichever they read last.",
-        "Convert again from the source, into an empty folder.",
-    ),
-    Rule(
-        "QC017",
-        "the layers disagree on whether a projection is fused",
-        "A conversion matched only some of the layers, or was resumed with other options. No loader "
-        "takes both forms: the layers of the other form keep their initial weights.",
-        "Convert again from the source, so that all layers have the same form of each projection.",
-    ),
-    Rule(
-        "QC018",
-        "an incomplete set of matrices: a gate without an up, or a layer without experts",
-        "A pattern dropped or renamed one kind of matrix in every layer, so no layer stands out.",
-        "Convert again from the source, and check what the plan says it drops.",
-    ),
-    Rule(
-        "QC052",
-        "linear attention is in a form or order that the model's class does not take",
-        "The rows were fused for one class (interleaved for Qwen3-Next, contiguous for sglang's "
-        "Qwen3.5) but the config names the other; shapes are equal, so every loader takes it without "
-        "error and the model generates garbage. Or they were split but the config still names "
-        "Qwen3-Next, whose loaders find no such name (`unfuse` alone leaves such a folder: it is an "
-        "intermediate step).",
-        "Convert again with `fuse: {consumer: ...}` for the runtime in use; or `unfuse`, and for "
-        "Qwen3-Next `as_class: {to: qwen3_5_text}` in the same run.",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.names import is_scale
 from qconvert.core.roles import Kind
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.headers.stated_numbers import missing_numbers
 from qconvert.validators.reading.int8 import int8_scale
@@ -35,49 +35,6 @@ from qconvert.validators.reading.quantization import (
     scheme,
     taken_block,
     targets,
-)
-
-RULES = (
-    Rule(
-        "QC034",
-        "a quantized module is one that the config, or every runtime, leaves out; or an entry cannot be "
-        "read",
-        "The ignore list is another release's, or entries are shorter than intended and match more "
-        "modules. Runtimes make the layer unquantized and read codes as weights; an entry after "
-        "`re:` that is not a valid regular expression makes them fail.",
-        "Remove the module's name from the list (or add a target that names it); fix the expression; "
-        "convert again without routers and gates.",
-    ),
-    Rule(
-        "QC035",
-        "the config states that an unquantized linear layer is quantized",
-        "The ignore list has other names than the runtime uses (fused instead of split, or the other "
-        "way round), or was not updated with the weights. Nothing fails, but the model generates "
-        "garbage: sglang#35797 fell from 95 to 27 on GSM8K.",
-        "List the module under all names of its set: in_proj_b, in_proj_a and in_proj_ba together; for "
-        "GLM and DeepSeek also qkv_proj and gate_up_proj, the names that sglang fuses to.",
-    ),
-    Rule(
-        "QC036",
-        "unquantized draft layers are listed by patterns that do not match the draft model's names",
-        "sglang's draft model uses model.decoder.*, and substitutes that for model.layers.61 if an "
-        "entry spells it literally: in a plain name, but not in a pattern with escaped dots.",
-        r"List the modules' plain names and also re:model\.decoder\..*.",
-    ),
-    Rule(
-        "QC037",
-        "quantization blocks contradict each other",
-        "A conversion changed one block and left another: nested in text_config (it overrides the "
-        "root's in some runtimes), or hf_quant_config.json of an earlier quantization.",
-        "Remove the stale block; only the weights' own block may be present, at config.json's root.",
-    ),
-    Rule(
-        "QC039",
-        "a block has two different lists of modules left out",
-        "Two tools each wrote the key they know. sglang reads ignored_layers and then ignores "
-        "modules_to_not_convert; others read the other.",
-        "Keep one key, modules_to_not_convert, with all names.",
-    ),
 )
 
 # Sets that some runtimes fuse and others do not.

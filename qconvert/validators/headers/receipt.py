@@ -11,28 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qconvert.checkpoint.checkpoint import RECEIPT, Checkpoint
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 
 # Changed after a conversion: the model card by people and `upload`, the other by the Hub.
 EDITED = frozenset({"README.md", ".gitattributes"})
-
-RULES = (
-    Rule(
-        "QC020",
-        "receipt and folder hold different tensors or files",
-        "Files were added, removed or renamed after the conversion, or two outputs were mixed. "
-        "Runtimes glob for shards, so an unexpected shard is an error; another unexpected file is a "
-        "warning.",
-        "Restore what is missing, remove what was added, or convert again.",
-    ),
-    Rule(
-        "QC021",
-        "the receipt states another type, place or size for a tensor or file than it has",
-        "A shard or file was rewritten by another tool, truncated, or is from another conversion.",
-        "Copy the named file again from where it was made, or convert again.",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,8 @@ from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT
 from qconvert.checkpoint.receipt import Seal, manifest_seal
-from qconvert.validation.findings import Finding, Rule, Skipped
+from qconvert.validation.findings import Finding, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked
-
-RULES = (
-    Rule(
-        "QC049",
-        "receipt or manifest does not match its seal",
-        "A bit changed on a disk or in a transfer, someone edited the file, or its last line was cut "
-        "off. What it says about the folder is not reliable.",
-        "Copy the named file again from where it was made, or run the conversion's command again on the "
-        "folder: it repairs what has changed.",
-    ),
-)
 
 
 @dataclass(frozen=True)

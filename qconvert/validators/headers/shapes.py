@@ -20,7 +20,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.family import Config, Dims, expert_inputs, first_int, text_config
 from qconvert.core.names import is_scale, scale_candidates, split_parameter
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.headers.int_parts import int_parts
 from qconvert.validators.reading.int8 import int8_scale
@@ -32,39 +32,6 @@ from qconvert.validators.reading.quantization import (
     scheme_of,
 )
 from qconvert.validators.reading.schemes import layer_table
-
-RULES = (
-    Rule(
-        "QC026",
-        "a tensor's shape is not the one that the config gives",
-        "config.json is another model's, rows were cut or lost, or a stack was written with its axes "
-        "swapped. If a loader copies the part that fits, the model generates garbage.",
-        "Take config.json and shards from one repo, or convert again from the source.",
-    ),
-    Rule(
-        "QC027",
-        "a type or shape that the format does not have",
-        "A tool cast or reshaped codes, scales or shapes as if they were weights, or wrote exponents "
-        "(U8) but the config does not state ue8m0 scales: multiplied as numbers they are "
-        "wrong by orders of magnitude.",
-        "Convert again from the source; for U8 exponents state scale_fmt: ue8m0.",
-    ),
-    Rule(
-        "QC038",
-        "the config's group size is not that of the packed weights' scales",
-        "Weights were packed in other groups than config.json states, or the block was copied from "
-        "another repo. Each scale is then used for the wrong columns.",
-        "State the group size that the scales have: columns / scale columns.",
-    ),
-    Rule(
-        "QC047",
-        "there is linear attention, but the config does not state its sizes",
-        "config.json is of another class, or a tool wrote only the keys it knows. Runtimes use their "
-        "class's default, which fits one model only; the owner of each row is unknown, so nothing else "
-        "of linear attention is checked.",
-        "Copy the named linear_* keys from the source's config.json.",
-    ),
-)
 
 _GDN_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",

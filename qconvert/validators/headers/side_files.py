@@ -26,7 +26,7 @@ from qconvert.core.errors import CheckpointError
 from qconvert.core.family import vision_config
 from qconvert.core.json_text import parse_object
 from qconvert.core.yaml_lines import load
-from qconvert.validation.findings import Finding, OnlyRead, Proved, Rule, Severity
+from qconvert.validation.findings import Finding, OnlyRead, Proved, Severity
 from qconvert.validation.runner import Folder, Need
 
 README = "README.md"
@@ -45,58 +45,6 @@ _MOST_README = 1 << 20
 _BRIEF = Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 120
 _BRIEF.maxlevel = 2
-
-RULES = (
-    Rule(
-        "QC028",
-        "there is no tokenizer",
-        "Weights were saved alone, or the upload left out side files. Nothing can be served from the "
-        "folder.",
-        "Copy tokenizer.json, tokenizer_config.json and the other files next to the source's weights.",
-    ),
-    Rule(
-        "QC029",
-        "there is a vision tower but no processor file",
-        "The conversion knew tokenizers but not processors; multi-modal runtimes fail.",
-        "Copy preprocessor_config.json (and video_preprocessor_config.json) from the source.",
-    ),
-    Rule(
-        "QC056",
-        "there are weights that are not loaded",
-        "A folder was written into twice, or pickles and an index of the source were copied. Some "
-        "runtimes glob for shards, and uploads include all of it.",
-        "Delete the named file, after checking whether the index should name it.",
-    ),
-    Rule(
-        "QC057",
-        "no shard states which framework its tensors are for",
-        "A tool wrote safetensors without metadata; transformers 4 refuses such files.",
-        'Write shards with __metadata__ {"format": "pt"}; qconvert copy does.',
-    ),
-    Rule(
-        "QC058",
-        "config.json names Python files that are missing",
-        "Remote code was not copied; loading with trust_remote_code fails.",
-        "Copy the named file from the source, or remove auto_map if runtimes know the class.",
-    ),
-    Rule(
-        "QC059",
-        "README.md's front matter is broken",
-        "It was written by hand or assembled from texts. The Hub refuses YAML it cannot read, and "
-        "links a quantized model to its base by base_model alone.",
-        "Front matter is a YAML mapping between two lines of ---; base_model is a repo id or a list "
-        "of ids, base_model_relation one of adapter, merge, quantized, finetune.",
-    ),
-    Rule(
-        "QC098",
-        "a file is read instead of the weights that the index names, or on top of them",
-        "A folder was written into twice, or files of the source or of training were copied. "
-        "transformers takes model.safetensors before an index, and applies an adapter that lies beside; "
-        "vLLM takes consolidated*.safetensors before all; kt-kernel reads every .safetensors file. What "
-        "they read was not validated.",
-        "Delete the named file, after checking whether the index should name it.",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -14,36 +14,13 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.open import open_source, open_stages, receipt_of, stage_folders
 from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.runtimes.pipeline import RUNTIMES, owners_of
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Report, Request, validate_folder
 
 if TYPE_CHECKING:
     from qconvert.validation.workers import Progress
 
 _MOST = 20
-
-RULES = (
-    Rule(
-        "QC120",
-        "folders of pipeline stages do not form one complete split",
-        "A stage's folder was lost, renamed or made again with another partition, source or recipe, or "
-        "a tensor that several stages hold differs between them.",
-        "Run the split command again into an empty folder.",
-    ),
-    Rule(
-        "QC121",
-        "a tensor is in other pipeline stages than those where runtimes look for it",
-        "A stage's folder was edited after the split. Embeddings, the vision tower and a tied head may "
-        "be held more than once; a layer is held by the stage that owns it.",
-        "Run the split command again into an empty folder.",
-    ),
-    Rule(
-        "QC122",
-        "a tensor of the source is in no pipeline stage and dropped by no rule",
-        "A stage's folder was edited after the split, or the source is another one.",
-        "Give the source that the split read, or run the split command again into an empty folder.",
-    ),
-)
 
 
 def validate_set(

@@ -22,22 +22,10 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.family import MTP_COUNTS, first_int, text_config
 from qconvert.core.names import is_scale, layer_in, split_parameter
 from qconvert.core.shown import count
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validators.headers.shapes import expected_shapes
 from qconvert.validators.reading.model import FP8
 from qconvert.validators.reading.quantization import HF_QUANT_CONFIG, group_names
-
-RULES = (
-    Rule(
-        "QC135",
-        "a quantization block leaves out a number that its readers need",
-        "A tool or a person cut the block down. compressed-tensors, sglang and vLLM refuse a group "
-        "without its size, and take 8 bits, integers and one scale a tensor where nothing is stated; "
-        "GPTQ's and AWQ's readers ask for each key.",
-        "State the number that the message names: qconvert repair writes it where the shapes, or "
-        "qconvert.json, leave no choice.",
-    ),
-)
 
 _SIZES = tuple(1 << power for power in range(4, 11))  # groups and blocks that exist
 _DEFAULTS: Mapping[str, Any] = {"type": "int", "num_bits": 8, "symmetric": True}

@@ -27,7 +27,7 @@ from qconvert.core.names import (
     weight_candidates,
 )
 from qconvert.core.shown import count
-from qconvert.validation.findings import Finding, Proved, Rule, Skipped
+from qconvert.validation.findings import Finding, Proved, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.reading.int8 import int8_scale
 from qconvert.validators.reading.model import (
@@ -69,75 +69,6 @@ _OTHER_FORMS: Mapping[str, tuple[str, ...]] = {
 }
 # Qwen3.5's: text-only names lack a component of the multi-modal ones.
 _LANGUAGE, _TEXT_ONLY = "model.language_model.", ("qwen3_5_text", "qwen3_5_moe_text")
-
-RULES = (
-    Rule(
-        "QC010",
-        "the index states another total_size than its tensors add up to",
-        "Another tool edited shards or index, or the index is the source's. Published indexes are "
-        "often wrong and no loader checks it, so it is an error only if qconvert wrote the index.",
-        "Download or make the index again. In your own repo, set metadata.total_size to the sum.",
-    ),
-    Rule(
-        "QC011",
-        "parts of a quantized weight are missing",
-        "A conversion dropped or renamed scales, packed weights or their shapes, or a shard is from "
-        "another conversion. Loaders read codes as numbers, or keep a scale of 1. Block scales are "
-        "named weight_scale_inv for quant_method fp8, weight_scale for compressed-tensors.",
-        "Convert again from the source; a weight and its scales must be kept or dropped together.",
-    ),
-    Rule(
-        "QC012",
-        "config and tensors disagree on whether the model is quantized",
-        "Weights were dequantized but a quantization block was left (a nested one, or "
-        "hf_quant_config.json), or weights were quantized but config.json is the source's.",
-        "Remove the named block, or add the one that the weights were quantized with.",
-    ),
-    Rule(
-        "QC013",
-        "a tensor that the model requires is missing",
-        "An interrupted or resumed conversion indexed only some of its layers, a pattern dropped too "
-        "much, or config.json counts more layers or experts than there are. Loaders that do not "
-        "check keep the initial weights: the model generates garbage.",
-        "Convert again from the source, or set the config's counts to the tensors' counts.",
-    ),
-    Rule(
-        "QC014",
-        "tied embeddings differ in type",
-        "Only one of head and embeddings was converted or resized.",
-        "Leave the head out, or untie the two in the config.",
-    ),
-    Rule(
-        "QC015",
-        "a grid of block scales does not fit its weight",
-        "The block size was inferred from shapes, which is wrong for ragged row counts (576 rows in "
-        "blocks of 128), or rows were cut or permuted and their scales were not.",
-        "Convert again with the block size that the config states: ceil(rows / block) scale rows.",
-    ),
-    Rule(
-        "QC044",
-        "config.json states both that embeddings are tied and that they are not",
-        "The root and text_config each have a flag, and a tool (or a class's default, on saving) set "
-        "one of them. transformers uses the root's; runtimes that use text_config's take the "
-        "embeddings for the head.",
-        "Set tie_word_embeddings in text_config to the root's value.",
-    ),
-    Rule(
-        "QC046",
-        "the model's tensors have two prefixes",
-        "A renaming matched only some of the layers, or shards of a text-only and a multi-modal "
-        "conversion are in one folder. Loaders map one prefix: layers of the other keep their "
-        "initial weights.",
-        "Convert again from the source, or rename the tensors that the finding names.",
-    ),
-    Rule(
-        "QC048",
-        "a text-only class's tensors have the names of the multi-modal one",
-        "config.json was made text-only but the names stayed model.language_model.*. transformers "
-        "removes that part on loading; sglang's text-only class drops such tensors with a warning.",
-        "Rename model.language_model.* to model.*, or keep the multi-modal config.",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,9 @@ from dataclasses import dataclass, replace
 from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
 from qconvert.run.reader import Reader
-from qconvert.validation.findings import Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.kernels.device import NO_DATA, Case, Said, chosen, device, head, read, said
 from qconvert.validators.reading.forms import Form, Forms, Unread
-
-RULES = (
-    Rule(
-        "QC071",
-        "FP8 decoded by the Triton kernel differs from torch's BF16, or from the output",
-        "On random weights: Triton or the GPU's driver computes differently from float32 arithmetic. "
-        "Only on a tensor of the folder: its bytes are not what the source's decode to.",
-        "On random weights: try another release of Triton or of the driver. On a tensor: check what "
-        "--level full --against SRC says about it, and convert again.",
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)

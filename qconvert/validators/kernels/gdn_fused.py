@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.run.reader import Reader
-from qconvert.validation.findings import Rule
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.kernels.device import NO_DATA, Said, device, said
 from qconvert.validators.reading.forms import Unread
@@ -26,17 +25,6 @@ if TYPE_CHECKING:
 
     from qconvert.validators.kernels.device import Case
     from qconvert.validators.kernels.triton import gdn
-
-RULES = (
-    Rule(
-        "QC070",
-        "the fused projections compute something else than the separate ones",
-        "The fused rows are in another order than stated, or the kernel is wrong on this GPU "
-        "(then the random cases fail too).",
-        "If random cases fail: report the GPU, the driver and the Triton version. Otherwise convert "
-        "again; --level sample tells which order the rows are in.",
-    ),
-)
 
 _FUSED, _APART = (
     ("in_proj_qkvz", "in_proj_ba"),

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.validation.findings import Rule, Skipped
+from qconvert.validation.findings import Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
 from qconvert.validators.reading.forms import Unread
 from qconvert.validators.reading.matrices import (
@@ -33,31 +33,6 @@ from qconvert.validators.reading.matrices import (
     whole,
 )
 from qconvert.validators.weights.gdn_rows import Order
-
-RULES = (
-    Rule(
-        "QC063",
-        "linear-attention rows are in another order than the folder states",
-        "Fused by key heads and declared contiguous, or the other way round; b and a cut at the middle "
-        "of an interleaved tensor; ranks' rows concatenated. All have the same shape.",
-        "Fuse again from the source for your runtime: qconvert fuse SRC OUT --for sglang, or "
-        "--for qwen3-next.",
-    ),
-    Rule(
-        "QC064",
-        "linear-attention rows are in no known order",
-        "Another source, another layer's tensor, or heads permuted by another tool.",
-        "Fuse again from the source; if the folder was made from another source, give that "
-        "one with --against.",
-    ),
-    Rule(
-        "QC065",
-        "block scales did not move with the rows of their weights",
-        "A tool permuted the weight's rows but not the scales, or moved them "
-        "as if a block were a row.",
-        "Fuse again from the source with qconvert fuse; or dequantize the source first.",
-    ),
-)
 
 _LAYERS = 4  # at level sample
 # For segments: the module that holds all of them, and those that hold some.

@@ -14,22 +14,10 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.graph import Source
 from qconvert.core.names import split_parameter
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import Folders
 from qconvert.validators.reading.quantization import PackedInts, gptq_ints, ints_of
-
-RULES = (
-    Rule(
-        "QC090",
-        "group indices (g_idx) are invalid, of unequal group sizes, or in an order not stated",
-        "g_idx is another matrix's, counts from 1, or desc_act is false although columns were grouped "
-        "by importance. Loaders that do not read it use each scale for other columns; some kernels "
-        "read beyond the scales.",
-        "State desc_act: true (compressed-tensors: actorder: group) if columns have an order; "
-        "convert again if groups are broken.",
-    ),
-)
 
 _A_FEW = 8
 

@@ -11,19 +11,10 @@ import xxhash
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.receipt import digest
 from qconvert.checkpoint.safetensors import read_header
-from qconvert.validation.findings import Finding, Rule, Skipped
+from qconvert.validation.findings import Finding, Skipped
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.headers.receipt import EDITED
-
-RULES = (
-    Rule(
-        "QC022",
-        "bytes differ from those that were written",
-        "A disk or transfer changed them, or someone edited a file after the conversion.",
-        "Copy or download the named file again, or run the conversion again into its own folder.",
-    ),
-)
 
 
 @dataclass(frozen=True)

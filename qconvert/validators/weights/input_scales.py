@@ -23,7 +23,7 @@ from qconvert.core.graph import Source
 from qconvert.core.names import KV_SCALES
 from qconvert.core.roles import Kind
 from qconvert.core.shown import count
-from qconvert.validation.findings import Finding, Proved, Rule, Skipped
+from qconvert.validation.findings import Finding, Proved, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import Folders
 from qconvert.validators.reading.decode import SCALES, scale_floats
@@ -33,16 +33,6 @@ from qconvert.validators.reading.parts import ACTIVATIONS, is_of_activations, of
 
 if TYPE_CHECKING:
     from qconvert.validators.reading.decode import Floats
-
-RULES = (
-    Rule(
-        "QC112",
-        "a scale of activations or of the KV cache is not the one that it should be",
-        "A tool inverted it, gave it another expert's or layer's, or wrote another number than it says. "
-        "Runtimes clip what such a scale does not reach, or round what it exceeds to zero.",
-        "Convert again from the source; with --stats, from statistics of a calibration of this model.",
-    ),
-)
 
 _INPUTS = tuple(end for end in ACTIVATIONS if not end.endswith(("zero_point", "g_idx")))
 _CACHE = tuple(end[1:] for end in KV_SCALES)

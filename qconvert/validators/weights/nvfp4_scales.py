@@ -14,20 +14,10 @@ from dataclasses import dataclass
 from math import isfinite
 
 from qconvert.core.graph import Source
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Folders
 from qconvert.validators.reading.nvfp4 import MOST, GlobalScale, Parts, all_parts, fault
-
-RULES = (
-    Rule(
-        "QC100",
-        "an NVFP4 scale is not a finite number above 0",
-        "A matrix of zeros was divided by its largest weight, a calibration saw no token of an expert, "
-        "or a file is broken.",
-        "Quantize again; an expert that saw no token takes the largest input of its layer.",
-    ),
-)
 
 _ABSURD = 2.0**15  # no weight of a trained model is as large
 _BATCH = 256  # matrices per task

@@ -14,20 +14,10 @@ from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.graph import Source
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Folders
 from qconvert.validators.reading.quantization import packed_ints
-
-RULES = (
-    Rule(
-        "QC086",
-        "a weight_shape is not the shape of its packed weight",
-        "It is another matrix's, was written as [K, N], or was never written. Loaders that unpack by "
-        "it cut the weight short or fail.",
-        "Write [N, K]: N the packed weight's rows, K its columns times the codes in a word.",
-    ),
-)
 
 _INTEGERS = {"I64": "<2q", "I32": "<2i"}
 

@@ -17,22 +17,12 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.graph import Source
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind, joined_with
-from qconvert.validation.findings import Finding, Rule, Severity
+from qconvert.validation.findings import Finding, Severity
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Folders
 from qconvert.validators.reading.decode import SCALES, scale_floats
 from qconvert.validators.reading.parts import ACTIVATIONS
 from qconvert.validators.reading.quantization import fp8_block_of
-
-RULES = (
-    Rule(
-        "QC069",
-        "global scales of weights that are fused at load differ",
-        "gate and up (or q, k and v) were quantized separately; each got its own global scale.",
-        "Quantize again with one global scale for each fused group; recent llm-compressor and modelopt "
-        "do so.",
-    ),
-)
 
 _TWO_LEVEL = ("weight_scale_2", "weight_global_scale")
 _BATCH = 256  # groups per task

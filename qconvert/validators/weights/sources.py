@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qconvert.validation.findings import Rule
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.weights.hashes import HashTask
-
-RULES = (
-    Rule(
-        "QC033",
-        "the source's bytes are not those the output was made from",
-        "The source changed after the conversion (another revision was downloaded, a file was damaged), "
-        "in places that its headers do not show.",
-        "Download the source again and compare; if it is correct now, convert again.",
-    ),
-)
 
 
 @dataclass(frozen=True)

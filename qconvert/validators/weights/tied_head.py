@@ -9,19 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qconvert.core.graph import Source
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import CHUNK, Folders
-
-RULES = (
-    Rule(
-        "QC025",
-        "a tied head is also stored",
-        "A tool that saves every parameter wrote the shared matrix twice, which takes space; or it "
-        "changed one of the two, and which of them counts depends on the loader.",
-        "Leave the head out; if the two differ on purpose, set tie_word_embeddings to false.",
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)

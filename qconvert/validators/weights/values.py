@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.headers.conversions import FACT as CALIBRATION
@@ -44,30 +44,6 @@ def may_be_negative(manifest: Mapping[str, Any] | None, form: Form) -> bool:
     signed = {"scales": "search", "signs": "both", "symmetric": True, "bits": 4}
     return any(signed.items() <= step["options"].items() for step in made)
 
-
-RULES = (
-    Rule(
-        "QC066",
-        "a tensor holds NaN or infinity",
-        "A broken download, a tensor written while it was being computed, an overflow in fp16, or "
-        "FP8 codes of another dialect (fnuz) read as E4M3. A warning for infinities if qconvert.json "
-        "says that dequant was allowed to write them.",
-        "Check the source for the same tensor; if it is valid there, convert again.",
-    ),
-    Rule(
-        "QC067",
-        "a whole matrix of weights is zero",
-        "A file that was reserved and never written, or a tensor that a tool could not find.",
-        "Check the source for the same tensor. Some models do hold unused, zero experts.",
-    ),
-    Rule(
-        "QC068",
-        "a scale is invalid",
-        "Exponents (E8M0 in U8) were stored or multiplied as numbers, a scale and its inverse were "
-        "mixed up, or a file is broken.",
-        "Check the source's scale and its scale_fmt; convert again, or start from another release.",
-    ),
-)
 
 # Per kind: bytes, all bits but the sign, the smallest that is no finite number. Any I8 is one.
 _BITS: Mapping[str, tuple[int, int, int]] = {

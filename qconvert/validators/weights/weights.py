@@ -18,7 +18,7 @@ from typing import Any
 from qconvert.checkpoint.text_class import text_model_type
 from qconvert.core.names import parse, split_parameter
 from qconvert.core.shown import count
-from qconvert.validation.findings import Finding, Proved, Rule, Skipped
+from qconvert.validation.findings import Finding, Proved, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validators.headers.conversions import FACT as CALIBRATION
 from qconvert.validators.reading.decode import FLOATS
@@ -30,32 +30,6 @@ from qconvert.validators.weights.compare import Compare, How, described
 from qconvert.validators.weights.input_scales import is_such_a_scale, scale_key
 from qconvert.validators.weights.searched import CompareSearched, is_searched
 from qconvert.validators.weights.solved_nvfp4 import CompareSolvedNvfp4
-
-RULES = (
-    Rule(
-        "QC060",
-        "a weight is not the source's",
-        "Rows or experts in another order, scales that did not move with their rows, a block size "
-        "inferred from shapes, scaling in bf16, exponents multiplied as numbers, a tensor of another "
-        "layer, or a folder made from another source.",
-        "Convert again from this source. If qconvert made the folder, report the message and the "
-        "command; `qconvert diff` shows what else differs.",
-    ),
-    Rule(
-        "QC061",
-        "a tensor has no counterpart in the source, or another shape than its counterpart",
-        "A tensor of another model, experts or layers more than the source has, or names that were "
-        "changed by hand.",
-        "Remove the tensor, or give the source it belongs to with --against.",
-    ),
-    Rule(
-        "QC062",
-        "a tensor of the source is not in the folder",
-        "A tool left it out, most often a draft (MTP) layer or a vision tower, or a head because the "
-        "config was changed to tie it; no receipt or rule says so.",
-        "Convert again with a tool that keeps it, or with one that states what it drops.",
-    ),
-)
 
 _A_FEW = 8  # matrices of each kind
 _MOST_MISSING = 20

@@ -16,23 +16,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.validation.findings import Finding, Rule
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.reading.quantization import gptq_ints
-
-RULES = (
-    Rule(
-        "QC087",
-        "GPTQ's zero points do not match the config",
-        "checkpoint_format is of the other version (gptq stores zero points minus one: 7 for symmetric "
-        "4-bit weights; gptq_v2 stores 8), or sym is true for asymmetric weights. Some kernels read "
-        "zero points and some do not, so the model is correct in one runtime and generates garbage in "
-        "another. A zero point of 0 has no place in the first version: what is stored for it, 15 or "
-        "255, some readers take for 0 and others for 16 or 256.",
-        "State the version that the words have; convert asymmetric weights again with gptq-v2.",
-    ),
-)
 
 _A_FEW = 8
 
