@@ -21,18 +21,12 @@ from qconvert.passes.experts import Stack, Unstack
 from qconvert.plan.plan import Plan, run_passes
 
 FAMILY_OF = {
-    "deepseek-v3": "deepseek_v3",
-    "glm-4.5-air": "glm4_moe",
-    "kimi-k2-thinking": "kimi_k2",
-    "qwen3-30b-a3b-fp8": "qwen3_moe",
-    "qwen3-next-80b-a3b": "qwen3_next",
-    "qwen3-next-80b-a3b-fp8": "qwen3_next",
-    "qwen3-vl-30b-a3b": "qwen3_vl_moe",
-    "qwen3.5-0.8b": "qwen3_5",
-    "qwen3.5-27b-fp8": "qwen3_5",
-    "qwen3.5-35b-a3b": "qwen3_5",
+    "deepseek-v3": "deepseek_v3", "glm-4.5-air": "glm4_moe", "kimi-k2-thinking": "kimi_k2",
+    "qwen3-30b-a3b-fp8": "qwen3_moe", "qwen3-next-80b-a3b": "qwen3_next",
+    "qwen3-next-80b-a3b-fp8": "qwen3_next", "qwen3-vl-30b-a3b": "qwen3_vl_moe",
+    "qwen3.5-0.8b": "qwen3_5", "qwen3.5-27b-fp8": "qwen3_5", "qwen3.5-35b-a3b": "qwen3_5",
     "qwen3.5-35b-a3b-fp8": "qwen3_5",
-}
+}  # fmt: skip
 # Tensors of the published files, and their elements. Of GLM-4.5-Air and Qwen3-VL the elements alone
 # are published, and Kimi-K2-Thinking's are those of Kimi-K2.5 without its tower and projector.
 PUBLISHED = {
@@ -333,14 +327,9 @@ _MOE = _DENSE | _EXPERTS | _SHARED
 _VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
 _VISION |= {"out_hidden_size": 32, "num_position_embeddings": 16, "patch_size": 4}
 _MLA = {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+    "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 12,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
 _DEEPSEEK = _LAYERS | _MLA | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2}
 _DEEPSEEK |= {"moe_intermediate_size": 16, "topk_group": 1, "first_k_dense_replace": 2}
 _GLM = _LAYERS | _HEADS | {"n_routed_experts": 8, "num_experts_per_tok": 2}

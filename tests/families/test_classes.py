@@ -25,35 +25,13 @@ _NOT_KEPT = ("layers", "sizes", "unread")
 # all layers; a checkpoint of one is described from its own config.
 NOT_BUILT = frozenset(
     [
-        "aya_vision",
-        "blt",
-        "chameleon",
-        "cohere_compass",
-        "cohere_compass_text",
-        "dbrx",
-        "deepseek_ocr2",
-        "diffusion_gemma",
-        "emu3",
-        "evolla",
-        "fast_vlm",
-        "gemma3n",
-        "gemma4_assistant",
-        "gemma4_unified_assistant",
-        "granite4_vision",
-        "hunyuan_vl",
-        "idefics3",
-        "musicgen",
-        "musicgen_melody",
-        "perception_lm",
-        "pi0",
-        "pp_formulanet",
-        "qwen4_exp",
-        "qwen4_exp_text",
-        "reformer",
-        "smolvlm",
-        "vision-encoder-decoder",
+        "aya_vision", "blt", "chameleon", "cohere_compass", "cohere_compass_text", "dbrx",
+        "deepseek_ocr2", "diffusion_gemma", "emu3", "evolla", "fast_vlm", "gemma3n",
+        "gemma4_assistant", "gemma4_unified_assistant", "granite4_vision", "hunyuan_vl", "idefics3",
+        "musicgen", "musicgen_melody", "perception_lm", "pi0", "pp_formulanet", "qwen4_exp",
+        "qwen4_exp_text", "reformer", "smolvlm", "vision-encoder-decoder",
     ]
-)
+)  # fmt: skip
 
 
 def text_of(answer: dict[str, Any]) -> str:

@@ -47,16 +47,12 @@ COMMANDS = {
 }
 # Of each published model, the names that belong to a draft: all that its runtime loads as one.
 DRAFTS = {
-    "deepseek-v3.2": ("model.layers.61.",),
-    "deepseek-v4-flash": ("mtp.0.",),
-    "ernie-4.5-300b": ("model.mtp_",),
-    "glm-4.7-flash": ("model.layers.47.",),
-    "glm-4.7-fp8": ("model.layers.92.",),
-    "glm-5": ("model.layers.78.",),
-    "glm-5-fp8": ("model.layers.78.",),
-    "nemotron-3-super-120b": ("mtp.",),
+    "deepseek-v3.2": ("model.layers.61.",), "deepseek-v4-flash": ("mtp.0.",),
+    "ernie-4.5-300b": ("model.mtp_",), "glm-4.7-flash": ("model.layers.47.",),
+    "glm-4.7-fp8": ("model.layers.92.",), "glm-5": ("model.layers.78.",),
+    "glm-5-fp8": ("model.layers.78.",), "nemotron-3-super-120b": ("mtp.",),
     "qwen3.5-397b": ("mtp.",),
-}
+}  # fmt: skip
 
 
 @cache

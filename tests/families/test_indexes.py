@@ -21,13 +21,8 @@ _FILE = Path(__file__).parent / "indexes.yaml"
 INDEXES: dict[str, Any] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
 # What the tensors of a module are called instead of `weight`.
 ENCODINGS = (
-    "weight_scale_inv",
-    "weight_scale",
-    "weight_packed",
-    "weight_shape",
-    "qweight",
-    "scales",
-)
+    "weight_scale_inv", "weight_scale", "weight_packed", "weight_shape", "qweight", "scales",
+)  # fmt: skip
 # Of the quantized indexes, the tensors of a linear: those of a draft are not quantized.
 ENCODED = {
     "deepseek-r1-awq": {frozenset({"qweight", "qzeros", "scales"}), frozenset({"weight"})},

@@ -23,22 +23,13 @@ pytestmark = pytest.mark.peer
 
 # The class of each text model.
 CLASSES = {
-    "qwen3_5": "Qwen3_5ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "qwen3_vl": "Qwen3ForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
-    "mistral3": "MistralForCausalLM",
-    "qwen2_5_vl": "Qwen2ForCausalLM",
-    "qwen3_vl_moe": "Qwen3MoeForCausalLM",
-    "internvl": "Qwen2ForCausalLM",
-    "qwen2_vl": "Qwen2ForCausalLM",
-    "llama4": "Llama4ForCausalLM",
-    "llava": "LlamaForCausalLM",
-    "glm4v": "",
-    "aria": "AriaTextForCausalLM",
-    "got_ocr2": "Qwen2ForCausalLM",
-    "minimax_m3_vl": "",
-}
+    "qwen3_5": "Qwen3_5ForCausalLM", "gemma3": "Gemma3ForCausalLM", "qwen3_vl": "Qwen3ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM", "mistral3": "MistralForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM", "qwen3_vl_moe": "Qwen3MoeForCausalLM",
+    "internvl": "Qwen2ForCausalLM", "qwen2_vl": "Qwen2ForCausalLM", "llama4": "Llama4ForCausalLM",
+    "llava": "LlamaForCausalLM", "glm4v": "", "aria": "AriaTextForCausalLM",
+    "got_ocr2": "Qwen2ForCausalLM", "minimax_m3_vl": "",
+}  # fmt: skip
 # Why there is none: no class of text has the name; the class of that name reads no published experts.
 REFUSED = {
     "glm4v": "'glm4v_text' by itself",
