@@ -271,12 +271,24 @@ def run_cli(*arguments: str | Path) -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
+def ran(*arguments: str | Path) -> Result:
+    """A command in this process, which must succeed."""
+    done = run_cli(*arguments)
+    assert done.code == 0, done.err or done.out
+    return done
+
+
+def refused(*arguments: str | Path) -> str:
+    """What a command in this process says that ends with an error."""
+    done = run_cli(*arguments)
+    assert done.code == 1, done
+    return done.err
+
+
 def convert(command: str, source: Path, out: Path, *more: str) -> Result:
     """A conversion in this process, by `dequant` or a recipe's name, which must succeed."""
     words = ["run", command] if command != "dequant" else [command]
-    result = run_cli(*words, source, out, "--jobs", "1", *more)
-    assert result.code == 0, result.err
-    return result
+    return ran(*words, source, out, "--jobs", "1", *more)
 
 
 def unjudged(recipe: str, source: Path, out: Path) -> None:

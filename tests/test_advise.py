@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import headers
 import pytest
-from checkpoints import run_cli
+from checkpoints import ran, run_cli
 
 from qconvert import api
 from qconvert.advise.advice import Hybrid, as_json, lines_of
@@ -127,8 +127,7 @@ def test_every_role_has_a_line(models: Path) -> None:
 
 @pytest.mark.big
 def test_json_and_text_say_the_same(models: Path) -> None:
-    result = run_cli("advise", models / "qwen3.5-27b-fp8", "--for", "sglang", "--json")
-    assert result.code == 0, result.err
+    result = ran("advise", models / "qwen3.5-27b-fp8", "--for", "sglang", "--json")
     said = json.loads(result.out)
     found = api.advise(models / "qwen3.5-27b-fp8", "sglang")
     assert said == json.loads(json.dumps(as_json(found)))

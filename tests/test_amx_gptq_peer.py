@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from calibrate_models import qwen3_moe, samples, saved, with_outliers
-from checkpoints import run_cli
+from checkpoints import ran
 from kt_machine import needs_avx512
 from safetensors.torch import save_file
 
@@ -81,8 +81,7 @@ def errors(
     found = {}
     for way, options in ways.items():
         more = (*options, *calibrated) if "--gptq" in options else options
-        done = run_cli("amx", model, out / way, "--method", method, "--numa", str(numa), *more)
-        assert done.code == 0, done.err
+        ran("amx", model, out / way, "--method", method, "--numa", str(numa), *more)
         folder = Folder(Checkpoint.open(out / way))
         block = read_block(folder.checkpoint)
         for layer in range(2):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import edit_json, read_tensors, run_cli
+from checkpoints import edit_json, ran, read_tensors, run_cli
 from loaders.published import published
 from sampled import sampled
 
@@ -30,8 +30,7 @@ def config(folder: Path) -> dict[str, Any]:
 
 def made(*words: str | Path) -> Path:
     """What a command makes: the last word."""
-    done = run_cli(*words, "--jobs", "1")
-    assert done.code == 0, done.err
+    ran(*words, "--jobs", "1")
     return Path(words[-1])
 
 
@@ -193,8 +192,7 @@ def test_dry_runs_say_what_would_be_made(tmp_path: Path) -> None:
     source = written(tmp_path, "glm4_moe")
     bare = made("mtp", "drop", source, tmp_path / "bare")
     for words in (("extract", source), ("graft", bare, source)):
-        done = run_cli("mtp", *words, tmp_path / "out", "--dry-run", "--json", "--jobs", "1")
-        assert done.code == 0, done.err
+        done = ran("mtp", *words, tmp_path / "out", "--dry-run", "--json", "--jobs", "1")
         assert json.loads(done.out)["fingerprint"]
     assert not (tmp_path / "out").exists()
 

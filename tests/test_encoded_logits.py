@@ -32,7 +32,7 @@ import int_forms
 import numpy as np
 import pytest
 import torch
-from checkpoints import Model, Tensor, read_tensors, run_cli
+from checkpoints import Model, Tensor, ran, read_tensors
 from encoded_models import awq, mxfp4, stored
 from families import tiny
 from families.loading import logits
@@ -100,8 +100,7 @@ def saved(family: str, folders: Path) -> Path:
 
 def made(command: str, source: Path, out: Path) -> Path:
     name, *options = command.split()
-    done = run_cli(name, source, out, *options, "--jobs", "1")
-    assert done.code == 0, done.err
+    ran(name, source, out, *options, "--jobs", "1")
     return out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import Model, Tensor, bf16_moe, fp8_moe, read_tensors, run_cli, tensor
+from checkpoints import Model, Tensor, bf16_moe, fp8_moe, ran, read_tensors, run_cli, tensor
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.integer_config import packed_scheme
@@ -168,8 +168,7 @@ def two_blocks() -> Model:
 def test_two_fp8_schemes_are_dequantized_each_by_its_own(tmp_path: Path) -> None:
     source = two_blocks().write(tmp_path / "source")
     assert [f for f in validate_folder(source).findings if f.severity == "error"] == []
-    done = run_cli("dequant", source, tmp_path / "out", "--jobs", "1")
-    assert done.code == 0, done.err
+    ran("dequant", source, tmp_path / "out", "--jobs", "1")
     before, after = read_tensors(source), read_tensors(tmp_path / "out")
     for module in (EXPERT, QUERY):
         weight, scale = before[f"{module}.weight"], before[f"{module}.weight_scale"]

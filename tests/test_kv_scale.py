@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import bf16_moe, edit_json, read_tensors, run_cli, tensor
+from checkpoints import bf16_moe, edit_json, ran, read_tensors, refused, run_cli, tensor
 from loaders.published import published
 
 from qconvert import api
@@ -32,8 +32,7 @@ def made(folder: Path, *words: str, family: str = "qwen3_moe") -> tuple[Path, Pa
     if not source.exists():
         published(family).write(source)
     out = folder / "out"
-    done = run_cli(words[0], source, out, *words[1:], "--kv-scale", "0.375", "--jobs", "1")
-    assert done.code == 0, done.err
+    ran(words[0], source, out, *words[1:], "--kv-scale", "0.375", "--jobs", "1")
     return source, out
 
 
@@ -88,15 +87,13 @@ def test_a_recipe_is_the_same(tmp_path: Path) -> None:
     source, out = made(tmp_path, "fp8", "--channel")
     words = ("fp8", source, out, "--channel", "--kv-scale", "0.375", "--print-recipe")
     (tmp_path / "recipe.yaml").write_text(run_cli(*words).out)
-    done = run_cli("run", tmp_path / "recipe.yaml", source, tmp_path / "again", "--jobs", "1")
-    assert done.code == 0, done.err
+    ran("run", tmp_path / "recipe.yaml", source, tmp_path / "again", "--jobs", "1")
     assert read_tensors(tmp_path / "again") == read_tensors(out)
 
 
 def test_dequant_keeps_them(tmp_path: Path) -> None:
     _, out = made(tmp_path, "fp8")
-    done = run_cli("dequant", out, tmp_path / "back", "--jobs", "1")
-    assert done.code == 0, done.err
+    ran("dequant", out, tmp_path / "back", "--jobs", "1")
     kept = read_tensors(tmp_path / "back")
     assert len([name for name in kept if name.endswith((".k_scale", ".v_scale"))]) == 4
 
@@ -110,14 +107,12 @@ def test_a_value_that_is_no_scale_is_refused(value: float) -> None:
 def test_what_cannot_have_them_is_refused(tmp_path: Path) -> None:
     source = published("qwen3_moe").write(tmp_path / "source")
     words = ("w4a16", source, tmp_path / "out", "--rtn", "--packing", "gptq", "--kv-scale", "1")
-    done = run_cli(*words)
-    assert done.code == 1
-    assert "quant_method 'gptq' has no scales of a KV cache" in done.err
+    assert "quant_method 'gptq' has no scales of a KV cache" in refused(*words)
     model = bf16_moe()
     model.tensors["model.layers.0.self_attn.k_proj.k_scale"] = tensor("F32")
-    done = run_cli("fp8", model.write(tmp_path / "has"), tmp_path / "out", "--kv-scale", "1")
-    assert done.code == 1
-    assert "k_proj.k_scale': scales of a KV cache are there already" in done.err
+    assert "k_proj.k_scale': scales of a KV cache are there already" in refused(
+        "fp8", model.write(tmp_path / "has"), tmp_path / "out", "--kv-scale", "1"
+    )
 
 
 def test_a_config_that_is_silent_is_a_warning(tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import bf16_moe, convert, edit_header, run_cli, shard_name, tree, watched_reads
+from checkpoints import (
+    bf16_moe,
+    convert,
+    edit_header,
+    ran,
+    run_cli,
+    shard_name,
+    tree,
+    watched_reads,
+)
 from checkpoints import edit_json as edited
 from loopback_hub import TOKEN
 
@@ -31,8 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_without_a_folder() -> None:
-    done = run_cli("report")
-    assert done.code == 0
+    done = ran("report")
     assert f"qconvert {__version__}, CPython " in done.out
     assert re.search(r"\bnumpy \d", done.out)
     assert "GB of memory" in done.out

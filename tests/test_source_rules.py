@@ -12,7 +12,7 @@ from typing import Any
 import gdn_models
 import pytest
 from broken_repos import change, edit_config, overwrite, packed_moe
-from checkpoints import Model, Tensor, bf16_moe, copied, edit_json, fp8_moe, run_cli
+from checkpoints import Model, Tensor, bf16_moe, copied, edit_json, fp8_moe, ran, run_cli
 from data_folders import CONVERSIONS, Made, maker, validated
 from models import qwen3_moe
 from sampled import sampled
@@ -83,8 +83,7 @@ def test_another_class_of_the_model(to: str, tmp_path: Path) -> None:
     source = model.write(tmp_path / "source")
     (tmp_path / "r.yaml").write_text(f"passes:\n{passes}")
     out = tmp_path / "out"
-    result = run_cli("run", tmp_path / "r.yaml", source, out, "--jobs", "1")
-    assert result.code == 0, result.err
+    ran("run", tmp_path / "r.yaml", source, out, "--jobs", "1")
     assert found(out, source, "full") == []
     unsigned(out)
     assert found(out, source) == []
@@ -114,16 +113,14 @@ def test_stages_of_a_tied_model_and_joined_again(tmp_path: Path) -> None:
     model = bf16_moe(tie_word_embeddings=True)
     del model.tensors["lm_head.weight"]
     source = model.write(tmp_path / "source")
-    made = run_cli("split", source, tmp_path / "s", "--pp", "1,1", "--for", "sglang", "--jobs", "1")
-    assert made.code == 0, made.err
+    ran("split", source, tmp_path / "s", "--pp", "1,1", "--for", "sglang", "--jobs", "1")
     stages = sorted((tmp_path / "s").glob("stage-*"))
     flags = [json.loads((s / "config.json").read_bytes())["tie_word_embeddings"] for s in stages]
     assert flags == [True, False]
     for stage in stages:
         assert found(stage, source, "full") == []
     joined = tmp_path / "joined"
-    result = run_cli("join", tmp_path / "s", joined, "--jobs", "1")
-    assert result.code == 0, result.err
+    ran("join", tmp_path / "s", joined, "--jobs", "1")
     assert validated(joined, tmp_path / "s").errors == 0
     assert found(joined, source) == []
     # It was made from the stages, and its identity says so; so it is compared no further.
@@ -137,8 +134,7 @@ def test_stages_of_a_tied_model_and_joined_again(tmp_path: Path) -> None:
 def test_experts_for_cpu_kernels(tmp_path: Path) -> None:
     source = qwen3_moe(layers=1).write(tmp_path / "source")
     out = tmp_path / "cpu"
-    result = run_cli("kt", source, "--cpu-out", out, "--cpu", "int4", "--numa", "1", "--jobs", "1")
-    assert result.code == 0, result.err
+    ran("kt", source, "--cpu-out", out, "--cpu", "int4", "--numa", "1", "--jobs", "1")
     assert found(out, source) == []
     (out / "qconvert.receipt.jsonl").unlink()
     assert found(out, source) == []
