@@ -58,118 +58,111 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def _block(change: Callable[[dict[str, Any]], None]) -> Break:
-    return lambda folder: edit_json(
-        folder / CONFIG, lambda config: change(config["quantization_config"])
-    )
+GONE = object()
 
 
-def _unlisted(block: dict[str, Any]) -> None:
+def _config(change: Callable[[dict[str, Any]], object]) -> Break:
+    return lambda folder: edit_json(folder / CONFIG, lambda config: void(change(config)))
+
+
+def _at(*path: str) -> Callable[..., Break]:
+    """Makes what puts other values below a key of the config, or takes them away."""
+
+    def breaking(**values: Any) -> Break:
+        def change(config: dict[str, Any]) -> None:
+            for key in path:
+                config = config.setdefault(key, {})
+            config.update(values)
+            for key in [key for key, value in values.items() if value is GONE]:
+                del config[key]
+
+        return _config(change)
+
+    return breaking
+
+
+_root, _text, _block = _at(), _at("text_config"), _at("quantization_config")
+_weights = _at("quantization_config", "config_groups", "group_0", "weights")
+
+
+def _listed(*entries: str) -> Break:
+    return _config(lambda config: config["quantization_config"]["ignore"].extend(entries))
+
+
+def _unlisted(config: dict[str, Any]) -> dict[str, Any]:
+    block: dict[str, Any] = config["quantization_config"]
     block["ignore"] = [entry for entry in block["ignore"] if "self_attn" not in entry]
+    return block
 
 
-def _of_linear(block: dict[str, Any]) -> None:
-    _unlisted(block)
-    block["config_groups"]["group_0"].update(targets=["Linear"])
+def _of_linear(config: dict[str, Any]) -> None:
+    _unlisted(config)["config_groups"]["group_0"].update(targets=["Linear"])
 
 
-def _nested(folder: Path) -> None:
-    def change(config: dict[str, Any]) -> None:
-        config["text_config"] = {
-            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        }
-
-    edit_json(folder / CONFIG, change)
+_STALE = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_nested = _text(quantization_config=_STALE)
 
 
-def _stale_root(folder: Path) -> None:
-    block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    edit_json(folder / CONFIG, lambda config: config.update(quantization_config=block))
+def _modelopt(stale: dict[str, Any]) -> Break:
+    return lambda folder: void((folder / "hf_quant_config.json").write_text(json.dumps(stale)))
 
 
-def _stale_modelopt(folder: Path) -> None:
-    stale = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
-    (folder / "hf_quant_config.json").write_text(json.dumps(stale))
+_stale_modelopt = _modelopt(
+    {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+)
+_other_modelopt = _modelopt(
+    {"quantization": {"quant_algo": "NVFP4", "group_size": 32, "exclude_modules": []}}
+)
 
 
-def _other_modelopt(folder: Path) -> None:
-    stale = {"quantization": {"quant_algo": "NVFP4", "group_size": 32, "exclude_modules": []}}
-    (folder / "hf_quant_config.json").write_text(json.dumps(stale))
-
-
-def _weight_map(change: Callable[[dict[str, str]], None]) -> Break:
-    return lambda folder: edit_json(folder / INDEX, lambda index: change(index["weight_map"]))
-
-
-def _two_lists(block: dict[str, Any]) -> None:
-    block["ignored_layers"] = ["lm_head"]
-    block["modules_to_not_convert"] = ["model.layers.0.mlp.gate"]
+def _weight_map(change: Callable[[dict[str, str]], object]) -> Break:
+    return lambda folder: edit_json(folder / INDEX, lambda index: void(change(index["weight_map"])))
 
 
 # What is broken, how, and a rule that its validation names (None: it is no error, or cannot be opened).
 BROKEN: dict[str, tuple[str, Break, str | None]] = {
     "a block of the source stays in text_config": ("w4a16", _nested, "QC037"),
-    "a block of the source stays after dequant": ("bf16", _stale_root, "QC012"),
+    "a block of the source stays after dequant": (
+        "bf16", _root(quantization_config=_STALE), "QC012",
+    ),
     "hf_quant_config.json of an earlier quantization": ("w4a16", _stale_modelopt, None),
     "hf_quant_config.json beside bf16": ("bf16", _stale_modelopt, None),
     "hf_quant_config.json says otherwise": ("modelopt", _other_modelopt, None),
-    "linears that are not listed": ("w4a16", _block(_unlisted), None),
-    "linears that are not listed, targets Linear": (
-        "w4a16",
-        _block(_of_linear),
-        "QC035",
-    ),
-    "quantized modules are listed": (
-        "w4a16",
-        _block(lambda b: b["ignore"].append("re:.*mlp.*")),
-        "QC034",
-    ),
-    "an expression that cannot be read": (
-        "w4a16",
-        _block(lambda b: b["ignore"].append("re:*.gate")),
-        "QC034",
-    ),
-    "no list at all": ("modelopt", _block(lambda b: b.pop("ignore")), "QC035"),
+    "linears that are not listed": ("w4a16", _config(_unlisted), None),
+    "linears that are not listed, targets Linear": ("w4a16", _config(_of_linear), "QC035"),
+    "quantized modules are listed": ("w4a16", _listed("re:.*mlp.*"), "QC034"),
+    "an expression that cannot be read": ("w4a16", _listed("re:*.gate"), "QC034"),
+    "no list at all": ("modelopt", _block(ignore=GONE), "QC035"),
     "the group of FP8 linears is gone": (
         "fp8 beside",
-        _block(lambda b: b["config_groups"].pop("group_1")),
+        _config(lambda config: config["quantization_config"]["config_groups"].pop("group_1")),
         None,
     ),
-    "linear_fp8_config is gone": (
-        "exponents beside",
-        _block(lambda b: b.pop("linear_fp8_config")),
-        None,
+    "linear_fp8_config is gone": ("exponents beside", _block(linear_fp8_config=GONE), None),
+    "two lists": (
+        "fp8",
+        _block(ignored_layers=["lm_head"], modules_to_not_convert=["model.layers.0.mlp.gate"]),
+        "QC039",
     ),
-    "two lists": ("fp8", _block(_two_lists), "QC039"),
     "the index is gone": ("w4a16", lambda folder: (folder / INDEX).unlink(), None),
     "the index is not JSON": (
-        "w4a16",
-        lambda folder: void((folder / INDEX).write_text('{"weight_map": {')),
-        "QC001",
+        "w4a16", lambda folder: void((folder / INDEX).write_text('{"weight_map": {')), "QC001",
     ),
     "the index names another file": (
         "w4a16",
         _weight_map(lambda m: m.update(dict.fromkeys(list(m)[:3], "model-00099.safetensors"))),
         "QC001",
     ),
-    "the index lacks a tensor": (
-        "w4a16",
-        _weight_map(lambda m: void(m.popitem())),
-        "QC001",
-    ),
+    "the index lacks a tensor": ("w4a16", _weight_map(lambda m: m.popitem()), "QC001"),
     "the index has a tensor that is nowhere": (
-        "w4a16",
-        _weight_map(lambda m: m.update({"model.gone": next(iter(m.values()))})),
-        "QC001",
+        "w4a16", _weight_map(lambda m: m.update({"model.gone": next(iter(m.values()))})), "QC001",
     ),
     "total_size is wrong": (
         "w4a16",
-        lambda folder: edit_json(
-            folder / INDEX, lambda index: index["metadata"].update(total_size=1)
-        ),
+        lambda folder: edit_json(folder / INDEX, lambda index: index["metadata"].update(total_size=1)),
         None,
     ),
-}
+}  # fmt: skip
 
 
 def void(_: object) -> None:
@@ -180,7 +173,13 @@ def _copied(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to))
 
 
-def _weights(folder: Path) -> dict[str, bytes]:
+@pytest.fixture
+def folder(sound: dict[str, Path], tmp_path: Path) -> Path:
+    """Experts in INT4, to be broken."""
+    return _copied(sound["w4a16"], tmp_path / "folder")
+
+
+def _shards(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
 
@@ -189,7 +188,7 @@ def test_a_broken_folder_is_mended(what: str, sound: dict[str, Path], tmp_path: 
     form, broken, rule = BROKEN[what]
     folder = _copied(sound[form], tmp_path / "folder")
     broken(folder)
-    before, weights = tree(folder), _weights(folder)
+    before, weights = tree(folder), _shards(folder)
     report = api.validate(folder)
     if rule is not None:
         assert rule in {finding.rule for finding in report.findings}
@@ -201,7 +200,7 @@ def test_a_broken_folder_is_mended(what: str, sound: dict[str, Path], tmp_path: 
 
     (done,) = api.repair(folder)
     assert [change.file for change in done.changes] == [change.file for change in planned.changes]
-    assert _weights(folder) == weights
+    assert _shards(folder) == weights
     after = api.validate(folder)
     assert [f for f in after.findings if f.severity == "error"] == []
     assert not any(f.rule == rule for f in after.findings)
@@ -226,11 +225,10 @@ def test_a_sound_folder_is_left_as_it_is(form: str, sound: dict[str, Path], tmp_
     assert tree(folder) == before
 
 
-def test_the_config_of_a_conversion_comes_back(sound: dict[str, Path], tmp_path: Path) -> None:
+def test_the_config_of_a_conversion_comes_back(folder: Path) -> None:
     """Names that a conversion lists are found again, in the words of a conversion."""
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
     wanted = json.loads((folder / CONFIG).read_bytes())["quantization_config"]["ignore"]
-    _block(lambda block: block.update(ignore=[]))(folder)
+    _block(ignore=[])(folder)
     api.repair(folder)
     found = json.loads((folder / CONFIG).read_bytes())["quantization_config"]["ignore"]
     # Embeddings and the head are no fault to leave out: no target names them.
@@ -238,8 +236,7 @@ def test_the_config_of_a_conversion_comes_back(sound: dict[str, Path], tmp_path:
     assert {name for name in wanted if "_proj" in name} <= set(found)
 
 
-def test_the_manifest_records_both_hashes(sound: dict[str, Path], tmp_path: Path) -> None:
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
+def test_the_manifest_records_both_hashes(folder: Path) -> None:
     _nested(folder)
     (done,) = api.repair(folder)
     said = json.loads((folder / MANIFEST).read_bytes())["repaired"]
@@ -249,11 +246,8 @@ def test_the_manifest_records_both_hashes(sound: dict[str, Path], tmp_path: Path
     assert all(entry["before"] != entry["after"] for entry in said)
 
 
-def test_metadata_changed_by_hand_is_recorded_as_it_is(
-    sound: dict[str, Path], tmp_path: Path
-) -> None:
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
-    edit_json(folder / CONFIG, lambda config: config.update(max_position_embeddings=12345))
+def test_metadata_changed_by_hand_is_recorded_as_it_is(folder: Path) -> None:
+    _root(max_position_embeddings=12345)(folder)
     assert "QC021" in {finding.rule for finding in api.validate(folder).findings}
     (done,) = api.repair(folder)
     assert {change.file for change in done.changes} == {MANIFEST, RECEIPT}
@@ -261,8 +255,7 @@ def test_metadata_changed_by_hand_is_recorded_as_it_is(
     assert api.validate(folder).findings == []
 
 
-def test_a_shard_changed_afterwards_is_not_recorded(sound: dict[str, Path], tmp_path: Path) -> None:
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
+def test_a_shard_changed_afterwards_is_not_recorded(folder: Path) -> None:
     _nested(folder)
     shard = sorted(folder.glob("*.safetensors"))[0]
     data = shard.read_bytes()
@@ -273,9 +266,8 @@ def test_a_shard_changed_afterwards_is_not_recorded(sound: dict[str, Path], tmp_
     assert shard.name in {finding.where for finding in full.findings}
 
 
-def test_a_repo_is_repaired_by_its_headers(sound: dict[str, Path], tmp_path: Path) -> None:
+def test_a_repo_is_repaired_by_its_headers(folder: Path, tmp_path: Path) -> None:
     """Changed files go into a folder; no weight is fetched, nothing is sent."""
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
     _nested(folder)
     files = {name: data for name, data in tree(folder).items() if isinstance(data, bytes)}
     with hub_and_client(tmp_path / "home") as (server, waits):
@@ -293,10 +285,9 @@ def test_a_repo_is_repaired_by_its_headers(sound: dict[str, Path], tmp_path: Pat
     assert CONFIG in os.listdir(tmp_path / "mended")
 
 
-def test_what_no_config_describes_is_refused(sound: dict[str, Path], tmp_path: Path) -> None:
+def test_what_no_config_describes_is_refused(folder: Path) -> None:
     """INT4 codes without a block that says how: bits and groups are not guessed from shapes."""
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
-    edit_json(folder / CONFIG, lambda config: config.pop("quantization_config"))
+    _root(quantization_config=GONE)(folder)
     before = tree(folder)
     result = run_cli("repair", folder)
     assert result.code == 1
@@ -308,16 +299,14 @@ def test_what_no_config_describes_is_refused(sound: dict[str, Path], tmp_path: P
     assert "left QC012" in shown.out
 
 
-def test_an_unfinished_conversion_is_refused(sound: dict[str, Path], tmp_path: Path) -> None:
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
+def test_an_unfinished_conversion_is_refused(folder: Path) -> None:
     (folder / ".qconvert").mkdir()
     result = run_cli("repair", folder)
     assert result.code == 1
     assert "a conversion is unfinished" in result.err
 
 
-def test_a_broken_receipt_is_not_sealed_again(sound: dict[str, Path], tmp_path: Path) -> None:
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
+def test_a_broken_receipt_is_not_sealed_again(folder: Path) -> None:
     _nested(folder)
     receipt = folder / RECEIPT
     receipt.write_bytes(receipt.read_bytes().replace(b'"nbytes":', b'"nbytes": ', 1))
@@ -328,8 +317,7 @@ def test_a_broken_receipt_is_not_sealed_again(sound: dict[str, Path], tmp_path: 
     assert tree(folder) == before
 
 
-def test_changed_files_go_into_another_folder(sound: dict[str, Path], tmp_path: Path) -> None:
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
+def test_changed_files_go_into_another_folder(folder: Path, tmp_path: Path) -> None:
     _nested(folder)
     before = tree(folder)
     result = run_cli("repair", folder, "--out", tmp_path / "mended", "--json")
@@ -385,11 +373,8 @@ _PLANTED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", _PLANTED)
-def test_a_stage_of_another_folder_is_removed(
-    what: str, sound: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_stage_of_another_folder_is_removed(what: str, folder: Path, tmp_path: Path) -> None:
     """It came with the folder, or is torn: nothing is carried out, and nothing is blocked."""
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
     before = tree(folder)
     _staged(folder, _PLANTED[what](folder), config__json=_OTHER)
     result = run_cli("repair", folder)
@@ -401,9 +386,8 @@ def test_a_stage_of_another_folder_is_removed(
 
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_what_stands_in_the_way_of_a_stage_is_removed(
-    kind: str, sound: dict[str, Path], tmp_path: Path
+    kind: str, folder: Path, tmp_path: Path
 ) -> None:
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "letter").write_text("dear")
     before = tree(folder)
@@ -414,9 +398,8 @@ def test_what_stands_in_the_way_of_a_stage_is_removed(
     assert (tmp_path / "victim" / "letter").read_text() == "dear"
 
 
-def test_a_stage_does_not_travel(sound: dict[str, Path], tmp_path: Path) -> None:
+def test_a_stage_does_not_travel(folder: Path, tmp_path: Path) -> None:
     """Neither by a conversion nor by an upload; until it is dealt with the folder is unfinished."""
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
     _staged(folder, {"files": {}}, config__json=_OTHER)
     result = run_cli("run", "copy", folder, tmp_path / "out", "--jobs", "1")
     assert result.code == 0, result.err
@@ -427,10 +410,9 @@ def test_a_stage_does_not_travel(sound: dict[str, Path], tmp_path: Path) -> None
 
 
 def test_a_folder_beside_is_written_to_again_after_an_interruption(
-    sound: dict[str, Path], tmp_path: Path
+    folder: Path, tmp_path: Path
 ) -> None:
     """`--out`: what lies there of another run of the same command does not block it."""
-    folder = _copied(sound["w4a16"], tmp_path / "folder")
     _nested(folder)
     (tmp_path / "out").mkdir()
     _staged(tmp_path / "out", b"", config__json=_OTHER)
@@ -459,88 +441,50 @@ def test_a_runtime_must_load_the_result(tmp_path: Path) -> None:
 # --- Numbers that a block leaves out, or states otherwise than the tensors -------------------------
 
 
-def _numbers(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-    """Of the weights of the first group."""
-    return lambda config: change(
-        config["quantization_config"]["config_groups"]["group_0"]["weights"]
-    )
-
-
-def _of_block(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-    return lambda config: change(config["quantization_config"])
-
-
 def _in_text_alone(config: dict[str, Any]) -> None:
     block = config.pop("quantization_config")
     config["text_config"]["quantization_config"] = block
 
 
 W4A16 = ("w4a16", "--rtn")
+NVFP4 = ("nvfp4", "--dialect", "compressed-tensors")
+MODELOPT = ("nvfp4", "--dialect", "modelopt")
 # The source and the command that make a folder, what is done to its config, the rule that finds it, and
 # whether qconvert.json is needed to say what holds (else shapes do, in a folder of anyone).
-NUMBERS: dict[str, tuple[str, tuple[str, ...], Callable[[dict[str, Any]], object], str, bool]] = {
-    "no group_size": ("moe", W4A16, _numbers(lambda w: w.pop("group_size")), "QC135", False),
-    "group_size of null": (
-        "moe", W4A16, _numbers(lambda w: w.update(group_size=None)), "QC135", False
-    ),
-    "no num_bits": ("moe", W4A16, _numbers(lambda w: w.pop("num_bits")), "QC135", False),
-    "other num_bits": ("moe", W4A16, _numbers(lambda w: w.update(num_bits=8)), "QC026", False),
-    "other group_size": ("moe", W4A16, _numbers(lambda w: w.update(group_size=64)), "QC038", False),
-    "strategy of rows": (
-        "moe", W4A16, _numbers(lambda w: w.update(strategy="channel", group_size=None)), "QC038", False,
-    ),
-    "not symmetric": ("moe", W4A16, _numbers(lambda w: w.update(symmetric=False)), "QC088", False),
-    "symmetric": (
-        "moe", (*W4A16, "--asymmetric"), _numbers(lambda w: w.update(symmetric=True)), "QC088", False,
-    ),
-    "no groups": ("moe", W4A16, _of_block(lambda b: b.pop("config_groups")), "QC135", False),
-    "groups of nothing": (
-        "moe", ("mx",), _of_block(lambda b: b.update(config_groups={})), "QC135", False,
-    ),
-    "no groups and no format": (
-        "moe", ("nvfp4", "--dialect", "compressed-tensors"),
-        _of_block(lambda b: (b.pop("config_groups"), b.pop("format", None))), "QC135", False,
-    ),
-    "no format": ("moe", W4A16, _of_block(lambda b: b.pop("format")), "QC135", False),
+NUMBERS: dict[str, tuple[str, tuple[str, ...], Break, str, bool]] = {
+    "no group_size": ("moe", W4A16, _weights(group_size=GONE), "QC135", False),
+    "group_size of null": ("moe", W4A16, _weights(group_size=None), "QC135", False),
+    "no num_bits": ("moe", W4A16, _weights(num_bits=GONE), "QC135", False),
+    "other num_bits": ("moe", W4A16, _weights(num_bits=8), "QC026", False),
+    "other group_size": ("moe", W4A16, _weights(group_size=64), "QC038", False),
+    "strategy of rows": ("moe", W4A16, _weights(strategy="channel", group_size=None), "QC038", False),
+    "not symmetric": ("moe", W4A16, _weights(symmetric=False), "QC088", False),
+    "symmetric": ("moe", (*W4A16, "--asymmetric"), _weights(symmetric=True), "QC088", False),
+    "no groups": ("moe", W4A16, _block(config_groups=GONE), "QC135", False),
+    "groups of nothing": ("moe", ("mx",), _block(config_groups={}), "QC135", False),
+    "no groups and no format": ("moe", NVFP4, _block(config_groups=GONE, format=GONE), "QC135", False),
+    "no format": ("moe", W4A16, _block(format=GONE), "QC135", False),
     "rows as a group": (
-        "moe", (*W4A16, "--group-size", "channel"),
-        _numbers(lambda w: w.update(strategy="group", group_size=None)), "QC135", False,
-    ),
-    "nvfp4": (
-        "moe", ("nvfp4", "--dialect", "compressed-tensors"), _numbers(lambda w: w.pop("group_size")),
+        "moe", (*W4A16, "--group-size", "channel"), _weights(strategy="group", group_size=None),
         "QC135", False,
     ),
-    "modelopt": (
-        "moe", ("nvfp4", "--dialect", "modelopt"), _of_block(lambda b: b.pop("group_size")), "QC135",
-        False,
-    ),
-    "modelopt's algorithm": (
-        "moe", ("nvfp4", "--dialect", "modelopt"), _of_block(lambda b: b.pop("quant_algo")), "QC103",
-        False,
-    ),
-    "mxfp4": ("moe", ("mx",), _numbers(lambda w: w.pop("group_size")), "QC135", False),
+    "nvfp4": ("moe", NVFP4, _weights(group_size=GONE), "QC135", False),
+    "modelopt": ("moe", MODELOPT, _block(group_size=GONE), "QC135", False),
+    "modelopt's algorithm": ("moe", MODELOPT, _block(quant_algo=GONE), "QC103", False),
+    "mxfp4": ("moe", ("mx",), _weights(group_size=GONE), "QC135", False),
     "mxfp8": (
-        "moe", ("mx", "--bits", "8", "--targets", "Linear"), _numbers(lambda w: w.pop("scale_dtype")),
-        "QC135", False,
+        "moe", ("mx", "--bits", "8", "--targets", "Linear"), _weights(scale_dtype=GONE), "QC135", False,
     ),
-    "fp8 rows": ("moe", ("fp8", "--channel"), _numbers(lambda w: w.pop("strategy")), "QC135", False),
-    "fp8 blocks": ("moe", ("fp8",), _of_block(lambda b: b.pop("weight_block_size")), "QC015", False),
-    "gptq bits": ("gptq", (), _of_block(lambda b: b.pop("bits")), "QC089", False),
-    "gptq group_size": ("gptq", (), _of_block(lambda b: b.pop("group_size")), "QC089", False),
-    "gptq sym": ("gptq", (), _of_block(lambda b: b.pop("sym")), "QC135", True),
-    "gptq order": ("gptq", (), _of_block(lambda b: b.pop("desc_act")), "QC135", True),
-    "no drafts counted": (
-        "draft", (), lambda c: c.pop("num_nextn_predict_layers"), "QC019", False,
-    ),
-    "a draft too many": (
-        "draft", (), lambda c: c.update(num_nextn_predict_layers=2), "QC013", False,
-    ),
-    "nested drafts": (
-        "tower", (), lambda c: c["text_config"].update(mtp_num_hidden_layers=2), "QC013", False,
-    ),
-    "drafts that are gone": (
-        "no draft", (), lambda c: c.update(num_nextn_predict_layers=1), "QC053", False,
-    ),
+    "fp8 rows": ("moe", ("fp8", "--channel"), _weights(strategy=GONE), "QC135", False),
+    "fp8 blocks": ("moe", ("fp8",), _block(weight_block_size=GONE), "QC015", False),
+    "gptq bits": ("gptq", (), _block(bits=GONE), "QC089", False),
+    "gptq group_size": ("gptq", (), _block(group_size=GONE), "QC089", False),
+    "gptq sym": ("gptq", (), _block(sym=GONE), "QC135", True),
+    "gptq order": ("gptq", (), _block(desc_act=GONE), "QC135", True),
+    "no drafts counted": ("draft", (), _root(num_nextn_predict_layers=GONE), "QC019", False),
+    "a draft too many": ("draft", (), _root(num_nextn_predict_layers=2), "QC013", False),
+    "nested drafts": ("tower", (), _text(mtp_num_hidden_layers=2), "QC013", False),
+    "drafts that are gone": ("no draft", (), _root(num_nextn_predict_layers=1), "QC053", False),
 }  # fmt: skip
 
 
@@ -560,7 +504,7 @@ def test_a_number_is_found_and_mended(what: str, sources: Path, tmp_path: Path) 
     else:
         shutil.copytree(source, folder)
     whole = json.loads((folder / CONFIG).read_bytes())
-    edit_json(folder / CONFIG, lambda config: (change(config), None)[1])
+    change(folder)
     bare = shutil.copytree(folder, tmp_path / "bare")
     for file in (MANIFEST, RECEIPT, "hf_quant_config.json"):
         (bare / file).unlink(missing_ok=True)
@@ -591,7 +535,7 @@ def test_groups_that_shapes_do_not_tell(
     folder = tmp_path / "folder"
     done = run_cli(words[0], written("moe", sources), folder, *words[1:], "--jobs", "1")
     assert done.code == 0, done.err
-    edit_json(folder / CONFIG, lambda c: (c["quantization_config"].pop("config_groups"), None)[1])
+    _block(config_groups=GONE)(folder)
     before = tree(folder)
     done = run_cli("repair", folder)
     assert done.code == 1
@@ -609,7 +553,7 @@ def test_a_size_that_shapes_leave_open_is_not_guessed(sources: Path, tmp_path: P
     source = published("qwen3_moe", experts=2, inner=96).write(tmp_path / "source")
     done = run_cli("w4a16", source, folder, "--rtn", "--group-size", "32", "--jobs", "1")
     assert done.code == 0, done.err
-    edit_json(folder / CONFIG, lambda c: (_numbers(lambda w: w.pop("group_size"))(c), None)[1])
+    _weights(group_size=GONE)(folder)
     (number,) = wrong_numbers(Checkpoint.open(folder))
     assert (number.value, number.proof) == (32, "qconvert.json says so")
 
@@ -623,7 +567,7 @@ def test_a_block_in_text_config_alone(tmp_path: Path) -> None:
     )
     done = run_cli("w4a16", source, folder, "--rtn", "--jobs", "1")
     assert done.code == 0, done.err
-    edit_json(folder / CONFIG, _in_text_alone)
+    _config(_in_text_alone)(folder)
     found = run_cli("validate", folder, "--for", "sglang==0.5.23", "--tp", "1")
     assert found.code == 3
     assert "QC037 config.json: text_config: quantization_config: is the only block" in found.out
@@ -658,7 +602,7 @@ def test_names_that_patterns_do_not_spell_are_listed(
     rest = {name: one for name, one in made[1].items() if name not in kept[1]}
     write_shard(folder / "model.safetensors", rest | kept[0])
     names = [f"*.{part}" for part in parts]
-    edit_json(folder / CONFIG, lambda c: c["quantization_config"]["ignore"].extend(names))
+    _listed(*names)(folder)
     assert run_cli("validate", folder, "--for", "sglang==0.5.23", "--tp", "1").code == 3
     mended = run_cli("repair", folder, "--for", "sglang==0.5.23", "--tp", "1")
     assert mended.code == 0, mended.err
