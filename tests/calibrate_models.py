@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from qconvert.calibrate.engine import Event
-from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix
+from qconvert.calibrate.engine import Event, calibrate
+from qconvert.calibrate.memory import Budget
+from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import Codes
@@ -31,16 +34,10 @@ hf: Any = transformers
 HIDDEN, INTERMEDIATE, EXPERTS, LAYERS, VOCAB = 128, 128, 8, 4, 300
 
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "moe_intermediate_size": INTERMEDIATE,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "num_hidden_layers": LAYERS,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE,
+    "num_attention_heads": 4, "max_position_embeddings": 256, "num_hidden_layers": LAYERS,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def qwen3_moe(**over: Any) -> Any:
@@ -190,3 +187,70 @@ class Kept:
                             self.done(event.layer, event.stats)
                     case Remark():
                         self.remarks.append(event.text)
+
+
+def calibrated(
+    model: Path | Plan, room: Path, tokens: Sequence[Any], schemes: Sequence[Any], settings: Settings,
+    kept: Kept | None = None, **more: Any,
+) -> Kept:  # fmt: skip
+    """What a calibration yields."""
+    plan = plan_of(model) if isinstance(model, Path) else model
+    options: dict[str, Any] = {"memory": None, "key": "k", **more}
+    kept = kept or Kept()
+    kept.take(calibrate(plan, tokens, schemes, settings, work_dir=room, **options))
+    return kept
+
+
+def same(one: Codes, other: Codes) -> bool:
+    codes = np.array_equal(one.codes, other.codes) and np.array_equal(one.scale, other.scale)
+    return codes and one.own == other.own
+
+
+def assert_same(one: Kept, other: Kept) -> None:
+    for mine, theirs in ((one.made, other.made), (one.linears, other.linears)):
+        made: Mapping[Any, list[Codes]] = mine
+        assert made.keys() == theirs.keys()
+        for key, codes in made.items():
+            assert all(map(same, codes, theirs[key])), key
+
+
+class Stopped(Exception):
+    """The process is killed here."""
+
+
+class Stopping(Kept):
+    """Stops when one matrix is put, by its place or its module, or when a layer is done."""
+
+    def __init__(self, at: tuple[int, int, str] | str | int) -> None:
+        super().__init__()
+        self.at = at
+
+    def put(self, matrix: Matrix) -> None:
+        if self.at in ((matrix.layer, matrix.expert, matrix.kind), matrix.kind):
+            raise Stopped
+        super().put(matrix)
+
+    def done(self, layer: int, stats: LayerStats) -> None:
+        super().done(layer, stats)
+        if layer == self.at:
+            raise Stopped
+
+
+class Looking(Kept):
+    """Looks into the work folder when a matrix is put: names of files, and the most bytes of all."""
+
+    def __init__(self, room: Path) -> None:
+        super().__init__()
+        self.room, self.most, self.names = room, 0, set[str]()
+
+    def put(self, matrix: Matrix) -> None:
+        files = list(self.room.iterdir())
+        self.names |= {file.name for file in files}
+        self.most = max(self.most, sum(file.stat().st_size for file in files))
+        super().put(matrix)
+
+
+def keep_states_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where nothing of a layer fits in memory."""
+    of = Budget.of
+    monkeypatch.setattr(Budget, "of", lambda memory, device: replace(of(memory, device), states={}))

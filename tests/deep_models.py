@@ -4,6 +4,9 @@ tests of memory."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +64,27 @@ def write_model(folder: Path, layers: int) -> int:
         for shape in names.values():
             stream.write(made(shape).bfloat16().view(torch.uint8).numpy().tobytes())
     return (folder / "model.safetensors").stat().st_size
+
+
+# Not ru_maxrss: that counts what the process was before exec, a copy of the tests' own.
+_PEAK = """
+from pathlib import Path
+status = Path("/proc/self/status").read_text().splitlines()
+print(int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024)
+"""
+
+
+def measured(code: str, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process that runs some code; the last it prints is its largest resident size in bytes."""
+    return subprocess.run(
+        [sys.executable, "-c", code + _PEAK, *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def said_by(code: str, *words: object, **environment: str) -> list[str]:
+    """All that such a process prints. It must succeed."""
+    done = measured(code, *words, **environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()

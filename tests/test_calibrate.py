@@ -1,5 +1,5 @@
 """The calibration engine against transformers: what it streams layer by layer is what the whole model
-computes, and it is causal."""
+computes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from calibrate_models import (
@@ -23,15 +22,10 @@ from calibrate_models import (
     saved,
 )
 from safetensors.torch import load_file, save_file
-from sampled import sampled
 
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import LayerStats, Settings
 from qconvert.core.int_scheme import Codes, IntScheme, Nvfp4Scheme, Scheme
-
-every_family = pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
-
-EAGER = Settings(attention="eager", min_tokens=1)
 
 
 class States(Kept):
@@ -77,7 +71,7 @@ def whole(folder: Path, tokens: list[Any], attention: str) -> list[torch.Tensor]
     return [torch.cat(states) for states in found]
 
 
-@pytest.mark.parametrize("make", sampled(FAMILIES, 3, name=lambda make: make.__name__))
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.big), "sdpa"])
 def test_streaming_is_the_whole_model_bit_for_bit(
     make: Make, attention: Any, tmp_path: Path
@@ -153,19 +147,3 @@ def test_what_goes_on_is_the_whole_model_with_those_codes(
     for number, states in enumerate(as_it_is):
         assert torch.equal(output.plain[number], states), number
         assert not torch.equal(output.after[number], states)
-
-
-@every_family
-@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.big), "sdpa"])
-def test_a_later_token_changes_no_earlier_state(make: Make, attention: Any, tmp_path: Path) -> None:
-    folder = saved(make(), tmp_path / "model")
-    (first,) = samples(1, 32)
-    second = first.copy()
-    second[20:] = second[20:][::-1] + 1
-    settings = Settings(attention=attention, min_tokens=1)
-    one = streamed(folder, [first], settings, tmp_path / "one").after
-    two = streamed(folder, [second], settings, tmp_path / "two").after
-    for number in one:
-        assert torch.equal(one[number][:20], two[number][:20]), number
-        assert not torch.equal(one[number][20:], two[number][20:])
-    assert np.any(first != second)

@@ -4,6 +4,8 @@ schemes at once, statistics, hashes of what was read, and what it refuses."""
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,18 @@ from calibrate_models import (
     EXPERTS,
     HIDDEN,
     Kept,
+    Looking,
+    Stopped,
+    Stopping,
+    assert_same,
+    calibrated,
     deepseek_v3,
     hf,
-    plan_of,
+    keep_states_in_files,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    same,
     samples,
     saved,
 )
@@ -29,14 +37,13 @@ from safetensors.torch import load_file, save_file
 from sampled import thinned
 
 from qconvert.calibrate import layers
-from qconvert.calibrate.engine import calibrate, disk_bytes
-from qconvert.calibrate.memory import Budget
-from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
+from qconvert.calibrate.engine import disk_bytes
+from qconvert.calibrate.settings import ExpertSchemes, Settings
 from qconvert.calibrate.solve import rounded
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import PlanError, RunError
-from qconvert.core.int_scheme import Codes, IntScheme, Nvfp4Scheme, Scheme
+from qconvert.core.int_scheme import IntScheme, Nvfp4Scheme, Scheme
 from qconvert.plan.plan import Plan
 from qconvert.run.reader import Reader
 
@@ -55,48 +62,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, work_dir: Path, output: Kept | None = None, **over: Any) -> Kept:
-    kept = output or Kept()
-    options: dict[str, Any] = {
-        "tokens": TOKENS, "schemes": [G32], "settings": ROUTED, "memory": None, "key": "k", **over,
-    }  # fmt: skip
-    plan = options.pop("plan", None) or plan_of(folder)
-    tokens, schemes, settings = (options.pop(name) for name in ("tokens", "schemes", "settings"))
-    kept.take(calibrate(plan, tokens, schemes, settings, work_dir=work_dir, **options))
-    return kept
-
-
-def same(one: Codes, other: Codes) -> bool:
-    codes = np.array_equal(one.codes, other.codes) and np.array_equal(one.scale, other.scale)
-    return codes and one.own == other.own
-
-
-def assert_same(one: Kept, other: Kept) -> None:
-    assert one.made.keys() == other.made.keys()
-    for key, made in one.made.items():
-        for ours, theirs in zip(made, other.made[key], strict=True):
-            assert same(ours, theirs), key
-
-
-class Stopped(Exception):
-    """The process is killed here."""
-
-
-class Stopping(Kept):
-    """Stops when one matrix is put, or when a layer is done."""
-
-    def __init__(self, at: tuple[int, int, str] | int) -> None:
-        super().__init__()
-        self.at = at
-
-    def put(self, matrix: Matrix) -> None:
-        if (matrix.layer, matrix.expert, matrix.kind) == self.at:
-            raise Stopped
-        super().put(matrix)
-
-    def done(self, layer: int, stats: LayerStats) -> None:
-        super().done(layer, stats)
-        if layer == self.at:
-            raise Stopped
+    options: dict[str, Any] = {"tokens": TOKENS, "schemes": [G32], "settings": ROUTED, **over}
+    return calibrated(folder, work_dir, kept=output, **options)
 
 
 @pytest.fixture(
@@ -229,19 +196,12 @@ def test_states_in_files_change_no_code(
     small: Path, asked: dict[str, Any], undisturbed: Kept, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    names: set[str] = set()
-    of = Budget.of
-    monkeypatch.setattr(Budget, "of", lambda memory, device: replace(of(memory, device), states={}))
-
-    class Looking(Kept):
-        def put(self, matrix: Matrix) -> None:
-            names.update(path.name for path in (tmp_path / "two").iterdir())
-            super().put(matrix)
-
-    assert_same(undisturbed, run(small, tmp_path / "two", Looking(), **asked))
+    keep_states_in_files(monkeypatch)
+    looking = Looking(tmp_path / "two")
+    assert_same(undisturbed, run(small, tmp_path / "two", looking, **asked))
     kept = {f"{n}.0.rows" for n in ("inputs", "answers", "routes", "shares")}
-    assert kept <= names
-    assert ({f"plain.{name}" for name in kept} <= names) == asked["settings"].corrects
+    assert kept <= looking.names
+    assert ({f"plain.{name}" for name in kept} <= looking.names) == asked["settings"].corrects
 
 
 @pytest.mark.big
@@ -250,21 +210,13 @@ def test_the_work_dir_holds_no_more_than_it_says(
     settings: Settings, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing of a layer fits in memory."""
-    most = 0
-
-    class Looking(Kept):
-        def put(self, matrix: Matrix) -> None:
-            nonlocal most
-            most = max(most, sum(p.stat().st_size for p in (tmp_path / "work").iterdir()))
-            super().put(matrix)
-
-    of = Budget.of
-    monkeypatch.setattr(Budget, "of", lambda memory, device: replace(of(memory, device), states={}))
-    run(small, tmp_path / "work", Looking(), settings=settings)
+    keep_states_in_files(monkeypatch)
+    looking = Looking(tmp_path / "work")
+    run(small, tmp_path / "work", looking, settings=settings)
     count = sum(sample.size for sample in TOKENS)
     streams = 2 if settings.corrects else 1
     said = disk_bytes(count, HIDDEN, corrects=settings.corrects)
-    assert streams * 4 * 2 * count * HIDDEN <= most <= said
+    assert streams * 4 * 2 * count * HIDDEN <= looking.most <= said
 
 
 @pytest.mark.big
@@ -371,13 +323,9 @@ def test_dead_columns_are_counted(settings: Settings, tmp_path: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     stored["model.layers.0.post_attention_layernorm.weight"][[3, 40]] = 0
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    kept = Kept()
-    run(folder, tmp_path / "work", kept, settings=settings)
-    assert kept.stats[0].dead_columns == {
-        "gate_proj": 2 * EXPERTS,
-        "up_proj": 2 * EXPERTS,
-        "down_proj": 0,
-    }
+    kept = run(folder, tmp_path / "work", settings=settings)
+    dead = {"gate_proj": 2 * EXPERTS, "up_proj": 2 * EXPERTS, "down_proj": 0}
+    assert kept.stats[0].dead_columns == dead
     what = (
         "rounded their weights to nearest" if settings.solver == "best" else "zeroed their weights"
     )
@@ -483,65 +431,58 @@ def test_a_multi_modal_folder_gives_the_codes_of_its_text_model(tmp_path: Path) 
     assert_same(run(both, tmp_path / "one"), run(text, tmp_path / "two"))
 
 
-def edited(folder: Path, into: Path, change: Any) -> Path:
-    into.mkdir()
-    stored = load_file(folder / "model.safetensors")
-    change(stored)
-    save_file(stored, into / "model.safetensors", metadata={"format": "pt"})
-    (into / "config.json").write_bytes((folder / "config.json").read_bytes())
-    return into
+_AT = "model.layers.1"
+BROKEN: dict[str, tuple[str, Callable[[str, dict[str, torch.Tensor]], object], str]] = {
+    "missing": (
+        f"{_AT}.self_attn.q_norm.weight", lambda name, stored: stored.pop(name), "'{}' is missing",
+    ),
+    "computed with by nobody": (
+        f"{_AT}.self_attn.q_proj.bias", lambda name, stored: stored.update({name: torch.zeros(128)}),
+        "'{}': unexpected tensor",
+    ),
+    "of another shape": (
+        f"{_AT}.self_attn.k_norm.weight", lambda name, stored: stored.update({name: torch.ones(16)}),
+        r"{}: expected \[32\].*found \[16\]",
+    ),
+    "infinite": (
+        f"{_AT}.mlp.experts.2.up_proj.weight", lambda name, stored: stored[name][0, 0].fill_(torch.inf),
+        "{}: holds NaN or infinity",
+    ),
+}  # fmt: skip
 
 
-def test_a_missing_tensor_is_named(small: Path, tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.q_norm.weight"
-    broken = edited(small, tmp_path / "broken", lambda stored: stored.pop(name))
-    with pytest.raises(PlanError, match=rf"'{name}' is missing"):
-        run(broken, tmp_path / "work", schemes=[])
-
-
-def test_a_tensor_nobody_computes_with_is_named(small: Path, tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.q_proj.bias"
-    broken = edited(
-        small, tmp_path / "broken", lambda stored: stored.update({name: torch.zeros(128)})
-    )
-    with pytest.raises(PlanError, match=rf"'{name}': unexpected tensor"):
-        run(broken, tmp_path / "work", schemes=[])
-
-
-def test_another_shape_is_named(small: Path, tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.k_norm.weight"
-    broken = edited(
-        small, tmp_path / "broken", lambda stored: stored.update({name: torch.ones(16)})
-    )
-    with pytest.raises(PlanError, match=rf"{name}: expected \[32\].*found \[16\]"):
-        run(broken, tmp_path / "work", schemes=[])
-
-
-def test_broken_weights_are_named(small: Path, tmp_path: Path) -> None:
-    name = "model.layers.1.mlp.experts.2.up_proj"
-
-    def infinite(stored: dict[str, torch.Tensor]) -> None:
-        stored[f"{name}.weight"][0, 0] = torch.inf
-
-    broken = edited(small, tmp_path / "broken", infinite)
-    with pytest.raises(RunError, match=rf"{name}: holds NaN or infinity"):
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_tensor_is_named(what: str, small: Path, tmp_path: Path) -> None:
+    name, change, says = BROKEN[what]
+    stored = load_file(small / "model.safetensors")
+    change(name, stored)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    save_file(stored, broken / "model.safetensors", metadata={"format": "pt"})
+    (broken / "config.json").write_bytes((small / "config.json").read_bytes())
+    shown = name.removesuffix(".weight") if what == "infinite" else name
+    with pytest.raises((PlanError, RunError), match=says.format(re.escape(shown))):
         run(broken, tmp_path / "work")
 
 
-def test_tokens_outside_the_vocabulary_are_refused(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="token id 300 is outside the vocabulary of 300"):
-        run(small, tmp_path / "work", tokens=[np.array([1, 300, 2])])
-
-
-def test_no_tokens_are_refused(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="one or more samples"):
-        run(small, tmp_path / "work", tokens=[])
-
-
-def test_groups_that_do_not_divide_are_refused_before_any_work(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"experts\.0\.\w+: expected columns in whole groups of 48"):
-        run(small, tmp_path / "work", schemes=[IntScheme(4, 48)])
-    assert not (tmp_path / "work").exists()
+@pytest.mark.parametrize(
+    ("over", "says"),
+    [
+        ({"tokens": [np.array([1, 300, 2])]}, "token id 300 is outside the vocabulary of 300"),
+        ({"tokens": []}, "one or more samples"),
+        (
+            {"schemes": [IntScheme(4, 48)]},
+            r"experts\.0\.\w+: expected columns in whole groups of 48",
+        ),
+    ],
+    ids=["an id", "no samples", "groups"],
+)
+def test_what_cannot_be_calibrated_is_refused(
+    over: dict[str, Any], says: str, small: Path, tmp_path: Path
+) -> None:
+    with pytest.raises((PlanError, RunError), match=says):
+        run(small, tmp_path / "work", **over)
+    assert "schemes" not in over or not (tmp_path / "work").exists()
 
 
 def test_too_little_memory_is_refused_with_what_would_do(small: Path, tmp_path: Path) -> None:

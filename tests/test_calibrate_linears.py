@@ -3,7 +3,7 @@ the whole model with their codes, that memory and interruptions change no code, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,21 @@ from calibrate_models import (
     EXPERTS,
     HIDDEN,
     Kept,
+    Looking,
     Make,
+    Stopped,
+    Stopping,
+    assert_same,
+    calibrated,
     deepseek_v3,
     hf,
+    keep_states_in_files,
     llama,
     plan_of,
     qwen3,
     qwen3_moe,
     qwen3_next,
+    same,
     samples,
     saved,
 )
@@ -30,13 +37,13 @@ from safetensors.torch import load_file, save_file
 from test_calibrate import whole
 
 from qconvert.calibrate import linears
-from qconvert.calibrate.engine import calibrate, disk_bytes
+from qconvert.calibrate.engine import disk_bytes
 from qconvert.calibrate.linear_memory import least_linear_bytes, rounds, solver_bytes
 from qconvert.calibrate.linears import Linear
 from qconvert.calibrate.memory import Budget
-from qconvert.calibrate.settings import Matrix, Settings, Solver
+from qconvert.calibrate.settings import Settings, Solver
 from qconvert.core.errors import PlanError, RunError
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.int_scheme import IntScheme
 from qconvert.models.linears import quantizable
 
 G32 = IntScheme(4, 32)
@@ -50,30 +57,12 @@ def linears_in(folder: Path) -> list[str]:
 
 def run(folder: Path, room: Path, output: Kept | None = None, **over: Any) -> Kept:
     """All linears and experts, or those asked for."""
-    kept = output or Kept()
     plan = plan_of(folder)
-    options: dict[str, Any] = {
-        "schemes": [G32] if plan.role_index.dims.num_experts else [], "settings": ROUTED,
-        "memory": None, "key": "k", "modules": linears_in(folder), **over,
-    }  # fmt: skip
-    schemes, settings, modules = (options.pop(n) for n in ("schemes", "settings", "modules"))
-    asked = dict.fromkeys(modules, (G32,))
-    kept.take(calibrate(plan, TOKENS, schemes, settings, work_dir=room, linears=asked, **options))
-    return kept
-
-
-def same(one: Codes, other: Codes) -> bool:
-    return np.array_equal(one.codes, other.codes) and np.array_equal(one.scale, other.scale)
-
-
-def assert_same(one: Kept, other: Kept) -> None:
-    pairs: list[tuple[Mapping[Any, list[Codes]], Mapping[Any, list[Codes]]]] = [
-        (one.made, other.made), (one.linears, other.linears),
-    ]  # fmt: skip
-    for mine, theirs in pairs:
-        assert mine.keys() == theirs.keys()
-        for key, made in mine.items():
-            assert same(made[0], theirs[key][0]), key
+    experts = [G32] if plan.role_index.dims.num_experts else []
+    modules = over.pop("modules", linears_in(folder))
+    asked = dict.fromkeys(modules, (over.pop("scheme", G32),))
+    options: dict[str, Any] = {"schemes": experts, "settings": ROUTED, "linears": asked, **over}
+    return calibrated(plan, room, TOKENS, kept=output, **options)
 
 
 @pytest.fixture(scope="module")
@@ -211,23 +200,6 @@ def test_hessians_that_do_not_fit_together_change_no_code(
     assert_same(run(dense, tmp_path / "room"), undisturbed)
 
 
-class Stopped(Exception):
-    """The process is killed here."""
-
-
-class Stopping(Kept):
-    """Stops when a module is put."""
-
-    def __init__(self, at: str) -> None:
-        super().__init__()
-        self.at = at
-
-    def put(self, matrix: Matrix) -> None:
-        if matrix.kind == self.at:
-            raise Stopped
-        super().put(matrix)
-
-
 @pytest.mark.parametrize("at", ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.k_proj"])
 @pytest.mark.parametrize("solver", ["best", "llmcompressor"])
 def test_an_interrupted_run_goes_on_to_the_same_codes(
@@ -294,12 +266,7 @@ def test_the_work_dir_of_experts_and_linears(
 ) -> None:
     """Without memory for states, what experts get is there twice."""
     folder = saved(qwen3_moe(num_hidden_layers=2), tmp_path / "model")
-    of = Budget.of
-
-    def without(memory: int | None, device: str) -> Budget:
-        return replace(of(memory, device), states={})
-
-    monkeypatch.setattr(Budget, "of", without)
+    keep_states_in_files(monkeypatch)
     most = most_in_work_dir(folder, tmp_path)
     assert disk_bytes(total(), HIDDEN) < most + (1 << 16)
     assert most <= disk_bytes(total(), HIDDEN, linears=True)
@@ -310,16 +277,9 @@ def total() -> int:
 
 
 def most_in_work_dir(folder: Path, tmp_path: Path) -> int:
-    most = 0
-
-    class Looking(Kept):
-        def put(self, matrix: Matrix) -> None:
-            nonlocal most
-            most = max(most, sum(p.stat().st_size for p in (tmp_path / "room").iterdir()))
-            super().put(matrix)
-
-    run(folder, tmp_path / "room", Looking())
-    return most
+    looking = Looking(tmp_path / "room")
+    run(folder, tmp_path / "room", looking)
+    return looking.most
 
 
 def budget(memory: int) -> Budget:
@@ -376,14 +336,8 @@ def test_modules_that_no_layer_runs_are_refused(dense: Path, tmp_path: Path) -> 
 
 
 def test_groups_that_do_not_divide_are_refused_before_any_work(dense: Path, tmp_path: Path) -> None:
-    asked = {module: (IntScheme(4, 48),) for module in linears_in(dense)}
     with pytest.raises(PlanError, match=r"_proj: expected columns in whole groups of 48"):
-        Kept().take(
-            calibrate(
-                plan_of(dense), TOKENS, [], ROUTED, work_dir=tmp_path / "room", memory=None, key="k",
-                linears=asked,
-            )
-        )  # fmt: skip
+        run(dense, tmp_path / "room", scheme=IntScheme(4, 48))
     assert not (tmp_path / "room").exists()
 
 

@@ -13,11 +13,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from calibrate_models import Kept, hf, plan_of, qwen3_moe, qwen3_next, samples, saved
+from calibrate_models import Kept, calibrated, hf, qwen3_moe, qwen3_next, samples, saved
 from sampled import thinned
 
 from qconvert.calibrate import model as calibrate_model
-from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Settings
 from qconvert.core.int_scheme import IntScheme
 
@@ -106,12 +105,7 @@ def differing(kept: Kept, theirs: dict[str, torch.Tensor]) -> tuple[int, int]:
 def ours(folder: Path, tokens: list[Any], scheme: IntScheme, room: Path, *, every: bool) -> Kept:
     mode: Literal["all", "routed"] = "all" if every else "routed"
     settings = Settings(attention="eager", min_tokens=1, experts=mode, solver="llmcompressor")
-    kept = Kept()
-    kept.take(
-        calibrate(
-            plan_of(folder), tokens, [scheme], settings, work_dir=room, memory=None, key="peer"
-        )
-    )
+    kept = calibrated(folder, room, tokens, [scheme], settings)
     assert not any(stats.few for stats in kept.stats.values())
     return kept
 

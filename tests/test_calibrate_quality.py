@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibrate_models import FAMILIES, HIDDEN, Kept, Make, hf, plan_of, qwen3_moe, samples, saved
+from calibrate_models import FAMILIES, HIDDEN, Make, calibrated, hf, qwen3_moe, samples, saved
 
-from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import ExpertSchemes, Settings, Solver
 from qconvert.calibrate.solve import rounded
 from qconvert.core.dtypes import TensorType
@@ -97,11 +96,7 @@ def to_nearest(folder: Path, keys: list[Key], scheme: IntScheme) -> dict[Key, to
 def test_it_beats_rounding_to_nearest_on_unseen_tokens(make: Make, tmp_path: Path) -> None:
     folder = saved(make(), tmp_path / "model")
     scheme = IntScheme(4, 64)
-    kept = Kept()
-    kept.take(calibrate(
-        plan_of(folder), samples(24, 64), [scheme], SETTINGS, work_dir=tmp_path / "room",
-        memory=None, key="k",
-    ))  # fmt: skip
+    kept = calibrated(folder, tmp_path / "room", samples(24, 64), [scheme], SETTINGS)
     unseen = samples(7, 64, seed=99)
     ours = {key: meant(made[0], scheme.group) for key, made in kept.made.items()}
     found = error(folder, ours, unseen)
@@ -115,11 +110,7 @@ def test_nvfp4_beats_rounding_to_nearest_on_unseen_tokens(tmp_path: Path) -> Non
     """Also with scales searched for."""
     folder = saved(qwen3_moe(), tmp_path / "model")
     scheme = Nvfp4Scheme("modelopt")
-    kept = Kept()
-    kept.take(calibrate(
-        plan_of(folder), samples(24, 64), [scheme], SETTINGS, work_dir=tmp_path / "room",
-        memory=None, key="k",
-    ))  # fmt: skip
+    kept = calibrated(folder, tmp_path / "room", samples(24, 64), [scheme], SETTINGS)
 
     def fp4(codes: Codes) -> torch.Tensor:
         assert codes.own is not None
@@ -172,11 +163,13 @@ def test_the_best_solver_beats_llm_compressors_on_unseen_tokens(
     folder = saved(qwen3_moe(num_hidden_layers=2), tmp_path / "model")
     errors = []
     for solver in SOLVERS:
-        kept = Kept()
-        kept.take(calibrate(
-            plan_of(folder), samples(24, 64), [scheme], Settings(min_tokens=1, solver=solver),
-            work_dir=tmp_path / solver, memory=None, key="k",
-        ))  # fmt: skip
+        kept = calibrated(
+            folder,
+            tmp_path / solver,
+            samples(24, 64),
+            [scheme],
+            Settings(min_tokens=1, solver=solver),
+        )
         ours = {key: meant(made[0], scheme.group) for key, made in kept.made.items()}
         errors.append(error(folder, ours, samples(7, 64, seed=99)))
     print(f"relative error {errors[0]:.4f}, llm-compressor's solver {errors[1]:.4f}")
@@ -187,13 +180,11 @@ def test_the_best_solver_beats_llm_compressors_on_unseen_tokens(
 def test_amx_codes_beat_searched_rounding(tmp_path: Path) -> None:
     """Per-row four-bit codes, down's columns in two NUMA shards with a step each."""
     folder = saved(qwen3_moe(moe_intermediate_size=256), tmp_path / "model")
-    kept = Kept()
     row = IntScheme(4, None, scale_dtype="F32", narrow=True)
     shard = IntScheme(4, 128, scale_dtype="F32", narrow=True)
-    kept.take(calibrate(
-        plan_of(folder), samples(24, 64), [ExpertSchemes(row, shard)], SETTINGS,
-        work_dir=tmp_path / "room", memory=None, key="k",
-    ))  # fmt: skip
+    kept = calibrated(
+        folder, tmp_path / "room", samples(24, 64), [ExpertSchemes(row, shard)], SETTINGS
+    )
     ours = {}
     for key, (codes,) in kept.made.items():
         assert codes.codes.min() >= -7
@@ -216,12 +207,8 @@ def test_a_search_for_scales_pays_for_rows(tmp_path: Path) -> None:
     row = IntScheme(4, None, scale_dtype="F32", narrow=True)
     errors = []
     for search in ("narrow", "none"):
-        kept = Kept()
-        kept.take(calibrate(
-            plan_of(folder), samples(24, 64), [row],
-            Settings(min_tokens=1, search=search, solver="llmcompressor"),
-            work_dir=tmp_path / search, memory=None, key="k",
-        ))  # fmt: skip
+        settings = Settings(min_tokens=1, search=search, solver="llmcompressor")
+        kept = calibrated(folder, tmp_path / search, samples(24, 64), [row], settings)
         ours = {key: meant(made[0], None) for key, made in kept.made.items()}
         errors.append(error(folder, ours, samples(7, 64, seed=99)))
     assert errors[0] < errors[1]

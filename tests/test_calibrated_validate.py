@@ -7,7 +7,7 @@ Run with `pytest -m peer tests/test_calibrated_validate.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ import torch
 from broken_codes import (
     SIGNS,
     SIZES,
-    Breaking,
     codes_moved,
     scale_rounded_up,
     scales_times,
 )
 from calibrate_models import qwen3_moe, samples, saved
-from checkpoints import copied, edit_json, read_tensors, run_cli
+from checkpoints import copied, edit_json, ran, read_tensors, run_cli
 from data_folders import home, store
 from safetensors.torch import save_file
 from sampled import thinned
@@ -66,8 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     for before, solver in given.items():
         for name, (command, *more) in WAYS.items():
             out = found[before + name] = folder / (before + name)
-            done = run_cli(command, found["model"], out, *more, *options, *solver)
-            assert done.code == 0, done.err
+            ran(command, found["model"], out, *more, *options, *solver)
     return found
 
 
@@ -121,10 +119,7 @@ def of_amax(
                 ("amx", "--method", "int8", "--numa", "2") if name == "amx" else WAYS[name]
             )
             out = found[f"{error} {name}"] = folder / f"{error} {name}"
-            done = run_cli(
-                command, made["model"], out, *more, *options, "--set", f"propagated_error={error}"
-            )
-            assert done.code == 0, done.err
+            ran(command, made["model"], out, *more, *options, "--set", f"propagated_error={error}")
     return found
 
 
@@ -143,8 +138,7 @@ def test_a_draft_layer_is_rounded_beside_calibrated_ones(line: str, tmp_path: Pa
     tokens = np.random.default_rng(0).integers(0, VOCAB, (4, 64))
     save_file({"input_ids": torch.from_numpy(tokens)}, data)
     command, *options = line.split()
-    done = run_cli(command, source, out, *options, "--gptq", "--data", data)
-    assert done.code == 0, done.err
+    ran(command, source, out, *options, "--gptq", "--data", data)
     assert any("mtp" in name or name.startswith("blk.4") for name in read_tensors(out))
     assert findings(out, {"model": source}) == []
 
@@ -165,49 +159,27 @@ def test_scales_of_amax_follow_the_weights_that_were_solved_against(
             assert findings(folder, of_amax, level) == []
 
 
-def test_corrected_scales_of_amax_are_held_to_what_searched_ones_are(
-    of_amax: Mapping[str, Path], tmp_path: Path
+# Scales that are the source's are held to the last bit; searched ones, and those of corrected weights,
+# to their size and sign.
+HELD = [
+    ("made", "packed", True), ("made", BEST + "packed", False), ("made", CORRECTED + "packed", False),
+    ("of_amax", "ignore packed", True), ("of_amax", "correct packed", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("folders", "way", "exact"), HELD, ids=[way for _, way, _ in HELD])
+def test_codes_and_scales_of_other_places(
+    folders: str, way: str, exact: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    sound = of_amax["correct packed"]
-    breakings = (*codes_moved(sound, UP), *scales_times(sound, UP, (*SIZES, *SIGNS)))
-    assert held(breakings, "correct packed", of_amax, tmp_path) == 9
-
-
-def test_scales_of_amax_that_nothing_corrects_are_the_source_s(
-    of_amax: Mapping[str, Path], tmp_path: Path
-) -> None:
-    """To the last bit."""
-    sound = of_amax["ignore packed"]
-    breakings = (*codes_moved(sound, UP), *scale_rounded_up(sound, UP))
-    assert held(breakings, "ignore packed", of_amax, tmp_path) == 4
-
-
-def held(breakings: Iterable[Breaking], way: str, made: Mapping[str, Path], tmp_path: Path) -> int:
-    """How many were done, each of which is found."""
-    seen = 0
-    for what, name, data in breakings:
-        out = copied(made[way], tmp_path / str(seen))
+    made: Mapping[str, Path] = request.getfixturevalue(folders)
+    sound = made[way]
+    scales = scale_rounded_up(sound, UP) if exact else scales_times(sound, UP, (*SIZES, *SIGNS))
+    for number, (what, name, data) in enumerate((*codes_moved(sound, UP), *scales)):
+        out = copied(sound, tmp_path / str(number))
         store(out, name, np.ascontiguousarray(data).reshape(-1))
         found = [f for f in findings(out, made) if f.rule == "QC060"]
         assert [f.where for f in found] == [f"{UP}.weight_packed"], what
-        seen += 1
-    return seen
-
-
-def test_codes_and_scales_of_other_places(made: Mapping[str, Path], tmp_path: Path) -> None:
-    sound = made["packed"]
-    breakings = (*codes_moved(sound, UP), *scale_rounded_up(sound, UP))
-    assert held(breakings, "packed", made, tmp_path) == 4
-
-
-@pytest.mark.parametrize("way", [BEST + "packed", CORRECTED + "packed"])
-def test_codes_and_scales_of_other_places_where_scales_were_searched_for(
-    way: str, made: Mapping[str, Path], tmp_path: Path
-) -> None:
-    """Codes of other places, scales of another size or sign."""
-    sound = made[way]
-    breakings = (*codes_moved(sound, UP), *scales_times(sound, UP, (*SIZES, *SIGNS)))
-    assert held(breakings, way, made, tmp_path) == 9
+    assert number + 1 == (4 if exact else 9)
 
 
 @pytest.mark.parametrize("way", ["packed", "gptq"])

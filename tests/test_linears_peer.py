@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibrate_models import Kept, llama, plan_of, qwen3_moe, qwen3_next, samples, saved
+from calibrate_models import Kept, calibrated, llama, plan_of, qwen3_moe, qwen3_next, samples, saved
 from test_calibrate_peer import EXPERTS, oneshot_weights
 
 from qconvert.calibrate import model as calibrate_model
-from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Settings
 from qconvert.core.int_scheme import IntScheme
 from qconvert.models.linears import quantizable
@@ -43,15 +42,10 @@ def ours(
     folder: Path, tokens: Sequence[Any], scheme: IntScheme, room: Path, *, experts: bool
 ) -> Kept:
     settings = Settings(attention="eager", min_tokens=1, solver="llmcompressor")
-    kept = Kept()
-    kept.take(
-        calibrate(
-            plan_of(folder), tokens, [scheme] if experts else [], settings, work_dir=room,
-            memory=None, key="peer", linears=dict.fromkeys(linears_in(folder), (scheme,)),
-            statistics=False,
-        )
-    )  # fmt: skip
-    return kept
+    asked = dict.fromkeys(linears_in(folder), (scheme,))
+    return calibrated(
+        folder, room, tokens, [scheme] if experts else [], settings, linears=asked, statistics=False
+    )
 
 
 def by_name(kept: Kept) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibrate_models import EXPERTS, Kept, hf, plan_of, qwen3_moe, samples, saved
+from calibrate_models import EXPERTS, Kept, calibrated, hf, qwen3_moe, samples, saved
 from safetensors.torch import load_file, save_file
 
 from qconvert.calibrate import experts, solve
-from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.propagated import corrected
 from qconvert.calibrate.settings import ExpertSchemes, Settings
 from qconvert.calibrate.solve import rounded
@@ -129,11 +128,7 @@ class Targets:
 
 
 def solved(folder: Path, work: Path, settings: Settings = CORRECT, *schemes: Any) -> Kept:
-    kept = Kept()
-    kept.take(calibrate(
-        plan_of(folder), TOKENS, schemes or [G32], settings, work_dir=work, memory=None, key="k",
-    ))  # fmt: skip
-    return kept
+    return calibrated(folder, work, TOKENS, schemes or [G32], settings)
 
 
 def meant(codes: Codes) -> torch.Tensor:
@@ -253,8 +248,7 @@ def test_the_first_scheme_says_what_is_corrected(small: Path, tmp_path: Path) ->
 
 
 def test_statistics_alone_keep_one_stream(small: Path, tmp_path: Path) -> None:
-    kept = Kept()
     work = tmp_path / "work"
-    kept.take(calibrate(plan_of(small), TOKENS, [], CORRECT, work_dir=work, memory=None, key="k"))
+    kept = calibrated(small, work, TOKENS, [], CORRECT)
     assert set(kept.stats) == {0, 1}
     assert sorted(path.name for path in work.iterdir()) == ["hidden.2.0.rows", "state.json"]

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibrate_models import Kept, plan_of, samples
-from checkpoints import run_cli
+from calibrate_models import calibrated, samples
+from checkpoints import ran, run_cli
 from compressed_peer import decompressed, tensors
 from safetensors.torch import save_file
 
@@ -25,7 +25,6 @@ from families.classes import config
 from families.loading import loaded
 from families.test_commands import as_bf16
 from families.tiny import saved
-from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.experts import ExpertQuantizer
 from qconvert.calibrate.settings import Settings
 
@@ -117,13 +116,7 @@ def test_hessians_are_the_whole_models(
 
     monkeypatch.setattr(ExpertQuantizer, "quantize", keeping)
     settings = Settings(min_tokens=1, undersampled="rtn")
-    kept = Kept()
-    work = tmp_path / "work"
-    kept.take(
-        calibrate(
-            plan_of(folder), tokens(), [], settings, work_dir=work, memory=None, key="reference"
-        )
-    )
+    kept = calibrated(folder, tmp_path / "work", tokens(), [], settings)
     assert kept.stats
     assert theirs.keys() == {key for key, hessian in ours.items() if hessian.any()}
     assert len(theirs) > len(kept.stats)
@@ -151,8 +144,7 @@ def test_better_than_rounding_on_tokens_held_out(family: str, tmp_path: Path) ->
     ways = {"rtn": ["--rtn"], "gptq": ["--gptq", "--data", str(data), *sizes]}
     for way, options in ways.items():
         out = tmp_path / way
-        done = run_cli("w4a16", source, out, "--group-size", "32", *options)
-        assert done.code == 0, done.err
+        ran("w4a16", source, out, "--group-size", "32", *options)
         assert tensors(source).keys() == decompressed(out).keys()
         found = held_out(as_bf16(source, out, tmp_path / f"{way} in bf16"))
         errors[way] = float(((found - right).norm(dim=-1) / right.norm(dim=-1)).median())

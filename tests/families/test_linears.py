@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibrate_models import Kept, hf, plan_of
+from calibrate_models import calibrated, hf, plan_of
 from safetensors.torch import load_file, save_file
 
 from families.test_eval import made
-from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Settings
 from qconvert.core.int_scheme import IntScheme
 from qconvert.models.linears import quantizable
@@ -37,13 +36,8 @@ def test_a_family_goes_on_as_its_whole_model(family: str, tmp_path: Path) -> Non
     modules = [module for module, _ in quantizable(plan, ())]
     assert modules
     settings = Settings(refit=0, descent=0, attention="eager")
-    kept = Kept()
-    kept.take(
-        calibrate(
-            plan, SAMPLES, [], settings, work_dir=tmp_path / "room", memory=None, key="k",
-            linears=dict.fromkeys(modules, (scheme,)),
-        )
-    )  # fmt: skip
+    asked = dict.fromkeys(modules, (scheme,))
+    kept = calibrated(plan, tmp_path / "room", SAMPLES, [], settings, linears=asked)
     assert kept.linears.keys() == set(modules)
     stored = load_file(folder / "model.safetensors")
     for module, (codes,) in kept.linears.items():
