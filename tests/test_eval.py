@@ -14,10 +14,10 @@ import eval_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from checkpoints import convert, run_cli
+from checkpoints import convert, ran
 
 from qconvert.checkpoint.open import open_source
-from qconvert.core.errors import CheckpointError, DataError, PlanError, RunError, UsageError
+from qconvert.core.errors import CheckpointError, DataError, PlanError, RunError
 from qconvert.evaluate import engine, head
 from qconvert.evaluate import run as evaluation
 from qconvert.evaluate.memory import Budget, Sizes
@@ -64,8 +64,7 @@ def source(folders: Path, make: models.Make = models.qwen3_moe, **over: Any) -> 
 def command(words: str, of: Path, out: Path) -> None:
     """A conversion, by its command."""
     name, *options = words.split()
-    done = run_cli(name, of, out, *options, "--jobs", "1")
-    assert done.code == 0, done.err
+    ran(name, of, out, *options, "--jobs", "1")
 
 
 def made(form: str, of: Path) -> Path:
@@ -115,26 +114,28 @@ def expected(source: Path, repo: Path) -> oracle.Expected:
 # --- Equal to whole models -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_each_form_is_what_its_dequantized_weights_are(
-    form: str, folders: Path, tmp_path: Path
+def dense(**over: Any) -> Any:
+    return models.hf.Qwen3Config(**{
+        **models.COMMON, "intermediate_size": 320, "num_key_value_heads": 2, "head_dim": 32, **over,
+    })  # fmt: skip
+
+
+CASES: dict[str, tuple[models.Make, dict[str, Any], str]] = {
+    **{form: (models.qwen3_moe, {}, form) for form in FORMS},
+    # Linear attention, latent attention, dense layers before sparse ones, shared experts.
+    **{make.__name__: (make, {}, "w4a16") for make in models.FAMILIES[1:]},
+    "a tied head": (models.qwen3_moe, {"tie_word_embeddings": True}, "w4a16"),
+    "dense": (dense, {}, "all-int4"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_is_what_its_dequantized_weights_are(
+    case: str, folders: Path, tmp_path: Path
 ) -> None:
-    of = source(folders)
+    make, over, form = CASES[case]
+    of = source(folders, make, **over)
     repo = made(form, of)
-    check(evaluated(repo, of, data(tmp_path)), expected(of, dequantized(repo)))
-
-
-@pytest.mark.parametrize("make", models.FAMILIES[1:])
-def test_each_family(make: models.Make, folders: Path, tmp_path: Path) -> None:
-    """Linear attention, latent attention, dense layers before sparse ones, shared experts."""
-    of = source(folders, make)
-    repo = made("w4a16", of)
-    check(evaluated(repo, of, data(tmp_path)), expected(of, dequantized(repo)))
-
-
-def test_a_tied_head(folders: Path, tmp_path: Path) -> None:
-    of = source(folders, tie_word_embeddings=True)
-    repo = made("w4a16", of)
     check(evaluated(repo, of, data(tmp_path)), expected(of, dequantized(repo)))
 
 
@@ -171,18 +172,6 @@ def test_a_quantized_source(folders: Path, tmp_path: Path) -> None:
     of = source(folders)
     a, b = made("fp8", of), made("w4a16", of)
     check(evaluated(b, a, data(tmp_path)), expected(dequantized(a), dequantized(b)))
-
-
-def dense(**over: Any) -> Any:
-    return models.hf.Qwen3Config(**{
-        **models.COMMON, "intermediate_size": 320, "num_key_value_heads": 2, "head_dim": 32, **over,
-    })  # fmt: skip
-
-
-def test_a_dense_model(folders: Path, tmp_path: Path) -> None:
-    of = source(folders, dense)
-    repo = made("all-int4", of)
-    check(evaluated(repo, of, data(tmp_path)), expected(of, dequantized(repo)))
 
 
 def granite(**over: Any) -> Any:
@@ -276,24 +265,6 @@ def test_one_sample_has_no_standard_error(folders: Path, tmp_path: Path) -> None
     assert (found.logits.kl_error, found.samples, found.tokens) == (None, 1, 40)
 
 
-def test_progress_is_layers_times_samples(folders: Path, tmp_path: Path) -> None:
-    class Told:
-        total, done, phases = 0, 0, 0
-
-        def start(self, total: int, done: int) -> None:
-            self.total = total
-
-        def wrote(self, nbytes: int) -> None:
-            self.done += nbytes
-
-        def phase(self, text: str) -> None:
-            self.phases += 1
-
-    of, told = source(folders, models.deepseek_v3), Told()
-    evaluated(made("w4a16", of), of, data(tmp_path), events=told)
-    assert (told.total, told.done, told.phases) == (2 * 4 * len(SAMPLES), 2 * 4 * len(SAMPLES), 5)
-
-
 # --- Refused ---------------------------------------------------------------------------------------
 
 
@@ -365,18 +336,6 @@ def test_another_architecture(folders: Path, tmp_path: Path) -> None:
         CheckpointError, match=r"'glm4_moe', and .* is 'qwen3_moe'.* name the checkpoint"
     ):
         evaluated(source(folders, models.glm4_moe), source(folders), data(tmp_path))
-
-
-def test_layers_that_there_are_not(folders: Path, tmp_path: Path) -> None:
-    of = source(folders)
-    with pytest.raises(UsageError, match=r"--first-layers 5: .* has 4 layers"):
-        evaluated(of, of, data(tmp_path), layers=5)
-
-
-def test_a_pair_without_experts(folders: Path, tmp_path: Path) -> None:
-    of = source(folders)
-    with pytest.raises(UsageError, match="--pair needs the folder of the CPU's experts"):
-        evaluated(of, of, data(tmp_path), pair=open_source(of))
 
 
 def test_experts_as_the_source(folders: Path, tmp_path: Path) -> None:
