@@ -130,29 +130,47 @@ def refused(plan: Plan, step: Any, said: str) -> None:
         run_passes(plan, (step,))
 
 
-def lacking(plan: Plan, *names: str) -> Plan:
-    kept = {n: s for n, s in plan.checkpoint.items() if n not in names}
-    return Plan.identity(replace(plan.checkpoint, sources=kept))
+def _both_forms() -> dict[str, TensorType]:
+    tensors = gdn_tensors(256, 4, 8, 128, 128, fp8=False)
+    return {**tensors, f"{_AT}.in_proj_ba.weight": TensorType("BF16", (16, 256))}
+
+
+def _mixed_schemes() -> dict[str, TensorType]:
+    tensors = gdn_tensors(256, 4, 8, 128, 128, fp8=True)
+    del tensors[f"{_AT}.in_proj_z.weight_scale_inv"]
+    return {**tensors, f"{_AT}.in_proj_z.weight": TensorType("BF16", (1024, 256))}
+
+
+def _with(parameter: str) -> dict[str, TensorType]:
+    tensors = gdn_tensors(256, 4, 8, 128, 128, fp8=False)
+    return {**tensors, f"{_AT}.in_proj_z.{parameter}": TensorType("I32", (8, 32))}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fp8", "said"),
+    [
+        (_both_forms(), False, "whole and alone"),
+        (_mixed_schemes(), True, r"in_proj_qkv is weight F8_E4M3, .*in_proj_z is weight BF16"),
+        (
+            _with("qweight"),
+            False,
+            "a packed weight of GPTQ or AutoAWQ holds its rows on another axis",
+        ),
+        (_with("weight_g_idx"), False, "the columns of each part are in an order of its own"),
+        (_with("weight_scale_2"), False, "they cannot become one"),
+    ],
+    ids=["split and fused", "mixed schemes", "qweight", "weight_g_idx", "weight_scale_2"],
+)
+def test_sets_that_cannot_be_fused(tensors: dict[str, TensorType], fp8: bool, said: str) -> None:
+    config = gdn_config(256, 4, 8, 128, 128, fp8=fp8)
+    refused(Plan.identity(checkpoint(tensors, config)), Fuse(groups=1), said)
 
 
 def test_half_a_set_is_refused() -> None:
-    plan = lacking(gdn_plan(fp8=False), f"{_AT}.in_proj_z.weight")
+    kept = gdn_plan(fp8=False).checkpoint
+    sources = {n: s for n, s in kept.items() if n != f"{_AT}.in_proj_z.weight"}
+    plan = Plan.identity(replace(kept, sources=sources))
     refused(plan, Fuse(groups=1), r"linear_attn has in_proj_a, in_proj_b, in_proj_qkv: expected")
-
-
-def test_split_and_fused_side_by_side_is_refused() -> None:
-    both = gdn_tensors(256, 4, 8, 128, 128, fp8=False)
-    both[f"{_AT}.in_proj_ba.weight"] = TensorType("BF16", (16, 256))
-    config = gdn_config(256, 4, 8, 128, 128, fp8=False)
-    refused(Plan.identity(checkpoint(both, config)), Fuse(groups=1), "whole and alone")
-
-
-def test_mixed_schemes_are_refused() -> None:
-    tensors = gdn_tensors(256, 4, 8, 128, 128, fp8=True)
-    tensors[f"{_AT}.in_proj_z.weight"] = TensorType("BF16", (1024, 256))
-    del tensors[f"{_AT}.in_proj_z.weight_scale_inv"]
-    plan = Plan.identity(checkpoint(tensors, gdn_config(256, 4, 8, 128, 128, fp8=True)))
-    refused(plan, Fuse(groups=1), r"in_proj_qkv is weight F8_E4M3, .*in_proj_z is weight BF16")
 
 
 def test_scales_that_may_not_move_are_refused() -> None:
@@ -163,21 +181,6 @@ def test_scales_that_may_not_move_are_refused() -> None:
     )
     run_passes(plan, (Fuse(groups=1),))
     run_passes(plan, (Dequant(), Fuse(groups=4)))
-
-
-@pytest.mark.parametrize(
-    ("parameter", "said"),
-    [
-        ("qweight", "a packed weight of GPTQ or AutoAWQ holds its rows on another axis"),
-        ("weight_g_idx", "the columns of each part are in an order of its own"),
-        ("weight_scale_2", "they cannot become one"),
-    ],
-)
-def test_rows_that_cannot_move_are_refused(parameter: str, said: str) -> None:
-    tensors = gdn_tensors(256, 4, 8, 128, 128, fp8=False)
-    tensors[f"{_AT}.in_proj_z.{parameter}"] = TensorType("I32", (8, 32))
-    plan = Plan.identity(checkpoint(tensors, gdn_config(256, 4, 8, 128, 128, fp8=False)))
-    refused(plan, Fuse(groups=1), said)
 
 
 def packed_tensors(word: int, heads: int = 8) -> dict[str, TensorType]:

@@ -14,9 +14,13 @@ from typing import Any
 import gdn_models
 import numpy as np
 import pytest
-from checkpoints import Model, Tensor, read_tensors, run_cli
+from checkpoints import Model, Tensor, ran, read_tensors, run_cli
 from encoded_models import Parts, int8, mxfp4, mxfp8, stored
+from loaders.folders import source as family_source
 from sampled import sampled
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.validation.diff import compare
 
 _PARTS = ("in_proj_qkv", "in_proj_z")
 Random = np.random.Generator
@@ -147,8 +151,7 @@ def coded(make: Make, block: dict[str, Any], model: Model | None = None) -> Mode
 
 
 def converted(command: str, source: Path, out: Path, *options: str) -> Path:
-    done = run_cli(command, source, out, *options, "--jobs", "1")
-    assert done.code == 0, done.err
+    ran(command, source, out, *options, "--jobs", "1")
     return out
 
 
@@ -190,42 +193,12 @@ def refused(model: Model, folder: Path, *options: str) -> str:
     return done.err
 
 
-def test_global_scales_that_differ_are_refused(tmp_path: Path) -> None:
-    _, block = CASES["nvfp4"]
-    said = refused(coded(nvfp4("compressed-tensors", own=None), block), tmp_path, "--for", "sglang")
-    assert "in_proj_qkvz.weight_global_scale: the parts have different per-tensor scales" in said
-
-
 def test_input_scales_that_differ_are_refused(tmp_path: Path) -> None:
     model = coded(*CASES["static fp8"])
     name = next(name for name in model.tensors if name.endswith("in_proj_z.input_scale"))
     model.tensors[name] = stored("BF16", np.array([0x4000], np.uint16))
     said = refused(model, tmp_path, "--for", "sglang")
     assert "in_proj_qkvz.input_scale: the parts have different per-tensor scales" in said
-
-
-def test_an_order_of_columns_each_is_refused(tmp_path: Path) -> None:
-    """Groups of actorder: what the columns' groups are is not read by planning."""
-    model = coded(packed(4), ints(4))
-    block = model.config["quantization_config"]
-    block["config_groups"]["group_0"]["weights"]["actorder"] = "group"
-    for name in [name for name in model.tensors if name.endswith(".weight_packed")]:
-        order = np.arange(gdn_models.HIDDEN, dtype=np.int32) // 16
-        model.tensors[name.replace("weight_packed", "weight_g_idx")] = stored("I32", order)
-    said = refused(model, tmp_path, "--for", "sglang")
-    assert "in_proj_qkv.weight_g_idx: the columns of each part are in an order of its own" in said
-
-
-def test_words_of_zero_points_are_not_cut(tmp_path: Path) -> None:
-    """A run of the interleaved order has fewer rows than a word has zero points."""
-    model = coded(*CASES["int4 asymmetric"])
-    text = model.config
-    text["linear_num_key_heads"], text["linear_key_head_dim"] = 8, 4
-    said = refused(model, tmp_path, "--groups", "8")
-    assert (
-        "in_proj_qkvz.weight_zero_point: runs of [4, 4, 8, 8] rows are not whole blocks of 8"
-        in said
-    )
 
 
 def test_targets_that_name_a_part_are_refused(tmp_path: Path) -> None:
@@ -235,3 +208,19 @@ def test_targets_that_name_a_part_are_refused(tmp_path: Path) -> None:
     said = refused(coded(make, own), tmp_path, "--for", "sglang")
     assert "QC034" in said
     assert "in_proj_qkvz" in said
+
+
+def test_quantized_and_fused_in_one_recipe(tmp_path: Path) -> None:
+    """The scales that parts share are computed, and hf_quant_config.json would have the old names."""
+    origin = family_source(tmp_path, "qwen3_5_text", fp8=False)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "passes:\n  - nvfp4: {dialect: modelopt, targets: [Linear]}\n  - fuse: {consumer: sglang}\n"
+    )
+    out = tmp_path / "out"
+    ran("run", recipe, origin, out, "--jobs", "1")
+    assert not (out / "hf_quant_config.json").exists()
+    words = ("--dialect", "modelopt", "--targets", "Linear")
+    apart = converted("nvfp4", origin, tmp_path / "apart", *words)
+    fused = converted("fuse", apart, tmp_path / "fused", "--for", "sglang")
+    assert compare(Checkpoint.open(out), Checkpoint.open(fused)) == []

@@ -7,13 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import DTYPE_BITS, TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.core.row_order import RowOrder
-from qconvert.formats.fp8.decode import DequantFp8
 
 Rows = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 DTYPES = sorted(dtype for dtype, bits in DTYPE_BITS.items() if bits >= 8)
@@ -119,48 +117,3 @@ def test_what_does_not_fit_is_refused() -> None:
         RowOrder((4, 6), 1).fuse([a, a])
     with pytest.raises(PlanError, match="expected 10 fused rows"):
         RowOrder((4, 6), 1).split(a)
-
-
-@settings(max_examples=60)
-@given(
-    nk=st.sampled_from([1, 2, 4]),
-    r=st.sampled_from([1, 2, 3, 4, 8]),
-    dk=st.sampled_from([4, 8]),
-    dv=st.sampled_from([4, 8, 12]),
-    columns=st.integers(1, 9),
-    data=st.data(),
-)
-def test_fusing_and_dequantizing_commute(
-    nk: int, r: int, dk: int, dv: int, columns: int, data: st.DataObject
-) -> None:
-    """dequant(fuse(w), fuse(s)) is fuse(dequant(w, s)) bit for bit, for every order in which the
-    scales of 4x4 blocks may move."""
-    groups = data.draw(st.sampled_from([g for g in range(1, nk + 1) if nk % g == 0]))
-    segments = (nk * dk, nk * dk, nk * r * dv, nk * r * dv)
-    layout, op = RowOrder(segments, groups), DequantFp8((4, 4))
-    assert layout.scales_may_move(4)
-    random = np.random.default_rng(0)
-    grid_columns = -(-columns // 4)
-    stored: dict[str, Rows] = {}
-    weights, scales, plain = [], [], []
-    for name, rows in zip("qkvz", segments, strict=True):
-        codes = random.integers(0, 0x7F, (rows, columns), dtype=np.uint8)
-        factors = random.uniform(0.1, 9, (rows // 4, grid_columns)).astype(np.float32)
-        stored[name] = codes
-        stored[f"{name}s"] = factors.view(np.uint8).reshape(rows // 4, -1)
-        weight = TensorType("F8_E4M3", (rows, columns))
-        scale = TensorType("F32", (rows // 4, grid_columns))
-        weights.append(Source(name, weight, 0, 0).output)
-        scales.append(Source(f"{name}s", scale, 0, 0).output)
-        (made,), _ = run_op(op, [buffer(weight, codes.tobytes()), buffer(scale, factors.tobytes())])
-        stored[f"{name}d"] = np.frombuffer(made, np.uint8).reshape(rows, -1)
-        plain.append(Source(f"{name}d", TensorType("BF16", (rows, columns)), 0, 0).output)
-    fused_weight, fused_scale = layout.fuse(weights), layout.of_blocks(4).fuse(scales)
-    (found,), _ = run_op(
-        op,
-        [
-            buffer(fused_weight.type, rows_of(fused_weight, stored)),
-            buffer(fused_scale.type, rows_of(fused_scale, stored)),
-        ],
-    )
-    assert found == rows_of(layout.fuse(plain), stored)
