@@ -141,65 +141,6 @@ def test_golden_int8() -> None:
     assert scale.tolist() == by_row(64, {0: 1, 1: 2, 16: 1, 32: 1, 63: 1})
 
 
-# Of matrices [2 blocks of rows, 3584 + 128]: (row, column) -> byte. Each block of rows holds its first
-# 3584 columns (229376 bytes: 64 * 3584 codes of a byte, 128 * 3584 of half a byte) and then the other
-# 128 (8192 bytes). Within these go tiles of 32 rows, K steps of 2048 bytes, and so on as above.
-LONG: dict[str, dict[tuple[int, int], int]] = {
-    "int8": {
-        (0, 0): 0,
-        (0, 3583): 113603,  # step 55: 55 * 2048 + 963
-        (32, 0): 114688,  # the second tile, past 56 steps: 56 * 2048
-        (63, 3583): 229375,
-        (0, 3584): 229376,
-        (0, 3711): 232387,  # its second step: 229376 + 2048 + 963
-        (32, 3584): 233472,  # the second tile, past 2 steps: 229376 + 2 * 2048
-        (63, 3711): 237567,
-        (64, 0): 237568,  # the second block of rows
-        (127, 3711): 475135,
-    },
-    "int4": {
-        (0, 0): 0,
-        (0, 3583): 56259,  # step 27, high half: 27 * 2048 + 963
-        (32, 0): 57344,  # past 28 steps: 28 * 2048
-        (127, 3583): 229375,
-        (0, 3584): 229376,
-        (32, 3584): 231424,  # past the only step: 229376 + 2048
-        (64, 3648): 233472,  # column 64 of that step, high half: 229376 + 2 * 2048
-        (127, 3711): 237567,
-        (128, 0): 237568,
-        (255, 3711): 475135,
-    },
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_golden_longer_than_a_k_block(method: Method) -> None:
-    largest, rows = (112.0, 256) if method == "int4" else (127.0, 128)
-    bits = sparse(rows, 3712, dict.fromkeys(LONG[method], largest))
-    wanted = {}
-    for (_, column), place in LONG[method].items():
-        byte = 127 if method == "int8" else 7 << (4 if column % 128 >= 64 else 0)
-        wanted[place] = byte
-    for limit in LIMITS:
-        ((weight, scale),) = quantize(Amx(method), bits, limit)
-        assert weight.tobytes() == at_places(475136, wanted)
-        assert scale.tolist() == by_row(rows, dict.fromkeys({row for row, _ in LONG[method]}, 1.0))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_golden_column_shards(method: Method) -> None:
-    """Column K/2 begins the second shard, which has scales of its own: 4 there is the largest, and
-    takes the code that 127 or 112 takes in the first."""
-    largest, code = {"int4": (112.0, 7), "int8": (127.0, 127)}[method]
-    bits = sparse(128, 256, {(0, 0): largest, (0, 128): largest / 32, (16, 128): -largest})
-    first, second = quantize(Amx(method, 2), bits)
-    assert first[0].tobytes() == at_places(first[0].size, {0: code})
-    minus = 9 if method == "int4" else 0x81
-    assert second[0].tobytes() == at_places(second[0].size, {0: code, 1024: minus})
-    assert first[1].tolist() == by_row(128, {0: 1})
-    assert second[1].tolist() == by_row(128, {0: 1 / 32, 16: 1})
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_golden_small_numbers(method: Method) -> None:
     """Denormals count as zeros; a scale that would be denormal is zero, and with it all codes.
@@ -461,53 +402,6 @@ def test_codes_come_back(
     assert np.array_equal(found, codes)
     assert weight.tobytes() == pack(method, codes.astype(np.int8))
     assert np.array_equal(tile_floats(method, weight, scale, columns), codes * unit)
-
-
-@settings(max_examples=25)
-@given(
-    method=A_METHOD,
-    rounding=st.sampled_from(ROUNDINGS),
-    blocks=st.integers(1, 4),
-    steps=st.integers(1, 12),
-    shards=st.integers(1, 3),
-    limit=st.integers(1, 1 << 20),
-    seed=st.integers(0, 1000),
-)
-def test_parts_do_not_show(
-    method: Method, rounding: Rounding, blocks: int, steps: int, shards: int, limit: int, seed: int
-) -> None:
-    bits = amx_rows.matrix(blocks * STEP[method], shards * steps * STEP[method], seed)
-    op = Amx(method, shards, rounding)
-    whole, cut = quantize(op, bits), quantize(op, bits, limit)
-    for a, b in zip(whole, cut, strict=True):
-        assert a[0].tobytes() == b[0].tobytes()
-        assert a[1].tobytes() == b[1].tobytes()
-
-
-@settings(max_examples=25)
-@given(
-    method=A_METHOD,
-    blocks=st.integers(1, 3),
-    steps=st.integers(1, 8),
-    shards=st.integers(1, 2),
-    seed=st.integers(0, 1000),
-)
-def test_error_bound(method: Method, blocks: int, steps: int, shards: int, seed: int) -> None:
-    """Half a step (int8), or half a step and a 32nd, since int4 is rounded twice: 8.5 sixteenths. Beside
-    that 1/d is rounded, and what is denormal or has a denormal scale counts as zero: that is below
-    128 * 2^-126."""
-    bits = amx_rows.matrix(blocks * STEP[method], shards * steps * STEP[method], seed)
-    columns = bits.shape[1] // shards
-    parts = np.split(bits, shards, axis=1)
-    for (weight, scale), part in zip(quantize(Amx(method, shards), bits), parts, strict=True):
-        exact = widen(part).astype(np.float64)
-        back = tile_floats(method, weight, scale, columns)
-        assert back.dtype == np.float32
-        assert np.all(np.isfinite(back))
-        halves = 8.5 if method == "int4" else 0.5
-        slack = 1e-6 * np.abs(exact).max(axis=1) + 2.0**-119
-        bound = halves * scale.astype(np.float64) + slack
-        assert np.all(np.abs(back - exact) <= bound[:, None])
 
 
 def test_inverse_by_hand() -> None:
