@@ -230,12 +230,6 @@ def test_lines_are_samples(model: Path, tmp_path: Path) -> None:
     assert said == [f"{data}: {short} of 4 samples shorter than 24 tokens; {total} tokens in all"]
 
 
-def test_documents_have_the_special_tokens_of_the_tokenizer(with_bos: Path, tmp_path: Path) -> None:
-    data = write(tmp_path / "d.jsonl", [{"text": "The fox"}])
-    samples, _ = load(DataSpec(data, samples=1, length=64), with_bos)
-    assert samples == [[0, *ids_of(with_bos, "The fox")]]
-
-
 def test_a_named_column_is_taken(model: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "d.jsonl", [{"text": "no", "messages": [], "body": "The fox"}])
     samples, _ = load(DataSpec(data, samples=1, length=64, column="body"), model)
@@ -314,11 +308,13 @@ def test_a_template_that_refuses_is_named_with_the_line(model: Path, tmp_path: P
 def test_a_conversation_has_the_special_tokens_of_its_template_alone(
     with_bos: Path, tmp_path: Path
 ) -> None:
+    """And a document those of the tokenizer."""
     folder = tmp_path / "model"
     shutil.copytree(with_bos, folder)
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
-    data = write(tmp_path / "d.jsonl", [{"messages": [{"role": "user", "content": "The fox"}]}])
-    assert load(DataSpec(data, samples=1), folder)[0] == [[0, *ids_of(folder, "The fox")]]
+    talk = {"messages": [{"role": "user", "content": "The fox"}]}
+    data = write(tmp_path / "d.jsonl", [talk, {"text": "The fox"}])
+    assert load(DataSpec(data, samples=2), folder)[0] == [[0, *ids_of(folder, "The fox")]] * 2
 
 
 def test_a_conversation_needs_a_chat_template(with_bos: Path, tmp_path: Path) -> None:
@@ -344,8 +340,10 @@ def test_rows_of_ids(dtype: torch.dtype, model: Path, tmp_path: Path) -> None:
 
 
 def test_tokens_need_no_tokenizer(tmp_path: Path) -> None:
+    """A mask of ones says nothing."""
     (tmp_path / "config.json").write_text('{"vocab_size": 10}')
-    save_file({"ids": torch.tensor([[9, 0]])}, tmp_path / "t.safetensors")
+    ids = torch.tensor([[9, 0]])
+    save_file({"ids": ids, "attention_mask": torch.ones_like(ids)}, tmp_path / "t.safetensors")
     data = str(tmp_path / "t.safetensors")
     assert load(DataSpec(data, samples=1, length=2, column="ids"), tmp_path)[0] == [[9, 0]]
 
@@ -378,14 +376,6 @@ def test_tokens_that_are_refused(
     assert "t.safetensors" in str(caught.value)
     for part in says:
         assert part in str(caught.value)
-
-
-def test_a_mask_of_ones_says_nothing(model: Path, tmp_path: Path) -> None:
-    ids = torch.tensor([[3, 4]])
-    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    save_file(tensors, tmp_path / "t.safetensors")
-    data = str(tmp_path / "t.safetensors")
-    assert load(DataSpec(data, samples=1, length=2), model)[0] == [[3, 4]]
 
 
 # --- Datasets ------------------------------------------------------------------------------------
@@ -582,6 +572,9 @@ def test_the_digest_is_of_contents_and_settings(model: Path, tmp_path: Path) -> 
         DataSpec(synthetic=True),
     ):
         assert digest(changed, model) != first
+    lines = write(tmp_path / "d.jsonl", [{"text": "a", "body": "b"}])
+    columns = {digest(DataSpec(lines, column=column), model) for column in (None, "text", "body")}
+    assert len(columns) == 3
     (moved / "config.json").write_text('{"vocab_size": 301}')  # part of the source's own identity
     assert digest(DataSpec(data), moved) == first
     write(moved / "other.txt", TEXT + " ")
@@ -599,12 +592,6 @@ def test_which_file_says_what_is_in_the_digest(model: Path, tmp_path: Path) -> N
         (tmp_path / name / name).write_text("{}")
         found.add(digest(DataSpec(data), tmp_path / name))
     assert len(found) == 2
-
-
-def test_the_column_is_in_the_digest(model: Path, tmp_path: Path) -> None:
-    data = write(tmp_path / "d.jsonl", [{"text": "a", "body": "b"}])
-    found = {digest(DataSpec(data, column=column), model) for column in (None, "text", "body")}
-    assert len(found) == 3
 
 
 def test_the_tokenizer_is_in_the_digest_where_it_is_used(model: Path, tmp_path: Path) -> None:

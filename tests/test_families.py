@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import headers
 import pytest
+from checkpoints import read_tensors
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError
@@ -133,20 +133,14 @@ def test_nothing_is_missing(model: str) -> None:
 
 
 @every_model
-def test_a_lost_tensor_is_missed(model: str) -> None:
-    """Lose one tensor of every role that has several: each role misses its own and no other."""
+@pytest.mark.parametrize("several", [True, False], ids=["of several", "of one"])
+def test_a_lost_tensor_is_missed(model: str, several: bool) -> None:
+    """Lose one tensor of every role that has several, or the only one of those that have one, of which
+    nothing is left to take the name from: each role misses its own and no other."""
     found, grouped = headers.few(model, EXPERTS), _by_role(_role_index(model))
-    lost = {key: names[len(names) // 2] for key, names in grouped.items() if len(names) > 1}
-    left = found.tensors.keys() - set(lost.values())
-    taken = role_index(_role_index(model).family, found.config, sorted(left))
-    assert {key: taken.missing(*key) for key in lost} == {key: [n] for key, n in lost.items()}
-
-
-@every_model
-def test_a_lost_role_is_missed(model: str) -> None:
-    """The same for roles of a single tensor, of which nothing is left to take the name from."""
-    found, grouped = headers.few(model, EXPERTS), _by_role(_role_index(model))
-    lost = {key: names[0] for key, names in grouped.items() if len(names) == 1}
+    lost = {
+        key: names[len(names) // 2] for key, names in grouped.items() if (len(names) > 1) == several
+    }
     left = found.tensors.keys() - set(lost.values())
     taken = role_index(_role_index(model).family, found.config, sorted(left))
     assert {key: taken.missing(*key) for key in lost} == {key: [n] for key, n in lost.items()}
@@ -316,12 +310,8 @@ _LAYERS = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "interme
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _SHARED = {"shared_expert_intermediate_size": 16}
-_GDN = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+_GDN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_GDN |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _DENSE = _LAYERS | _HEADS | _GDN
 _MOE = _DENSE | _EXPERTS | _SHARED
 _VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
@@ -337,46 +327,24 @@ _GLM |= {"moe_intermediate_size": 16, "first_k_dense_replace": 2}
 TINY: list[tuple[str, str, dict[str, Any], str]] = [
     ("DeepseekV3ForCausalLM", "DeepseekV3Config", _DEEPSEEK, "deepseek_v3"),
     ("DeepseekV3ForCausalLM", "DeepseekV3Config", _DEEPSEEK | {"q_lora_rank": None}, "deepseek_v3"),
-    (
-        "DeepseekV32ForCausalLM",
-        "DeepseekV32Config",
-        _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 8},
-        "deepseek_v3",
-    ),
+    ("DeepseekV32ForCausalLM", "DeepseekV32Config",
+     _DEEPSEEK | {"index_n_heads": 2, "index_head_dim": 8}, "deepseek_v3"),
     ("Glm4MoeForCausalLM", "Glm4MoeConfig", _GLM | {"attention_bias": True}, "glm4_moe"),
     ("Glm4MoeForCausalLM", "Glm4MoeConfig", _GLM | {"use_qk_norm": True}, "glm4_moe"),
-    (
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        _LAYERS | _HEADS | _EXPERTS | {"decoder_sparse_step": 2, "attention_bias": True},
-        "qwen3_moe",
-    ),
+    ("Qwen3MoeForCausalLM", "Qwen3MoeConfig",
+     _LAYERS | _HEADS | _EXPERTS | {"decoder_sparse_step": 2, "attention_bias": True}, "qwen3_moe"),
     ("Qwen3NextForCausalLM", "Qwen3NextConfig", _MOE | {"mlp_only_layers": [1]}, "qwen3_next"),
     ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _DENSE, "qwen3_5"),
     ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _DENSE | {"tie_word_embeddings": True}, "qwen3_5"),
     ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", _MOE, "qwen3_5"),
-    (
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5Config",
-        {"text_config": _DENSE, "vision_config": _VISION},
-        "qwen3_5",
-    ),
-    (
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen3_5MoeConfig",
-        {"text_config": _MOE, "vision_config": _VISION},
-        "qwen3_5",
-    ),
-    (
-        "Qwen3VLMoeForConditionalGeneration",
-        "Qwen3VLMoeConfig",
-        {
-            "text_config": _LAYERS | _HEADS | _EXPERTS,
-            "vision_config": _VISION | {"deepstack_visual_indexes": [0, 1]},
-        },
-        "qwen3_vl_moe",
-    ),
-]
+    ("Qwen3_5ForConditionalGeneration", "Qwen3_5Config",
+     {"text_config": _DENSE, "vision_config": _VISION}, "qwen3_5"),
+    ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig",
+     {"text_config": _MOE, "vision_config": _VISION}, "qwen3_5"),
+    ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeConfig",
+     {"text_config": _LAYERS | _HEADS | _EXPERTS,
+      "vision_config": _VISION | {"deepstack_visual_indexes": [0, 1]}}, "qwen3_vl_moe"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -391,60 +359,8 @@ def test_what_transformers_saves_has_roles(
     made = getattr(transformers, model)(getattr(transformers, config)(**sizes))
     made.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    names = list(_header(tmp_path / "model.safetensors"))
+    names = list(read_tensors(tmp_path))
     taken = role_index(family_for(saved, ()), saved, names)
     assert taken.family.name == family
     assert taken.unknown == ()
     assert taken.absent() == []
-
-
-@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3.5-0.8b"])
-def test_sparse_files_are_of_full_size_and_take_no_room(model: str, tmp_path: Path) -> None:
-    found = headers.load(model)
-    headers.write_sparse(found, tmp_path)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) == found.shards
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.tensors.values())
-    assert json.loads((tmp_path / "config.json").read_text()) == found.config
-    in_order: list[str] = []
-    for file in files:
-        header = _header(file)
-        end = 0
-        for name, entry in header.items():
-            tensor = found.tensors[name]
-            assert (entry["dtype"], tuple(entry["shape"])) == (tensor.dtype, tensor.shape)
-            assert entry["data_offsets"] == [end, end + tensor.nbytes]
-            assert index["weight_map"][name] == file.name
-            end += tensor.nbytes
-        in_order += header
-        assert file.stat().st_size == _data_start(file) + end
-    assert in_order == list(found.tensors)
-    assert sum(file.stat().st_blocks * 512 for file in files) < 64 * 2**20
-
-
-def test_sparse_files_of_any_number(tmp_path: Path) -> None:
-    found = headers.load("qwen3.5-0.8b")
-    for shards in (1, 2, 7, 488):
-        folder = tmp_path / str(shards)
-        folder.mkdir()
-        headers.write_sparse(found, folder, shards=shards)
-        files = list(folder.glob("*.safetensors"))
-        assert len(files) == shards
-        assert all(_header(file) for file in files)
-    with pytest.raises(ValueError, match="do not make 489 files"):
-        headers.write_sparse(found, tmp_path, shards=489)
-
-
-def _data_start(file: Path) -> int:
-    with file.open("rb") as opened:
-        return 8 + int(struct.unpack("<Q", opened.read(8))[0])
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file's header."""
-    with file.open("rb") as opened:
-        size = struct.unpack("<Q", opened.read(8))[0]
-        header: dict[str, Any] = json.loads(opened.read(size))
-    del header["__metadata__"]
-    return header

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import read_tensors, run_cli
+from checkpoints import ran, read_tensors
 from loaders.published import published
 
 from qconvert.checkpoint.open import open_source
@@ -82,105 +82,82 @@ default_stage:
       batched_quantization: auto
 """
 
+
+def gptq(options: str) -> str:
+    return below("GPTQModifier", options)
+
+
+def rtn(options: str) -> str:
+    return below("QuantizationModifier", options)
+
+
+LINEAR = ("Linear",)
+_GROUP = "config_groups:\n  g:\n    targets: [Linear]\n    weights: "  # weights in line 7
 CASES = {
     "preset": Case(
-        below("GPTQModifier", "targets: Linear\nscheme: W4A16\nignore: [lm_head]"),
-        ((4, 128, True, "static", ("Linear",)),),
-        ("lm_head",),
+        gptq("targets: Linear\nscheme: W4A16\nignore: [lm_head]"),
+        ((4, 128, True, "static", LINEAR),), ("lm_head",),
     ),
-    "preset without targets": Case(
-        below("GPTQModifier", "scheme: w8a16"), ((8, 128, True, "static", ("Linear",)),)
-    ),
+    "preset without targets": Case(gptq("scheme: w8a16"), ((8, 128, True, "static", LINEAR),)),
     "asymmetric, no order": Case(
-        below("GPTQModifier", "scheme: W4A16_ASYM\nactorder: null"),
-        ((4, 128, False, None, ("Linear",)),),
+        gptq("scheme: W4A16_ASYM\nactorder: null"), ((4, 128, False, None, LINEAR),)
     ),
     "patterns": Case(
-        below(
-            "GPTQModifier",
+        gptq(
             "targets: ['re:.*mlp[.]experts[.].*', model.layers.0.mlp.down_proj]\nscheme: W4A16\n"
-            "ignore: ['re:.*gate$', lm_head]\nactorder: weight",
+            "ignore: ['re:.*gate$', lm_head]\nactorder: weight"
         ),
         ((4, 128, True, "static", ("re:.*mlp[.]experts[.].*", "model.layers.0.mlp.down_proj")),),
         ("re:.*gate$", "lm_head"),
     ),
     "presets by targets": Case(
-        below("GPTQModifier", "scheme: {W4A16: ['re:.*experts.*'], W8A16: 're:.*self_attn.*'}"),
+        gptq("scheme: {W4A16: ['re:.*experts.*'], W8A16: 're:.*self_attn.*'}"),
         (
             (4, 128, True, "static", ("re:.*experts.*",)),
             (8, 128, True, "static", ("re:.*self_attn.*",)),
         ),
     ),
     "as llm-compressor saves it": Case(
-        _SAVED, ((4, 32, True, "static", ("Linear",)),), ("lm_head", "re:.*mlp.gate$")
+        _SAVED, ((4, 32, True, "static", LINEAR),), ("lm_head", "re:.*mlp.gate$")
     ),
     "channel": Case(
-        below(
-            "GPTQModifier",
-            "config_groups:\n  g:\n    targets: [Linear]\n"
-            "    weights: {num_bits: 8, strategy: channel, symmetric: true}",
-        ),
-        ((8, None, True, "static", ("Linear",)),),
+        gptq(_GROUP + "{num_bits: 8, strategy: channel, symmetric: true}"),
+        ((8, None, True, "static", LINEAR),),
     ),
     "channel by its size": Case(
-        below(
-            "GPTQModifier",
-            "config_groups:\n  g:\n    targets: [Linear]\n    weights: {group_size: -1}",
-        ),
-        ((8, None, True, "static", ("Linear",)),),
+        gptq(_GROUP + "{group_size: -1}"), ((8, None, True, "static", LINEAR),)
     ),
     "strategy left out, order within": Case(
-        below(
-            "GPTQModifier",
-            "config_groups:\n  g:\n    targets: [Linear]\n"
-            "    weights: {num_bits: 4, group_size: 64, actorder: static}\nactorder: static",
-        ),
-        ((4, 64, True, "static", ("Linear",)),),
+        gptq(_GROUP + "{num_bits: 4, group_size: 64, actorder: static}\nactorder: static"),
+        ((4, 64, True, "static", LINEAR),),
     ),
     "order false within": Case(
-        below(
-            "GPTQModifier",
-            "config_groups:\n  g:\n    targets: [Linear]\n"
-            "    weights: {num_bits: 4, group_size: 64, actorder: false}\nactorder: null",
-        ),
-        ((4, 64, True, None, ("Linear",)),),
+        gptq(_GROUP + "{num_bits: 4, group_size: 64, actorder: false}\nactorder: null"),
+        ((4, 64, True, None, LINEAR),),
     ),
     "two groups": Case(
-        below(
-            "GPTQModifier",
+        gptq(
             "config_groups:\n"
             "  first: {targets: ['re:.*up_proj'], weights: {num_bits: 4, group_size: 128}}\n"
-            "  second: {targets: ['re:.*down_proj'], weights: {num_bits: 8, group_size: 64}}\n",
+            "  second: {targets: ['re:.*down_proj'], weights: {num_bits: 8, group_size: 64}}\n"
         ),
-        (
-            (4, 128, True, "static", ("re:.*up_proj",)),
-            (8, 64, True, "static", ("re:.*down_proj",)),
-        ),
+        ((4, 128, True, "static", ("re:.*up_proj",)), (8, 64, True, "static", ("re:.*down_proj",))),
     ),
     "to nearest": Case(
-        below("QuantizationModifier", "scheme: W4A16\nignore: [lm_head]"),
-        ((4, 128, True, None, ("Linear",)),),
-        ("lm_head",),
-        "rtn",
+        rtn("scheme: W4A16\nignore: [lm_head]"), ((4, 128, True, None, LINEAR),), ("lm_head",), "rtn",
     ),
     "to nearest, asymmetric, in the format's name": Case(
-        below(
-            "QuantizationModifier",
-            "weight_observer: minmax\nconfig_groups:\n  g:\n    targets: [Linear]\n"
-            "    format: pack-quantized\n"
-            "    weights: {num_bits: 4, group_size: 32, symmetric: false, type: INT}",
+        rtn(
+            _GROUP + "{num_bits: 4, group_size: 32, symmetric: false, type: INT}\n"
+            "    format: pack-quantized\nweight_observer: minmax"
         ),
-        ((4, 32, False, None, ("Linear",)),),
-        (),
-        "rtn",
+        ((4, 32, False, None, LINEAR),), (), "rtn",
     ),
     "JSON": Case(
         '{"x_stage": {"y_modifiers": {"QuantizationModifier": {"scheme": "W8A16"}}}}',
-        ((8, 128, True, None, ("Linear",)),),
-        (),
-        "rtn",
+        ((8, 128, True, None, LINEAR),), (), "rtn",
     ),
-}
+}  # fmt: skip
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
@@ -241,16 +218,16 @@ def test_every_field_of_a_recipe() -> None:
 
 
 def test_defaults_are_llm_compressors() -> None:
-    found = parse(below("GPTQModifier", "scheme: W4A16"))
+    found = parse(gptq("scheme: W4A16"))
     assert (found.dampening_frac, found.block_size) == (0.01, 128)
 
 
 def test_recipes_of_older_releases() -> None:
     """Order by group, and words about memory, which 0.14 takes no more."""
     options = "scheme: W4A16\nactorder: group\nsequential_update: true\noffload_hessians: true"
-    (group,) = parse(below("GPTQModifier", options)).groups
+    (group,) = parse(gptq(options)).groups
     assert group.scheme.actorder == "group"
-    (group,) = parse(below("GPTQModifier", "scheme: W4A16\nactorder: dynamic")).groups
+    (group,) = parse(gptq("scheme: W4A16\nactorder: dynamic")).groups
     assert group.scheme.actorder == "group"
 
 
@@ -268,9 +245,6 @@ def test_recipes_of_older_releases() -> None:
 )
 def test_which_recipes_are_llm_compressors(text: str, foreign: bool) -> None:
     assert is_foreign(compose(text, "r")) == foreign
-
-
-_GROUP = "config_groups:\n  g:\n    targets: [Linear]\n    weights: "  # weights in line 7
 
 
 @pytest.mark.parametrize(
@@ -345,12 +319,15 @@ _GROUP = "config_groups:\n  g:\n    targets: [Linear]\n    weights: "  # weights
 )  # fmt: skip
 def test_what_qconvert_does_not_do_is_refused(options: str, says: list[str]) -> None:
     with pytest.raises(RecipeError) as caught:
-        parse(below("GPTQModifier", options))
+        parse(gptq(options))
     message = str(caught.value)
     assert message.startswith("r:")
     assert "\n" not in message
     for part in says:
         assert part in message
+
+
+_Y = "x_stage:\n  y_modifiers:\n    "
 
 
 @pytest.mark.parametrize(
@@ -367,29 +344,23 @@ def test_what_qconvert_does_not_do_is_refused(options: str, says: list[str]) -> 
         ("x_stage: {y_modifiers: {}}\n", ["r:1", "no modifier"]),
         ("x_stage: 5\n", ["r:1", "expected a mapping"]),
         ("x_stage:\n  y_modifiers: [GPTQModifier]\n", ["r:2", "expected a mapping"]),
-        ("x_stage:\n  y_modifiers:\n    GPTQModifier:\n", ["r:3", "expected a mapping"]),
+        (_Y + "GPTQModifier:\n", ["r:3", "expected a mapping"]),
         (
-            "x_stage:\n  y_modifiers:\n    SmoothQuantModifier: {}\n    GPTQModifier: {}\n",
+            _Y + "SmoothQuantModifier: {}\n    GPTQModifier: {}\n",
             ["r:3", "'SmoothQuantModifier'", "run this recipe with llm-compressor"],
         ),
-        ("x_stage:\n  y_modifiers:\n    AWQModifier: {}\n", ["r:3", "'AWQModifier'"]),
-        (
-            "x_stage:\n  y_modifiers:\n    GPTQModifer: {}\n",
-            ["r:3", "did you mean 'GPTQModifier'?"],
-        ),
+        (_Y + "AWQModifier: {}\n", ["r:3", "'AWQModifier'"]),
+        (_Y + "GPTQModifer: {}\n", ["r:3", "did you mean 'GPTQModifier'?"]),
         (
             "a_stage: {b_modifiers: {GPTQModifier: {}}}\nc_stage: {d_modifiers: {GPTQModifier: {}}}",
             ["r:2", "second modifier", "config_groups"],
         ),
         ("x_stage: {}\nx_stage: {}\n", ["r:2", "'x_stage' is given twice"]),
         (
-            "x_stage:\n  y_modifiers:\n    QuantizationModifier:\n      block_size: 128\n",
+            _Y + "QuantizationModifier:\n      block_size: 128\n",
             ["r:4", "QuantizationModifier.block_size", "unknown option"],
         ),
-        (
-            "x_stage:\n  y_modifiers:\n    QuantizationModifier:\n      yes: 128\n",
-            ["r:4", "QuantizationModifier"],
-        ),
+        (_Y + "QuantizationModifier:\n      yes: 128\n", ["r:4", "QuantizationModifier"]),
     ],
 )
 def test_recipes_of_another_shape_are_refused(text: str, says: list[str]) -> None:
@@ -419,7 +390,7 @@ def test_recipes_of_another_shape_are_refused(text: str, says: list[str]) -> Non
 def test_what_llm_compressor_refuses_is_refused(options: str) -> None:
     from llmcompressor.recipe import Recipe
 
-    text = below("GPTQModifier", options)
+    text = gptq(options)
 
     def theirs() -> Any:
         (modifier,) = list[Any](Recipe.create_instance(text).modifiers)
@@ -468,11 +439,11 @@ def test_gptq_becomes_a_calibrated_pass() -> None:
         calibrate=asked,
         shared_experts="named",
     )
-    assert parse_recipe(below("GPTQModifier", options), "r", given).passes == (step,)
+    assert parse_recipe(gptq(options), "r", given).passes == (step,)
     # What is said on the command line is said last.
     given = {**given, "block_size": 32}
     step = replace(step, calibrate=replace(asked, block_size=32))
-    assert parse_recipe(below("GPTQModifier", options), "r", given).passes == (step,)
+    assert parse_recipe(gptq(options), "r", given).passes == (step,)
 
 
 def test_groups_of_one_scheme_are_one() -> None:
@@ -551,11 +522,9 @@ def test_a_recipe_runs_as_it_is(tmp_path: Path) -> None:
         "ignore: ['re:.*gate$']",
     )
     (tmp_path / "recipe.yaml").write_text(text)
-    ran = run_cli("run", tmp_path / "recipe.yaml", tmp_path / "source", tmp_path / "a")
-    assert ran.code == 0, ran.err
+    ran("run", tmp_path / "recipe.yaml", tmp_path / "source", tmp_path / "a")
     flags = ("--rtn", "--group-size", "64")
-    ran = run_cli("w4a16", tmp_path / "source", tmp_path / "b", *flags)
-    assert ran.code == 0, ran.err
+    ran("w4a16", tmp_path / "source", tmp_path / "b", *flags)
     made = read_tensors(tmp_path / "a")
     assert made == read_tensors(tmp_path / "b")
     assert (tmp_path / "a" / "config.json").read_bytes() == (
@@ -589,7 +558,7 @@ def test_shared_experts_are_quantized_as_the_recipe_names_them(
     source = published(family).write(tmp_path / "source")
     left = ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$", *ignore]
     options = f"targets: {json.dumps(targets)}\nscheme: W4A16\nignore: {json.dumps(left)}"
-    recipe = parse_recipe(below("QuantizationModifier", options), "r")
+    recipe = parse_recipe(rtn(options), "r")
     plan = Plan.identity(open_source(source))
     shared = {
         name.removesuffix(".weight")

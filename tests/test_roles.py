@@ -158,7 +158,7 @@ def routed(kind: str) -> Model:
 
 
 UNKNOWN: list[tuple[str, Callable[[str], Model]]] = [
-    ("new_dense", llama), ("new_gpt", gpt2), ("new_tower", gpt2), ("new_moe", routed),
+    ("new_dense", llama), ("new_gpt", gpt2), ("new_moe", routed),
 ]  # fmt: skip
 every_unknown = pytest.mark.parametrize(("kind", "make"), UNKNOWN, ids=[k for k, _ in UNKNOWN])
 
@@ -297,7 +297,7 @@ def _roles() -> tuple[Role, ...]:
 MINIMAX = Family("minimax_like", ("minimax_like",), _dims, _roles())
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def minimax(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [*families(), MINIMAX]
     monkeypatch.setattr(qconvert.core.family, "families", lambda: every)
@@ -337,7 +337,6 @@ def quantization(plan: Plan) -> dict[str, Any]:
     return dict(plan.config["quantization_config"])
 
 
-@pytest.mark.usefixtures("minimax")
 def test_targets_match_what_was_quantized(tmp_path: Path) -> None:
     plan = planned(minimax_model(), tmp_path, ExpertsToW4A16())
     (target,) = quantization(plan)["config_groups"]["group_0"]["targets"]
@@ -351,7 +350,6 @@ def test_targets_match_what_was_quantized(tmp_path: Path) -> None:
     assert quantization(plan)["config_groups"]["group_0"]["targets"] == [target]
 
 
-@pytest.mark.usefixtures("minimax")
 def test_down_is_cut_by_columns_whatever_it_is_called(tmp_path: Path) -> None:
     """1536 columns are 192 for each of eight ranks: one group of 128 and a half."""
     plan = planned(minimax_model(), tmp_path, ExpertsToW4A16(group_size=128))
@@ -363,7 +361,6 @@ def test_down_is_cut_by_columns_whatever_it_is_called(tmp_path: Path) -> None:
         planned(minimax_model(), tmp_path, ExpertsToW4A16(group_size=128, tp=8))
 
 
-@pytest.mark.usefixtures("minimax")
 def test_the_validator_cuts_by_role_too(tmp_path: Path) -> None:
     """QC092, of a manifest that says tp=8."""
     source = minimax_model().write(tmp_path / "source", 1)
@@ -374,7 +371,6 @@ def test_the_validator_cuts_by_role_too(tmp_path: Path) -> None:
     assert (found.rule, ".w2." in found.where) == ("QC092", True)
 
 
-@pytest.mark.usefixtures("minimax")
 def test_what_stays_is_named_by_role(tmp_path: Path) -> None:
     """Linears quantized and experts left, and the other way round, in GPTQ's own form."""
     linears = ExpertsToW4A16(targets=(r"re:.*self_attn.*",))
@@ -389,7 +385,6 @@ def test_what_stays_is_named_by_role(tmp_path: Path) -> None:
     assert re.match(left, "model.layers.1.self_attn.q_proj")
 
 
-@pytest.mark.usefixtures("minimax")
 def test_gate_and_up_share_a_scale_whatever_they_are_called(tmp_path: Path) -> None:
     """Among all linears, of which q, k and v share one too."""
     plan = planned(minimax_model(512), tmp_path, ToNvfp4("modelopt", ("Linear",)))
@@ -407,7 +402,6 @@ def test_gate_and_up_share_a_scale_whatever_they_are_called(tmp_path: Path) -> N
     assert plan.tensors[f"{at}.block_sparse_moe.gate.weight"].type.dtype == "BF16"
 
 
-@pytest.mark.usefixtures("minimax")
 def test_part_of_gate_and_up_is_refused_whatever_they_are_called(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"k_proj.* is not|is to be quantized and .*_proj is not"):
         planned(minimax_model(), tmp_path, ExpertsToW4A16(targets=("q_proj", "o_proj")))
@@ -415,7 +409,6 @@ def test_part_of_gate_and_up_is_refused_whatever_they_are_called(tmp_path: Path)
         planned(minimax_model(), tmp_path, ExpertsToW4A16(targets=(r"re:.*\.w1$",)))
 
 
-@pytest.mark.usefixtures("minimax")
 def test_stacks_have_the_family_s_names(tmp_path: Path) -> None:
     model = minimax_model(512)
     stacked = planned(model, tmp_path, Stack())
@@ -427,13 +420,11 @@ def test_stacks_have_the_family_s_names(tmp_path: Path) -> None:
     assert f"{at}.1.w2.weight_packed" in both.tensors
 
 
-@pytest.mark.usefixtures("minimax")
 def test_experts_leave_whole(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"experts of model\.layers\.0\.block_sparse_moe are kept"):
         planned(minimax_model(512), tmp_path, Drop(match="*layers.0.*experts.1.*", why="a try"))
 
 
-@pytest.mark.usefixtures("minimax")
 def test_amx_experts_are_found_by_role(tmp_path: Path) -> None:
     plan = planned(minimax_model(512), tmp_path, ExpertsToAmx("int8", 1))
     found = {name.partition(".numa")[0] for name in plan.tensors}
@@ -533,7 +524,6 @@ def test_a_head_that_the_config_names_is_its_own_business(tmp_path: Path) -> Non
     assert never_quantized(model, tmp_path) == ["lm_head.weight"]
 
 
-@pytest.mark.usefixtures("minimax")
 def test_of_known_families_roles_say_it(tmp_path: Path) -> None:
     model = fp8_of(minimax_model(512), "model.layers.0.block_sparse_moe.gate", "lm_head")
     found = never_quantized(model, tmp_path)

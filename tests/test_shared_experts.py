@@ -141,12 +141,20 @@ def test_shared_experts_follow_the_routed_ones_where_sglang_fuses(
         ExpertsToW4A16(shared_experts="keep"),
         ToNvfp4("compressed-tensors", shared_experts="keep"),
         ExpertsToW4A16(packing="gptq", shared_experts="keep"),
+        ExpertsToW4A16(targets=("Linear",), shared_experts="keep"),
+        ToNvfp4("compressed-tensors", targets=("Linear",), shared_experts="keep"),
+        ExpertsToW4A16(ignore=("re:.*shared_expert.*",)),
     ],
     ids=str,
 )
-def test_kept_ones_need_sglangs_option(family: str, step: Pass, tmp_path: Path) -> None:
+def test_kept_ones_need_sglangs_option(
+    family: str, step: ExpertsToW4A16 | ToNvfp4, tmp_path: Path
+) -> None:
+    """Kept by the option, which is stronger than targets, or by an entry of ignore."""
     plan = planned(tmp_path, family, step)
     assert not [n for n in plan.tensors if ".shared_expert" in n and "scale" in n]
+    linears = any(name.endswith("self_attn.q_proj.weight_packed") for name in plan.tensors)
+    assert linears == ("Linear" in step.targets)
     assert NO_FUSION in launch(plan)
     assert any(NO_FUSION in note for note in plan.log[-1].notes)
 
@@ -186,28 +194,6 @@ def test_calibration_keeps_them_unless_asked(tmp_path: Path) -> None:
     assert any("MTP experts are not calibrated" in note for note in both.log[-1].notes)
     with pytest.raises(PlanError, match="quantized shared experts would need input scales"):
         ToNvfp4(stats="somewhere", shared_experts="quantize")
-
-
-def test_who_ignores_them_keeps_them(tmp_path: Path) -> None:
-    step = ExpertsToW4A16(ignore=("re:.*shared_expert.*",))
-    plan = planned(tmp_path, "qwen3_next", step)
-    assert not [n for n in plan.tensors if ".shared_expert" in n and "scale" in n]
-    assert NO_FUSION in launch(plan)
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        ExpertsToW4A16(targets=("Linear",), shared_experts="keep"),
-        ToNvfp4("compressed-tensors", targets=("Linear",), shared_experts="keep"),
-    ],
-    ids=["w4a16", "nvfp4"],
-)
-def test_keep_is_stronger_than_targets(step: Pass, tmp_path: Path) -> None:
-    plan = planned(tmp_path, "glm4_moe", step)
-    assert not [n for n in plan.tensors if ".shared_expert" in n and "scale" in n]
-    assert "model.layers.1.self_attn.q_proj.weight_packed" in plan.tensors
-    assert NO_FUSION in launch(plan)
 
 
 def test_a_model_without_them_has_none_to_quantize(tmp_path: Path) -> None:
