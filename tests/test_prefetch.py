@@ -38,8 +38,11 @@ class Kept:
         raise AssertionError
 
 
-def _noted(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """CUDA's streams, which note what is asked of which, copies too: the main one, or another."""
+    pretend(monkeypatch)
+    log: list[str] = []
     on = ["main"]
     copy = torch.Tensor.copy_
 
@@ -72,16 +75,12 @@ def _noted(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("side"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", within)
+    return log
 
 
-def test_the_next_part_is_sent_before_this_one_is_worked_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_next_part_is_sent_before_this_one_is_worked_on(log: list[str]) -> None:
     """Each copy waits for what the main stream was asked while its buffer was read; each part is given
     once the main stream waits for its copy; and no more than two are there."""
-    pretend(monkeypatch)
-    log: list[str] = []
-    _noted(monkeypatch, log)
     kept = Kept(log)
     buffers = []
     for (start, stop), (rows,) in zip(PARTS, prefetched([kept], PARTS, "cpu:0"), strict=True):
@@ -103,13 +102,8 @@ def test_the_next_part_is_sent_before_this_one_is_worked_on(
             assert read > log.index(f"use {PARTS[n - 2][0]}")
 
 
-def test_what_is_on_its_way_arrives_before_buffers_are_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_on_its_way_arrives_before_buffers_are_given_back(log: list[str]) -> None:
     """Where nobody asks for the next part any more."""
-    pretend(monkeypatch)
-    log: list[str] = []
-    _noted(monkeypatch, log)
     sent = prefetched([Kept(log)], PARTS, "cpu:0")
     next(sent)
     last = [line for line in log if line.startswith("event side")][-1]

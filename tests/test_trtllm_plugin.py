@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +104,8 @@ def source(dialect: str, **settings: Any) -> Model:
 
 
 def folder(dialect: str, path: Path, **settings: Any) -> tuple[Any, Tensors]:
-    """A prepared folder's config, as sglang holds one, and its tensors."""
+    """A prepared folder's config, as sglang holds one with the plug-in, and its tensors."""
+    plugin.install()
     model = source(dialect, **settings)
     at = model.write(path / "source")
     assert run_cli("prepare", "trtllm-gen", at, path / "out", "--jobs", "1").code == 0
@@ -130,7 +131,6 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def test_a_prepared_folder_is_served_as_it_is(dialect: str, tmp_path: Path) -> None:
     """All parameters hold the file's bytes after post-processing: neither shuffled nor swapped. The
     config is the source's again."""
-    plugin.install()
     config, tensors = folder(dialect, tmp_path)
     model = Served(dialect)
     opened = serve(model, config, tensors)
@@ -152,7 +152,6 @@ def test_a_prepared_folder_is_served_as_it_is(dialect: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2)])
 def test_ranks_hold_their_ranges(dialect: str, tp: int, ep: int, tmp_path: Path) -> None:
     """Put side by side again, the ranks' parameters are the files' tensors."""
-    plugin.install()
     config, tensors = folder(dialect, tmp_path)
     served = []
     for rank in range(tp * ep):
@@ -187,7 +186,6 @@ def test_other_models_are_prepared_as_ever(dialect: str) -> None:
 
 def test_the_third_caller(tmp_path: Path) -> None:
     """It imports both functions when it is called."""
-    plugin.install()
     config, tensors = folder("modelopt", tmp_path)
     model = Served("modelopt")
     method = module("muse_spark_nvfp4_moe").MuseSparkMethod()
@@ -196,12 +194,6 @@ def test_the_third_caller(tmp_path: Path) -> None:
     serve(model, config, tensors)
     stored = tensors[_AT.format(0) + ".w13_weight"]
     assert torch.equal(raw(model.experts(0).w13_weight), raw(stored))
-
-
-def test_without_input_scales(tmp_path: Path) -> None:
-    plugin.install()
-    config, tensors = folder("modelopt", tmp_path, inputs=False)
-    serve(Served("modelopt"), config, tensors)
 
 
 def test_what_a_file_says_alone_comes_back(tmp_path: Path) -> None:
@@ -221,7 +213,6 @@ def test_what_a_file_says_alone_comes_back(tmp_path: Path) -> None:
 
 
 def test_nested_blocks_come_back(tmp_path: Path) -> None:
-    plugin.install()
     config, _ = folder("modelopt", tmp_path)
     block = config.quantization_config["replaced"][0]["block"]
     config.quantization_config["replaced"] = [
@@ -233,19 +224,8 @@ def test_nested_blocks_come_back(tmp_path: Path) -> None:
     assert opened.text_config.quantization_config == block
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    plugin.install()
-    config, tensors = folder("modelopt", tmp_path)
-    del tensors[_AT.format(1) + ".w2_weight_scale"]
-    with pytest.raises(
-        ValueError, match=r"layers.1.mlp.experts: \['w2_weight_scale'\] are missing from the folder"
-    ):
-        serve(Served("modelopt"), config, tensors)
-
-
 def test_layers_of_other_ranks_are_the_models(tmp_path: Path) -> None:
     """A pipeline stage, or a draft model, holds some layers; the model passes over the others."""
-    plugin.install()
     config, tensors = folder("modelopt", tmp_path)
     model = Served("modelopt", layers=1)
     serve(model, config, tensors)
@@ -253,50 +233,47 @@ def test_layers_of_other_ranks_are_the_models(tmp_path: Path) -> None:
     assert f"{_AT.format(0)}.w13_weight" not in model.others
 
 
-def test_another_backend_is_refused(tmp_path: Path) -> None:
+def _another_backend(model: Served, tensors: Tensors) -> None:
     """It would take prepared weights for plain ones."""
-    plugin.install()
+    del model.experts(1).quant_method
+
+
+def _other_sizes(model: Served, tensors: Tensors) -> None:
+    model.experts(0).w13_weight.data = torch.zeros(4, 512, 64, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda model, tensors: tensors.pop(_AT.format(1) + ".w2_weight_scale"),
+            r"layers.1.mlp.experts: \['w2_weight_scale'\] are missing from the folder",
+        ),
+        (_another_backend, r"1 of 2 prepared layers .* flashinfer_trtllm"),
+        (
+            lambda model, tensors: setattr(model.experts(0).quant_method, "pad", 128),
+            r"were padded to \[4, 384, 64\]",
+        ),
+        (
+            lambda model, tensors: setattr(model.experts(0), "num_experts", 5),
+            "expected 5 experts, found 4; start with --disable-shared",
+        ),
+        (_other_sizes, r"expected torch.uint8 \[4, 512, 64\] for this rank, found"),
+    ],
+    ids=["a missing tensor", "another backend", "padding", "experts beside the routed", "sizes"],
+)
+def test_what_does_not_fit_is_refused(
+    change: Callable[[Served, Tensors], object], says: str, tmp_path: Path
+) -> None:
     config, tensors = folder("modelopt", tmp_path)
     model = Served("modelopt")
-    del model.experts(1).quant_method
-    with pytest.raises(RuntimeError, match=r"1 of 2 prepared layers .* flashinfer_trtllm"):
+    change(model, tensors)
+    with pytest.raises((ValueError, RuntimeError), match=says):
         serve(model, config, tensors)
     assert plugin._State.shapes is None
 
 
-def test_padding_is_refused(tmp_path: Path) -> None:
-    plugin.install()
-    config, tensors = folder("modelopt", tmp_path)
-    model = Served("modelopt")
-    model.experts(0).quant_method.pad = 128
-    with pytest.raises(RuntimeError, match=r"were padded to \[4, 384, 64\]"):
-        serve(model, config, tensors)
-
-
-def test_experts_beside_the_routed_are_refused(tmp_path: Path) -> None:
-    plugin.install()
-    config, tensors = folder("modelopt", tmp_path)
-    model = Served("modelopt")
-    model.experts(0).num_experts = 5
-    with pytest.raises(
-        ValueError, match="expected 5 experts, found 4; start with --disable-shared"
-    ):
-        serve(model, config, tensors)
-
-
-def test_other_sizes_are_refused(tmp_path: Path) -> None:
-    plugin.install()
-    config, tensors = folder("modelopt", tmp_path)
-    model = Served("modelopt")
-    model.experts(0).w13_weight.data = torch.zeros(4, 512, 64, dtype=torch.uint8)
-    with pytest.raises(
-        ValueError, match=r"expected torch.uint8 \[4, 512, 64\] for this rank, found"
-    ):
-        serve(model, config, tensors)
-
-
 def test_another_version_is_refused(tmp_path: Path) -> None:
-    plugin.install()
     config, _ = folder("modelopt", tmp_path)
     config.quantization_config["layout"]["version"] = 2
     with pytest.raises(ValueError, match="expected layout version 1"):
