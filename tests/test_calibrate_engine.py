@@ -66,17 +66,22 @@ def run(folder: Path, work_dir: Path, output: Kept | None = None, **over: Any) -
     return calibrated(folder, work_dir, kept=output, **options)
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "best": {"settings": ROUTED}, "positive": {"settings": replace(ROUTED, signs="positive")},
+    "llmcompressor": {"settings": THEIRS}, "corrected": {"settings": CORRECTED},
+    "nvfp4": {"settings": ROUTED, "schemes": [FP4]},
+    "nvfp4-corrected": {"settings": CORRECTED, "schemes": [FP4]},
+}  # fmt: skip
+# What goes on differs by whether errors are corrected and by what codes are; the others are as "best".
+STAND_FOR_ALL = ("best", "corrected", "nvfp4-corrected")
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        {"settings": ROUTED},
-        {"settings": replace(ROUTED, signs="positive")},
-        {"settings": THEIRS},
-        {"settings": CORRECTED},
-        {"settings": ROUTED, "schemes": [FP4]},
-        {"settings": CORRECTED, "schemes": [FP4]},
+        pytest.param(one, id=name, marks=[] if name in STAND_FOR_ALL else pytest.mark.big)
+        for name, one in ASKED.items()
     ],
-    ids=["best", "positive", "llmcompressor", "corrected", "nvfp4", "nvfp4-corrected"],
 )
 def asked(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Of either solver, of either kind of codes, without scales below 0, and with propagated errors

@@ -46,7 +46,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def imported(source: Path, *commands: str, module: str = "cli.main") -> set[str]:
+def imported(source: Path, *commands: str, module: str = "cli.main", then: str = "") -> set[str]:
     """Packages that a process has imported at the end of its calibrations, each of which writes to the
     folder that it names first. As the module `__main__` it is a process of one command alone."""
     data = ("--data", str(source / "tokens.safetensors"), "--samples", "2", "--length", "24")
@@ -55,7 +55,7 @@ def imported(source: Path, *commands: str, module: str = "cli.main") -> set[str]
         out, command, *options = line.split()
         folders = (str(source / "model"), str(source / out))
         lines.append([command, *folders, *data, "--device", "cpu", "-q", *options])
-    child = _CHILD.replace("MODULE", module)
+    child = _CHILD.replace("MODULE", module) + then
     done = subprocess.run(
         [sys.executable, "-c", child, json.dumps(lines)],
         check=False,
@@ -93,8 +93,21 @@ def test_the_best_solver_takes_no_llm_compressor(plain: tuple[Path, set[str]]) -
         assert found - set(alone) == set()
 
 
+_AFTERWARDS = """
+import os
+from loguru import logger
+logger.log("METRIC", "as llm-compressor's modifiers do")
+assert "LLM_COMPRESSOR_LOG_DISABLED" not in os.environ
+import llmcompressor
+llmcompressor.configure_logger()
+logger.log("METRIC", "with its own levels")
+"""
+
+
 def test_its_own_codes_do(source: Path) -> None:
-    found = imported(source, "theirs w4a16 --gptq --solver llmcompressor")
+    """llm-compressor can be used afterwards: `oneshot` in a process that had solved with it through the
+    API ended in ValueError: no level METRIC."""
+    found = imported(source, "theirs w4a16 --gptq --solver llmcompressor", then=_AFTERWARDS)
     assert {"llmcompressor", "compressed_tensors"} <= found
 
 
@@ -105,25 +118,6 @@ def test_a_command_takes_nothing_that_it_does_not_use(
     found = imported(source, "own w4a16 --gptq", module="__main__")
     assert not found & UNUSED
     assert differing(tree(source / "own"), tree(plain[0])) == []
-
-
-_HUSHED = """
-import os
-from qconvert.calibrate.backend import silence_llm_compressor
-silence_llm_compressor()
-from loguru import logger
-logger.log("METRIC", "as llm-compressor's modifiers do")
-assert "LLM_COMPRESSOR_LOG_DISABLED" not in os.environ
-import llmcompressor
-llmcompressor.configure_logger()
-logger.log("METRIC", "with its own levels")
-"""
-
-
-def test_llm_compressor_can_be_used_after_its_codes_were() -> None:
-    """`oneshot` in a process that had solved with it through the API ended in ValueError: no level
-    METRIC."""
-    subprocess.run([sys.executable, "-c", _HUSHED], check=True)
 
 
 _SHARED = """
@@ -145,11 +139,6 @@ assert import_utils._is_package_available("torch", return_version=True)[0]
 """
 
 
-def test_transformers_finds_all_again_once_it_is_imported() -> None:
-    """And a process that is not the command's is left as it is."""
-    subprocess.run([sys.executable, "-c", _SHARED], check=True)
-
-
 _LISTED = """
 from pathlib import Path
 import transformers
@@ -167,9 +156,10 @@ assert made == own(file)
 """
 
 
-def test_what_transformers_has_listed_is_not_read_again() -> None:
-    """And comes to what its models list."""
-    subprocess.run([sys.executable, "-c", _LISTED], check=True)
+def test_transformers_finds_all_again_once_it_is_imported() -> None:
+    """A process that is not the command's is left as it is; what transformers has listed is not read
+    again, and comes to what its models list."""
+    subprocess.run([sys.executable, "-c", _SHARED + _LISTED], check=True)
 
 
 def test_gpus_get_ready_beside() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,9 +107,13 @@ def check(found: Evaluation, expected: oracle.Expected) -> None:
     assert expected.kl > 1e-4  # there is something to be found
 
 
+@cache
+def whole_run(folder: Path) -> Any:
+    return oracle.run(oracle.whole(folder), SAMPLES)
+
+
 def expected(source: Path, repo: Path) -> oracle.Expected:
-    runs = [oracle.run(oracle.whole(folder), SAMPLES) for folder in (source, repo)]
-    return oracle.compared(runs[0], runs[1], SAMPLES)
+    return oracle.compared(whole_run(source), whole_run(repo), SAMPLES)
 
 
 # --- Equal to whole models -----------------------------------------------------------------------

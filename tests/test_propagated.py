@@ -143,6 +143,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(qwen3_moe(num_hidden_layers=2), tmp_path_factory.mktemp("model") / "model")
 
 
+@pytest.fixture(scope="module")
+def ours(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    return solved(small, tmp_path_factory.mktemp("ours") / "work")
+
+
 def seen_by_experts(folder: Path, layer: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """What transformers' whole model gives a layer's experts: inputs BF16 [T, H], routes [T, k], and
     the module."""
@@ -206,8 +211,9 @@ def test_layers_are_solved_against_the_formula(
     assert differing  # the routers of both do not agree
 
 
-def test_codes_differ_where_there_is_something_to_correct(small: Path, tmp_path: Path) -> None:
-    ours = solved(small, tmp_path / "ours")
+def test_codes_differ_where_there_is_something_to_correct(
+    small: Path, ours: Kept, tmp_path: Path
+) -> None:
     plain = solved(small, tmp_path / "plain", replace(CORRECT, propagated_error="ignore"))
     for key, (codes,) in ours.made.items():
         layer, _, kind = key
@@ -231,16 +237,15 @@ def test_a_matrix_that_cannot_be_solved_is_rounded_from_its_own_weights(
         assert np.array_equal(codes.codes, rounded(weight, G32, CORRECT).numpy().codes)
 
 
-def test_the_first_scheme_says_what_is_corrected(small: Path, tmp_path: Path) -> None:
+def test_the_first_scheme_says_what_is_corrected(small: Path, ours: Kept, tmp_path: Path) -> None:
     """Of several, its answers are those that go on; in the first layer's gate and up there is nothing
     to correct for either."""
     row = IntScheme(4, None, scale_dtype="F32", narrow=True)
     both = solved(small, tmp_path / "both", CORRECT, G32, ExpertSchemes(row, row))
-    first = solved(small, tmp_path / "first")
     second = solved(small, tmp_path / "second", CORRECT, ExpertSchemes(row, row))
     differing = 0
     for key, (one, two) in both.made.items():
-        assert np.array_equal(one.codes, first.made[key][0].codes), key
+        assert np.array_equal(one.codes, ours.made[key][0].codes), key
         same = np.array_equal(two.codes, second.made[key][0].codes)
         assert same or key[0] or key[2] == "down_proj", key
         differing += not same

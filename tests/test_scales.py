@@ -18,6 +18,7 @@ from checkpoints import Model, Tensor, ran, run_cli
 from data_folders import floats, lines, store, unsealed
 from models import qwen3_moe
 from ops_harness import buffer, run_op
+from sampled import sampled
 from test_w4a16 import ordinary
 
 from qconvert.core.dtypes import TensorType
@@ -290,7 +291,7 @@ READERS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", sampled(READERS, 2))
 def test_every_command_that_reads_int4_reads_scales_below_0(reader: str, tmp_path: Path) -> None:
     """Judged by readers that share no code with conversions, against what the INT4 folder means."""
     relabelled = reader in ("gptq-v2", "compressed-tensors")
