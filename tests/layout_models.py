@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import calibrate_models as models
 import torch
-import transformers
+from calibrate_models import hf as hf
 
 from qconvert.cli.demo_checkpoint import heavy_tailed
-
-# Its config and auto classes are typed for humans, not for mypy.
-hf: Any = transformers
 
 
 def text_settings(r: int) -> dict[str, Any]:
@@ -67,17 +65,9 @@ def saved(config: Any, folder: Path) -> Path:
 
 def families() -> dict[str, Any]:
     """A small model of every family transformers has a class for."""
-    deepseek = hf.DeepseekV3Config(
-        vocab_size=300, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
-        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24,
-        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
-    )  # fmt: skip
-    qwen3_moe = hf.Qwen3MoeConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "moe_intermediate_size": 32}
+    deepseek = models.deepseek_v3(**sizes, n_routed_experts=4)
+    qwen3_moe = models.qwen3_moe(**sizes, num_experts=4)
     tied = hf.Qwen3_5TextConfig(**text_settings(2), intermediate_size=96, tie_word_embeddings=True)
     return {
         "deepseek_v3": deepseek, "qwen3_moe": qwen3_moe, "qwen3_5 dense": make("dense", 2),
