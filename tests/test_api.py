@@ -19,24 +19,25 @@ from checkpoints import bf16_moe, convert, fp8_moe, published, run_cli, tree, wa
 
 import qconvert
 from qconvert import api
-from qconvert.cli.convert import RunOptions, plan_options
+from qconvert.cli.convert import CommandOptions, plan_options
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import QConvertError
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
+from qconvert.validation.options import ValidateOptions
 
 NAMES = (
     "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "Converter",
-    "DataError", "Difference", "Evaluation", "Events", "FileDifference",
-    "FilesCompared", "Finding", "FolderStatus", "Format", "Machine", "Measure", "Outlook", "OutputError",
-    "Pass", "Plan", "PlanError", "PlanOptions", "Planned", "PlannedFolder",
-    "PlannedStages", "Profile", "Profiling", "QConvertError", "Recipe", "RecipeError", "Repair",
-    "Report", "Result", "Rule", "RunError", "ShardStatus", "Share", "Uploaded", "UsageError",
-    "Verdict", "advise", "carry_out", "check_foreseen", "check_upload", "clean", "convert",
-    "converter", "destination", "diff", "diff_files", "evaluate", "formats", "headers_of",
-    "load_recipe", "open_checkpoint", "passes", "plan", "plan_after",
-    "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as", "recipes", "refusal",
-    "render", "repair", "rules", "run", "status", "upload", "validate", "validate_kernels",
+    "DataError", "Difference", "DryRun", "Evaluation", "Events", "FileDifference", "FilesCompared",
+    "Finding", "FolderStatus", "Format", "Machine", "Measure", "OutputError", "Pass", "Plan",
+    "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages", "Profile", "Profiling",
+    "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result", "Rule", "RunError",
+    "ShardStatus", "Share", "Uploaded", "UsageError", "ValidateKeywords", "Verdict", "advise",
+    "carry_out", "check_dry_run", "check_upload", "clean", "convert", "converter", "destination",
+    "diff", "diff_files", "evaluate", "formats", "headers_of", "load_recipe", "open_checkpoint",
+    "passes", "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as",
+    "recipes", "refusal", "render", "repair", "rules", "run", "status", "upload", "validate",
+    "validate_kernels",
 )  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_names_are_these() -> None:
     """A name that goes, or changes its meaning, breaks programs of others: CHANGELOG says so."""
-    assert api.__all__ == NAMES
+    assert tuple(api.__all__) == NAMES
     assert set(golden.sections("api.txt")) == set(NAMES)
 
 
@@ -84,11 +85,11 @@ def test_the_package_says_where_its_names_are() -> None:
     code = (
         "import sys, qconvert\n"
         "print('qconvert.api' in sys.modules, 'api' in dir(qconvert))\n"
-        "print(qconvert.api.plan.__module__, qconvert.__version__)"
+        "print(qconvert.api.plan.__name__, qconvert.__version__)"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"False True\nqconvert.api {qconvert.__version__}\n"
+    assert done.stdout == f"False True\nplan {qconvert.__version__}\n"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         qconvert.nothing  # noqa: B018
 
@@ -112,21 +113,27 @@ def test_importing_is_light(statement: str) -> None:
 
 
 def test_examples(tmp_path: Path) -> None:
-    """Of the docstrings, in their order, on the demo's sample."""
+    """Of the docstrings, on the demo's sample."""
     write_sample(tmp_path / "sample")
     names: dict[str, Any] = {
         "api": api, "sample": tmp_path / "sample", "folder": tmp_path,
     }  # fmt: skip
     flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
     runner = doctest.DocTestRunner(optionflags=flags)
-    found = [test for test in doctest.DocTestFinder().find(api, "api") if test.examples]
-    found.sort(key=lambda test: test.lineno or 0)
+    finder = doctest.DocTestFinder()
+    found = finder.find(api, "api")  # its own, which makes what others look at
+    functions = [
+        api.run,
+        *(getattr(api, name) for name in NAMES if name[0].islower() and name != "run"),
+    ]
+    found += [test for one in functions for test in finder.find(one, one.__name__)]
+    found = [test for test in found if test.examples]
     said: list[str] = []
     for test in found:
         test.globs.update(names)
         runner.run(test, out=said.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
-    assert len(found) == 17
+    assert len(found) == 15
 
 
 # What commands take from elsewhere than the API, beside how things are shown, checked as text and
@@ -140,22 +147,22 @@ _SHOWN = (
 _OF_RUNS = {
     "qconvert.calibrate.gpu_workers": "imports ahead of planning: faster, no other result",
     "qconvert.calibrate.backend": "how much disk a plan needs",
-    "qconvert.hub.card.front": "what a repo id is, and the name of a source in a card",
+    "qconvert.hub.card.front": "the name of a source in a card",
     "qconvert.hub.card.of_plan": "the same",
     "qconvert.hub.destination": "whether an OUT is a repo, as text",
     "qconvert.hub.headers": "api.headers_of, with what was fetched",
     "qconvert.hub.upload": "types of api.upload's result",
-    "qconvert.run.cluster": "whether an address or an engine is one, as text",
-    "qconvert.run.division": "whether a shard is one, as text",
     "qconvert.run.estimate": "time left, of Events",
     "qconvert.run.forkserver": "imports ahead of planning: faster, no other result",
+    "qconvert.run.options": "options, stated once for commands and the API",
     "qconvert.run.prepare": "types of Planned",
-    "qconvert.run.dry_run": "api.Outlook",
+    "qconvert.run.dry_run": "api.DryRun",
     "qconvert.run.probe": "this machine's speed, for a plan's time",
     "qconvert.run.profile": "api.profiled",
     "qconvert.run.sharing": "options of a command line",
     "qconvert.run.status": "the command that a journal names; api.status",
-    "qconvert.run.until": "whether a time is one, as text",
+    "qconvert.service": "imported for --profile to measure, which the API does by name",
+    "qconvert.validation.options": "options, stated once for commands and the API",
 }
 
 
@@ -219,25 +226,40 @@ def test_a_plan_says_what_a_user_wants(source: Path, tmp_path: Path) -> None:
     assert (planned.tensors, planned.nbytes) == (len(told["tensors"]), told["bytes"]["out"])
     assert (planned.memory, planned.losses) == (told["memory"], told["lossy_steps"])
     assert folder.disk >= told["disk"]
-    (look,) = planned.foreseen()
+    (look,) = planned.dry_run()
     assert (look.out, look.state, look.refusals) == (tmp_path / "out", "new", ())
     assert not (tmp_path / "out").exists()
 
 
 def test_the_defaults_are_the_command_lines(source: Path) -> None:
     """Options of a command that were not given are what a function takes by itself."""
-    plain: Any = dict.fromkeys(RunOptions.__annotations__)
-    for flag in ("sha256", "verify", "dry_run", "follow_links"):
-        plain[flag] = False
-    plain["engine"] = "local"
-    given = plan_options(plain)
+    given = plan_options(CommandOptions(dry_run=True))
     assert set(given) == set(api.PlanOptions.__annotations__)
     asked, plainly = api.plan("copy", source, **given), api.plan("copy", source)
     assert asked.folders[0].ready.options == plainly.folders[0].ready.options
     assert asked.folders[0].fingerprint == plainly.folders[0].fingerprint
     assert inspect.signature(api.validate).parameters["level"].default == "headers"
+    assert set(ValidateOptions().keywords()) == set(api.ValidateKeywords.__annotations__)
     told = {name: p.default for name, p in inspect.signature(api.evaluate).parameters.items()}
     assert (told["samples"], told["length"], told["seed"], told["write"]) == (64, 2048, 0, False)
+
+
+def test_an_option_is_one_field() -> None:
+    """It is in every conversion's command, and in the API where a program may ask for it."""
+    from qconvert.cli.main import cli
+    from qconvert.core.options import options_in
+
+    fields = options_in(CommandOptions)
+    shown = {param.name for param in cli.commands["dequant"].params}
+    assert {name for name, (_, one) in fields.items() if one.command} <= shown
+    of_validate = {param.name for param in cli.commands["validate"].params} | {"runtime"}
+    assert set(options_in(ValidateOptions)) <= of_validate
+    of_w4a16 = {param.name for param in cli.commands["w4a16"].params}
+    fields = options_in(api.Calibration)
+    assert {name for name, (_, one) in fields.items() if not one.setting} <= of_w4a16
+    for function, options in ((api.plan, api.PlanOptions), (api.validate, api.ValidateKeywords)):
+        assert set(options.__annotations__) < set(inspect.signature(function).parameters)
+        assert all(f"`{name}`: " in str(options.__doc__) for name in options.__annotations__)
 
 
 # --- Judged and refused --------------------------------------------------------------------------
@@ -272,6 +294,10 @@ def test_errors_are_types(source: Path, tmp_path: Path) -> None:
         (api.UsageError, lambda: api.carry_out(api.plan("copy", source))),
         (api.UsageError, lambda: api.evaluate(source, source, None)),
         (api.UsageError, lambda: api.plan_after("copy", source, "dequant")),
+        (api.UsageError, lambda: api.plan("copy", source, base_model="a/b/c")),
+        (api.UsageError, lambda: api.validate(source, layers="3-1")),
+        (api.UsageError, lambda: api.validate(source, level="all")),  # type: ignore[arg-type]
+        (api.UsageError, lambda: api.validate(source, tp=2)),
         (api.OutputError, lambda: api.run("copy", source, source / "out")),
     ):
         with pytest.raises(error) as caught:
@@ -279,6 +305,8 @@ def test_errors_are_types(source: Path, tmp_path: Path) -> None:
         assert type(caught.value) is error
         assert isinstance(caught.value, QConvertError)
     assert not (source / "out").exists()
+    with pytest.raises(TypeError, match="no option 'memroy'"):
+        api.plan("copy", source, memroy="1GB")  # type: ignore[call-arg]
 
 
 def test_a_dry_run_refuses_what_the_run_would(source: Path, tmp_path: Path) -> None:
@@ -311,7 +339,7 @@ def test_stages_and_back(source: Path, tmp_path: Path) -> None:
     planned = api.plan_stages("copy", source, out, [1, 1], "sglang==0.5.23", link=False, jobs=1)
     assert planned.partition == (1, 1)
     assert planned.environment == ("SGLANG_PP_LAYER_PARTITION=1,1",)
-    assert [look.state for look in planned.foreseen()] == [None, "new", "new"]
+    assert [look.state for look in planned.dry_run()] == [None, "new", "new"]
     made = api.carry_out(planned)
     assert [one.folder.name for one in made] == ["stage-00-of-02", "stage-01-of-02"]
     assert api.validate(out, source, level="full").errors == 0
@@ -321,7 +349,7 @@ def test_stages_and_back(source: Path, tmp_path: Path) -> None:
     with pytest.raises(api.OutputError, match="holds mine"):
         api.carry_out(planned)
     with pytest.raises(api.OutputError, match="holds mine"):
-        api.check_foreseen(planned.foreseen())
+        api.check_dry_run(planned.dry_run())
 
 
 def test_a_pair_from_one_read(tmp_path: Path) -> None:

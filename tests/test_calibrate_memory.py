@@ -234,7 +234,7 @@ from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.int_scheme import IntScheme
-from qconvert.matrices.linears import quantizable
+from qconvert.models.linears import quantizable
 from qconvert.plan.plan import Plan
 
 made = []
@@ -258,8 +258,9 @@ print(count, len(made[0]))
 @pytest.mark.parametrize("solver", thinned(["best", "llmcompressor"], 2))
 def test_the_smallest_budget_of_linears_is_kept_to(solver: str, tmp_path: Path) -> None:
     """The one that a refusal names, with Hessians that are counted some at a time. A layer whose o_proj
-    and down_proj have a Hessian of 21 MB each, of which a solver has several. Two of them, because what libraries take differs by 14 MiB between processes: a budget that the
-    first one names may have that much to spare in the second."""
+    and down_proj have a Hessian of 21 MB each, of which a solver has several. Two of them, because what
+    libraries take differs by 14 MiB between processes: a budget that the first one names may have that
+    much to spare in the second."""
     config = llama(
         num_hidden_layers=1, hidden_size=384, intermediate_size=2304, head_dim=144,
         num_attention_heads=16, num_key_value_heads=1,

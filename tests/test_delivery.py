@@ -160,7 +160,7 @@ def test_folders_of_others_are_refused(source: Path, tmp_path: Path) -> None:
     ):
         convert(source, there.as_uri())
     assert not (tmp_path / "cache" / "qconvert" / "outputs").exists(), "it is refused at once"
-    looks = api.plan("dequant-fp8", source, there.as_uri(), jobs=1).foreseen()
+    looks = api.plan("dequant-fp8", source, there.as_uri(), jobs=1).dry_run()
     assert "holds mine.txt" in looks[0].refusals[0]
     (there / "mine.txt").unlink()
     convert(source, there.as_uri())

@@ -11,7 +11,7 @@ from checkpoints import Model, edit_json, fp8_moe, run_cli, tensor
 from gdn_models import model as gdn_model
 from models import nvfp4_moe, qwen3_moe
 
-from qconvert.cli.provenance import provenance_lines
+from qconvert.cli.inspect_report import provenance_lines
 
 
 @pytest.fixture(scope="module")

@@ -17,15 +17,14 @@ from checkpoints import run_cli
 import qconvert.cli
 from qconvert import api
 from qconvert.cli.command import MOST
-from qconvert.cli.commands import Commands
 from qconvert.cli.demo_checkpoint import write_sample
-from qconvert.cli.main import cli
+from qconvert.cli.main import Commands, cli
 from qconvert.hub.card import plain_yaml
 from qconvert.validation.runner import NEEDED_BY, validators
 
 _SAID = """
 import sys
-from qconvert.cli.main import cli
+from qconvert.cli.main import Commands, cli
 from qconvert.cli.carry_out import Started
 cli.main(sys.argv[1:], standalone_mode=False, obj=Started(()))
 print("MODULES", *sys.modules)

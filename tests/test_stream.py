@@ -435,7 +435,7 @@ def test_what_is_not_of_this_conversion_is_refused(
     assert shown(hub) == near
     with pytest.raises(OutputError, match=r"qconvert\.json is of another conversion"):
         api.run("copy", source, OUT, jobs=1)
-    looks = api.plan("copy", source, OUT, jobs=1).foreseen()
+    looks = api.plan("copy", source, OUT, jobs=1).dry_run()
     assert "is of another conversion" in looks[0].refusals[0]
     assert shown(hub) == near
 

@@ -1,5 +1,5 @@
 """Every argument that is wrong by its own text ends with exit code 2, before a file is opened; what
-depends on files and folders ends with 1. An option that nobody listed here fails the test."""
+depends on files and folders ends with 1. An option of a type that nobody listed here fails the test."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from checkpoints import bf16_moe, run_cli
 
 from qconvert.checkpoint.hub_cache import parse_repo
-from qconvert.cli.calibration import SETTINGS
 from qconvert.cli.main import cli
 from qconvert.core.errors import QConvertError, RecipeError, UsageError
 from qconvert.core.shown import parse_size
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.runtimes.pipeline import check_runtime, parse_partition
+from qconvert.samples.request import SETTINGS
 from qconvert.validation.reports import suffix_format
 
 _SIZES = ["", "lots", "0", "-1", "5PB", "1,5GB", "1e9", "9" * 5000]
@@ -33,48 +33,33 @@ _SOURCES = [
 _FOLDERS = [*_PATHS, "s3://b/model"]
 _OUTS = [*_PATHS, "s3://", "s3://b/../c", "https://h/model"]
 _SCALES = ["", "0", "-1", "inf", "nan", "x"]
-# Values that an option refuses by their text, for each that takes a value.
-_BAD: dict[str, list[str]] = {
-    "memory": _SIZES, "max_shard_size": _SIZES, "disk_budget": _SIZES, "jobs": _COUNTS,
-    "groups": _COUNTS, "source_groups": _COUNTS, "numa": _COUNTS, "tp": _COUNTS, "ep": _COUNTS,
-    "samples": _COUNTS, "length": ["1", *_COUNTS], "min_tokens": _COUNTS,
-    "seed": ["", "-1", "x", str(2**32)], "gpus": _COUNTS, "gpu_memory": _SIZES, "cpu_memory": _SIZES,
-    "validate": _CHOICES, "shard": ["", "1", "4/4", "-1/2", "0/0", "a/2", "auto/0", "1/" + "9" * 5000],
-    "engine": _CHOICES, "address": ["", "head", "ray://head:10001", "head:", "he ad:6379", "h:1;rm"],
-    "until": ["", "0", "90", "0h", "m", "-3h", "3h50", "3.5h", "50:00", "1:60:00", "h3", "9" * 5000],
-    "log_json": ["", "a\0b"],
-    "profile": ["", "report", "out", "a\0b.json"], "disk": _SIZES,
-    "capability": _CHOICES, "dtype": _CHOICES,
-    "input_scale": _SCALES, "kv_scale": _SCALES,
-    "solver": _CHOICES, "propagated_error": _CHOICES, "signs": _CHOICES,
-    "order": _CHOICES, "refit": ["", "-1", "1.5", "two", "9" * 5000],
-    "descent": ["", "-1", "1.5", "two", "9" * 5000],
-    "dampening_frac": ["", "0", "1", "-0.1", "nan", "x"],
-    "base_model": ["", "model", "a/b/c", "a b/c", "/etc"],
-    "dump_after": ["nope"], "explain": ["nope", "QC999"],
+# Values that an option refuses by their text, by the name of its type; and by the option's own name,
+# where a type says too little.
+_BAD_OF_TYPE: dict[str, list[str]] = {
+    "size": _SIZES, "integer range": _COUNTS, "choice": _CHOICES, "float range": _SCALES,
+    "source": _SOURCES, "path": _FOLDERS, "file": ["", "a\0b"],
+    "shard": ["", "1", "4/4", "-1/2", "0/0", "a/2", "auto/0", "1/" + "9" * 5000],
+    "address": ["", "head", "ray://head:10001", "head:", "he ad:6379", "h:1;rm"],
+    "time": ["", "0", "90", "0h", "m", "-3h", "3h50", "3.5h", "50:00", "1:60:00", "h3", "9" * 5000],
+    "profile": ["", "report", "out", "a\0b.json"],
+    "id": ["", "model", "a/b/c", "a b/c", "/etc"],
+    "pass": ["nope"],
     "consumer": ["", "tgi", "sglang=0.5", "sglang==", "transformers;rm"],
-    "pp": ["", "two", "0", "-1", "1,", "1,0", "1.5", "1,-1", "9" * 5000],
-    "method": _CHOICES, "rounding": _CHOICES, "mtp": _CHOICES, "gpu": _CHOICES, "bits": _CHOICES,
-    "scales": _CHOICES,
-    "group_size": _CHOICES, "packing": _CHOICES, "actorder": _CHOICES, "what": _CHOICES,
-    "dialect": _CHOICES, "targets_of_two": _CHOICES, "block": _COUNTS, "level": _CHOICES,
-    "form": _CHOICES,
-    "shared_experts": _CHOICES,
-    "targets": ["", "re:", "re:(", "re:["], "ignore": ["", "re:", "re:*"],
+    "partition": ["", "two", "0", "-1", "1,", "1,0", "1.5", "1,-1", "9" * 5000],
+    "pattern": ["", "re:", "re:(", "re:["],
     "data": ["", "chats", "chats.csv", "hf-dataset:", "hf-dataset:a:b:c:d"],
-    "settings": ["", "refit", "refit=", "refit=x", "refit=-1", "order=x", "nope=1"],
-    "devices": ["", "gpu", "cuda:x", "cuda:-1", "mps"],
-    "first_layers": _COUNTS, "model": _SOURCES,
-    "save_stats": _FOLDERS, "stats": _FOLDERS, "cpu_out": _FOLDERS, "gpu_out": _FOLDERS,
-    "work_dir": _FOLDERS,
-    "architecture": ["", "nope", "../qwen3_moe"], "family": ["", "a\0b", "nowhere.py"],
-    "against": _SOURCES, "beside": _SOURCES, "pair": _SOURCES, "draft": _SOURCES,
+    "setting": ["", "refit", "refit=", "refit=x", "refit=-1", "order=x", "nope=1"],
+    "device": ["", "gpu", "cuda:x", "cuda:-1", "mps"],
     "layers": ["", "a", "3-1", "1-", "-1", "99999999", "1,,2", "\u0663"],
-    "files": ["report", "report.doc"],
-    "revision": ["", "a b", "a..b", "/a", "a~1"],
+    "branch": ["", "a b", "a..b", "/a", "a~1"],
+}  # fmt: skip
+_BAD: dict[str, list[str]] = {
+    "length": ["1", *_COUNTS], "seed": ["", "-1", "x", str(2**32)],
+    "targets_of_two": _CHOICES, "form": _CHOICES,
+    "architecture": ["", "nope", "../qwen3_moe"], "family": ["", "a\0b", "nowhere.py"],
+    "explain": ["nope", "QC999"], "files": ["report", "report.doc"],
     # Arguments
-    "source": _SOURCES, "a": _SOURCES, "b": _SOURCES, "out": _OUTS, "folder": _FOLDERS,
-    "stages": _SOURCES, "repo": ["", "model", "a/b/c", "hf://", "hf://datasets/a/b", "a b/c"],
+    "out": _OUTS, "repo": ["", "model", "a/b/c", "hf://", "hf://datasets/a/b", "a b/c"],
     "name": ["", "nope"],
 }  # fmt: skip
 # Any text says something: a pattern, a message, a column, a file that may or may not be there.
@@ -113,7 +98,7 @@ def lines(words: tuple[str, ...], command: Any) -> Iterator[list[str]]:
             continue
         if words in (("nvfp4",), ("fp8",)) and key == "targets":
             key = "targets_of_two"
-        values = _BAD[key]
+        values = _BAD.get(key) or _BAD_OF_TYPE[param.type.name]
         if words == ("validate",) and key == "out":
             values = _SOURCES
         for value in values:

@@ -17,7 +17,8 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Pass, Plan, run_passes
-from qconvert.run.prepare import Options, disk_bytes, prepare
+from qconvert.run.options import RunOptions
+from qconvert.run.prepare import disk_bytes, prepare
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.offering import Tensors
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
@@ -144,7 +145,7 @@ def considered(
     asked). Nothing but headers is read."""
     try:
         plan = run_passes(Plan.identity(checkpoint), candidate.passes)
-        ready = prepare(plan, Options()) if candidate.passes else None
+        ready = prepare(plan, RunOptions()) if candidate.passes else None
         if ready is not None:
             judgement.judged([ready], checkpoint, serving=False)
     except QConvertError as error:

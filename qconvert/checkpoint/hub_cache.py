@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qconvert.core.errors import CheckpointError, UsageError
 
 _SCHEME = "hf://"
 _PLAIN = re.compile(r"[\w.-]+/[\w.-]+(@\S+)?")
+_ID = re.compile(r"(?!.*(?:--|\.\.))\w[\w.-]*(?<![-.])/\w[\w.-]*(?<![-.])")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"models--(.+?)--(.+)")
 
@@ -37,6 +39,12 @@ class Repo:
     def download(self) -> str:
         """The command that fetches it into the client's cache."""
         return f"hf download {self.id}" + (f" --revision {self.revision}" if self.revision else "")
+
+
+def is_id(name: Any) -> bool:
+    """Return whether a text can be a repo's id, by the Hub's rules (huggingface_hub,
+    validate_repo_id; asked here without the client, whose import every conversion would pay for)."""
+    return isinstance(name, str) and len(name) <= 96 and bool(_ID.fullmatch(name))
 
 
 def parse_repo(text: str) -> Repo | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from qconvert.cli.command import Command
-from qconvert.cli.options import FINDINGS, JSON, NOT_KNOWN, OPENING, SOURCE, Count, Size, made_for
+from qconvert.cli.options import FINDINGS, JSON, NOT_KNOWN, OPENING, SIZE, SOURCE, Count, made_for
 from qconvert.core.say import say, say_all, say_json
 
 
@@ -19,7 +19,7 @@ from qconvert.core.say import say, say_all, say_json
 )
 @click.option("--gpus", type=Count(), default=8, show_default=True, help="GPUs.")
 @click.option(
-    "--gpu-memory", type=Size(), default="141GB", show_default=True, help="Memory of each GPU."
+    "--gpu-memory", type=SIZE, default="141GB", show_default=True, help="Memory of each GPU."
 )
 @click.option(
     "--capability",
@@ -28,7 +28,7 @@ from qconvert.core.say import say, say_all, say_json
     show_default=True,
     help="Compute capability of the GPUs: 9.0 is an H200, 10.0 a B200.",
 )
-@click.option("--cpu-memory", type=Size(), help="Main memory. KTransformers keeps experts in it.")
+@click.option("--cpu-memory", type=SIZE, help="Main memory. KTransformers keeps experts in it.")
 @click.option(
     "--numa",
     type=Count(most=64),
@@ -42,7 +42,7 @@ from qconvert.core.say import say, say_all, say_json
     help="A hotness.pt of a calibration: KTransformers keeps the experts used most on the GPU.",
 )
 @click.option(
-    "--disk", type=Size(), default="1GB", show_default=True, help="Bytes a second of the disk."
+    "--disk", type=SIZE, default="1GB", show_default=True, help="Bytes a second of the disk."
 )
 @click.option(
     "--disaggregated", is_flag=True, help="Print a launch line for each role: prefill and decode."

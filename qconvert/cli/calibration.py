@@ -3,160 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from qconvert.cli.options import (
-    DATA_HELP,
-    DEVICE,
-    Count,
-    DataName,
-    Folder,
-    from_options,
-    stacked,
-)
+from qconvert.cli.options import Parsed, from_options, option_of, options_of, rare, stacked
+from qconvert.core.options import options_in
+from qconvert.samples.request import OF_BEST, SETTINGS, Calibration
 
 if TYPE_CHECKING:
-    from qconvert.cli.convert import RunOptions
-    from qconvert.core.int_scheme import Signs
-    from qconvert.formats.int_packed.encode import Scales
-    from qconvert.samples.request import Calibration
+    from qconvert.cli.convert import CommandOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
-class CalibrationOptions(TypedDict):
-    """Values of the options in `CALIBRATION`, those of --set among them; None for what was not given."""
-
-    gptq: bool
-    solver: Literal["best", "llmcompressor"] | None
-    scales: Scales | None
-    signs: Signs | None
-    order: Literal["importance", "stored"] | None
-    refit: int | None
-    descent: int | None
-    propagated_error: Literal["ignore", "correct"] | None
-    data: str | None
-    synthetic: bool
-    samples: int | None
-    length: int | None
-    seed: int | None
-    column: str | None
-    dampening_frac: float | None
-    experts: Literal["routed", "all"] | None
-    min_tokens: int | None
-    undersampled: Literal["all", "rtn"] | None
-    save_stats: Path | None
-    devices: tuple[str, ...]
-    distributed: bool
+# Fields of a calibration that were given.
+Asked = dict[str, Any]
 
 
-# What --set takes: fields of a Calibration, rare enough to be no options.
-SETTINGS = (
-    "dampening_frac", "descent", "experts", "min_tokens", "order", "propagated_error", "refit", "signs",
-    "undersampled",
-)  # fmt: skip
-
-
-class Setting(click.ParamType[tuple[str, Any]]):
+def _setting(text: str) -> tuple[str, Any]:
     """NAME=VALUE, of a field in SETTINGS. The value is converted as a recipe's is."""
+    from typing import get_type_hints
 
-    name = "setting"
+    from pydantic import TypeAdapter, ValidationError
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, Any]:
-        from typing import get_type_hints
-
-        from pydantic import TypeAdapter, ValidationError
-
-        from qconvert.samples.request import Calibration
-
-        name, equals, text = str(value).partition("=")
-        if not equals or name not in SETTINGS:
-            self.fail(f"{value!r}: expected NAME=VALUE of {', '.join(SETTINGS)}", param, ctx)
-        try:
-            return name, TypeAdapter(get_type_hints(Calibration)[name]).validate_python(text)
-        except ValidationError as error:
-            self.fail(f"{name}: {error.errors()[0]['msg']}, found {text!r}", param, ctx)
+    name, equals, value = text.partition("=")
+    if not equals or name not in SETTINGS:
+        raise ValueError(f"{text!r}: expected NAME=VALUE of {', '.join(SETTINGS)}")
+    try:
+        return name, TypeAdapter(get_type_hints(Calibration)[name]).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{name}: {error.errors()[0]['msg']}, found {value!r}") from error
 
 
 # For commands whose recipe decides whether there is a calibration.
 DATA: Callable[[F], F] = stacked(
-    click.option("--data", metavar="FILE", type=DataName(), help=DATA_HELP),
-    click.option(
-        "--synthetic", is_flag=True,
-        help="Random tokens instead of data. [for trials, not for serving]",
+    options_of(
+        Calibration, "data", "synthetic", "samples", "length", "seed", "column", "save_stats", "devices",
+        given=True,
     ),
-    click.option("--samples", type=Count(), help="Number of samples. [default: 512]"),
-    click.option("--length", type=Count(2), help="Tokens per sample. [default: 2048]"),
-    click.option(
-        "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed for the choice of samples. [default: 0]"
-    ),
-    click.option("--column", help="JSONL key or dataset column with the text."),
-    click.option(
-        "--save-stats", metavar="DIR", type=Folder(),
-        help="Save counts of routed experts, moments of their activations, and a map of hot experts for "
-        "--init-expert-location.",
-    ),
-    DEVICE,
-    click.option(
-        "--set", "settings", metavar="NAME=VALUE", multiple=True, type=Setting(),
+    rare(
+        "--set", "settings", metavar="NAME=VALUE", multiple=True, type=Parsed("setting", _setting),
         help="A rarer setting, as a recipe's `calibrate` has it: dampening_frac, experts, "
         "min_tokens, undersampled; of --solver best descent, order, propagated_error, refit, signs. "
         "Repeatable. [docs/calibration.md]",
     ),
-    click.option(
-        "--distributed", is_flag=True,
-        help="Calibrate on several machines, on each of which torchrun or srun starts this command, "
-        "with one SRC and OUT on a file system that they share. RANK, WORLD_SIZE (SLURM_PROCID, "
-        "SLURM_NTASKS) tell them apart; number 0, which writes, is met at MASTER_ADDR, MASTER_PORT.",
-    ),
-)  # fmt: skip
-SCALES = click.option(
-    "--scales", type=click.Choice(["amax", "search"]),
-    help="Which scale a group or block of weights gets, in the same format. `amax`: its largest weight "
-    "decides. `search`: the one whose codes lose least, of rounding by squared error, of --gptq by what "
-    "other columns cannot make up for. Asymmetric codes of --gptq keep an observer's; amx and kt "
-    "round as --rounding says. [default: amax; with --gptq search]",
+    option_of(Calibration, "distributed"),
 )  # fmt: skip
 CALIBRATION: Callable[[F], F] = stacked(
     click.option(
         "--gptq", is_flag=True,
         help="Calibrate with GPTQ, one layer in memory at a time, instead of rounding to nearest.",
     ),
-    click.option(
-        "--solver", type=click.Choice(["best", "llmcompressor"]),
-        help="Of --gptq. `best`: scales are searched for and refitted, columns ordered, codes improved "
-        "one by one. `llmcompressor`: llm-compressor's codes. [default: best]",
-    ),
-    SCALES,
+    options_of(Calibration, "solver", "scales", given=True),
     DATA,
 )  # fmt: skip
 
 
-def calibration_from(options: CalibrationOptions) -> Calibration | None:
+def calibration_from(asked: Asked, *, gptq: bool) -> Calibration | None:
     """The requested calibration, or None. Raises click.UsageError for options that need --gptq, and for
     --gptq without data."""
-    from qconvert.samples.request import OF_BEST, Calibration
-
-    given = _given(options)
-    if not options["gptq"]:
-        if given:
-            raise click.UsageError(f"{flag(next(iter(given)))} needs --gptq")
+    if not gptq:
+        if asked:
+            raise click.UsageError(f"{flag(next(iter(asked)))} needs --gptq")
         return None
-    if given.get("solver") == "llmcompressor":
+    if asked.get("solver") == "llmcompressor":
         for name in OF_BEST:
-            if name in given:
+            if name in asked:
                 raise click.UsageError(f"{flag(name)} needs --solver best")
-    if options["synthetic"] == (options["data"] is not None):
+    if ("synthetic" in asked) == ("data" in asked):
         raise click.UsageError(
             "--gptq needs --data FILE, or --synthetic (random tokens) for a trial"
         )
     with from_options():
-        return Calibration(**given)
+        return Calibration(**asked)
 
 
 def flag(name: str) -> str:
@@ -166,44 +85,29 @@ def flag(name: str) -> str:
     return "--device" if name == "devices" else f"--{name.replace('_', '-')}"
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options as fields of a Calibration."""
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in options.items()
-        # A 0 equals False, and says something.
-        if name != "gptq" and value is not None and value is not False and value != ()
-    }
-
-
-def _split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of a calibration with those of --set, and all others. Raises click.UsageError for one
-    that is given twice."""
-    own = {name: given[name] for name in CalibrationOptions.__annotations__ if name in given}
-    for name, value in given["settings"]:
-        if own.get(name) is not None:
+def split(given: Mapping[str, Any]) -> tuple[Asked, dict[str, Any]]:
+    """Fields of a calibration that were given, by --set too, and all other options. Raises
+    click.UsageError for one that is given twice."""
+    fields = [name for name in options_in(Calibration) if name in given]
+    # A 0 equals False, and says something.
+    asked = {n: v for n in fields if (v := given[n]) is not None and v is not False and v != ()}
+    if "save_stats" in asked:
+        asked["save_stats"] = str(asked["save_stats"])
+    for name, value in given.get("settings", ()):
+        if name in asked:
             raise click.UsageError(f"{flag(name)} is given twice")
-        own[name] = value
-    rest = {name: value for name, value in given.items() if name not in own and name != "settings"}
-    return own, rest
-
-
-def split_data(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For a command with DATA: the given fields of a Calibration, and all other options. Raises
-    click.UsageError for options that exclude one another."""
-    from qconvert.samples.request import Calibration
-
-    own, rest = _split(given)
-    asked = _given(own)
-    if asked:
-        with from_options():
-            Calibration(**asked)
+        asked[name] = value
+    rest = {name: value for name, value in given.items() if name not in (*fields, "settings")}
     return asked, rest
 
 
-def split_options(given: Mapping[str, Any]) -> tuple[CalibrationOptions, RunOptions]:
-    """For a command with CALIBRATION: its options, and those of every conversion. Raises
-    click.UsageError for several devices without --gptq."""
-    own, rest = _split(given)
-    own = {**dict.fromkeys(CalibrationOptions.__annotations__), **own}
-    return cast(CalibrationOptions, own), cast("RunOptions", rest)
+def split_data(given: Mapping[str, Any]) -> tuple[Asked, CommandOptions]:
+    """For a command with DATA: the given fields of a Calibration, and the options of the run. Raises
+    click.UsageError for options that exclude one another."""
+    from qconvert.cli.convert import CommandOptions
+
+    asked, rest = split(given)
+    if asked:
+        with from_options():
+            Calibration(**asked)
+    return asked, CommandOptions(**rest)

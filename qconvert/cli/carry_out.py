@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.command import is_quiet
 from qconvert.cli.options import FINDINGS, MORE
 from qconvert.cli.profile import profile_json
-from qconvert.cli.verbosity import is_quiet
 from qconvert.core.say import say, say_json, say_report
 
 if TYPE_CHECKING:
     from qconvert.api import Planned, Result
     from qconvert.checkpoint.checkpoint import Checkpoint
-    from qconvert.cli.convert import RunOptions
+    from qconvert.cli.convert import CommandOptions
     from qconvert.run.prepare import Prepared
     from qconvert.validation.runner import Report
 
@@ -65,7 +65,7 @@ class Started:
 
 def carry_out(
     planned: Planned,
-    options: RunOptions,
+    options: CommandOptions,
     source: str | Checkpoint,
     draft: str | None = None,
     *,
@@ -84,12 +84,12 @@ def carry_out(
     if whole is not None:
         _check_finishing(planned, whole)
     begin = time.monotonic()
-    with Bar(log=options["log_json"]) as bar:
+    with Bar(log=options.log_json) as bar:
         results = api.carry_out(planned, events=bar)
     seconds = time.monotonic() - begin
     for remark in results[0].remarks:
         say(f"remark  {remark}", err=True)
-    as_json = options["as_json"]
+    as_json = options.as_json
     more = results[0].left_units > 0
     if not as_json:
         for result in results[:1] if more else results:
@@ -103,7 +103,7 @@ def carry_out(
     if part:
         return
     reports = []
-    if options["validate"] is not None and results[0].published:
+    if options.validate is not None and results[0].published:
         # A folder of experts for CPUs is read together with that of its GPU side.
         pairs = (results[1].folder,) if len(results) > 1 else ()
         for result, pair in itertools.zip_longest(results, pairs):
@@ -128,7 +128,7 @@ def carry_out(
 def checked(
     folder: Path | str,
     source: str | Checkpoint,
-    options: RunOptions,
+    options: CommandOptions,
     *,
     pair: Path | None = None,
     draft: str | None = None,
@@ -138,15 +138,15 @@ def checked(
     from qconvert.cli.progress import Bar
     from qconvert.validation.reports import render
 
-    assert options["validate"] is not None
+    assert options.validate is not None
     against = source if isinstance(source, str) else source.name
     with Bar() as bar:
         report = api.validate(
-            folder, against, level=options["validate"], pair=pair, draft=draft,
-            jobs=options["jobs"] if options["engine"] == "local" else None, memory=options["memory"],
-            follow_links=options["follow_links"], events=bar,
+            folder, against, level=options.validate, pair=pair, draft=draft,
+            jobs=options.jobs if options.engine == "local" else None, memory=options.memory,
+            follow_links=options.follow_links, events=bar,
         )  # fmt: skip
-    if not options["as_json"]:
+    if not options.as_json:
         styled = sys.stdout.isatty()
         say_report(render(report, "text", terminal=styled), "text", styled=styled)
     return report

@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from qconvert.cli import completion
-from qconvert.cli.command import Command
+from qconvert.cli.command import VERBOSITY, Command
 from qconvert.cli.options import (
-    AGAINST,
-    DRAFT,
     FINDINGS,
     JSON,
     OPENING,
     SOURCE,
-    Count,
-    Partition,
-    SourceName,
-    jobs,
-    level,
+    SOURCE_NAME,
     made_for,
-    memory,
-    pair,
+    options_of,
     report,
 )
 from qconvert.cli.profile import PROFILE, profile_json
 from qconvert.cli.progress import Bar
-from qconvert.cli.verbosity import VERBOSITY
 from qconvert.core.regular import writing
 from qconvert.core.say import say, say_all, say_json, say_report
-from qconvert.core.shown import shortened
+from qconvert.validation.options import ValidateOptions
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.validation.runner import Report
-
-
-_MOST_LAYERS = 65_536
-_NUMBER = re.compile(r"[0-9]{1,6}")
 
 
 @click.command(cls=Command)
@@ -103,8 +91,8 @@ def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None
 
 
 @click.command(cls=Command)
-@click.argument("a", type=SourceName())
-@click.argument("b", type=SourceName())
+@click.argument("a", type=SOURCE_NAME)
+@click.argument("b", type=SOURCE_NAME)
 @click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
 @click.option("--all", "every", is_flag=True, help="Print a line for every difference.")
 @OPENING
@@ -171,71 +159,11 @@ def _diff_files(a: str, b: str, *, follow_links: bool, as_json: bool) -> int:
     return FINDINGS if found.differences else 0
 
 
-class Layers(click.ParamType[tuple[int, ...]]):
-    """Layer numbers: 0,3,58-60."""
-
-    name = "layers"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        numbers: set[int] = set()
-        for part in str(value).split(","):
-            first, dash, last = part.strip().partition("-")
-            if not _NUMBER.fullmatch(first) or (dash and not _NUMBER.fullmatch(last)):
-                text = shortened(part, 80)
-                self.fail(f"{text!r} is not a layer number or range; write 0,3,58-60", param, ctx)
-            begin, end = int(first), int(last or first)
-            if end < begin or end > _MOST_LAYERS:
-                self.fail(f"{part!r} is not a range of layers from first to last", param, ctx)
-            numbers.update(range(begin, end + 1))
-        return tuple(sorted(numbers))
-
-
 @click.command(cls=Command)
-@click.argument("out", type=SourceName(), required=False)
-@AGAINST
-@DRAFT
-@click.option(
-    "--beside", type=SourceName(), metavar="OTHER",
-    help="Another folder made from SRC: it is checked too, and shown side by side with OUT in the text, "
-    "JSON and HTML reports. [with --against]",
-)  # fmt: skip
-@level("headers")
-@pair()
-@click.option(
-    "--kernels",
-    is_flag=True,
-    help="Compare qconvert's Triton kernels with torch, on random weights and on those of OUT. "
-    "Without a GPU they run in Triton's interpreter, on small shapes.",
-)
-@click.option(
-    "--layers",
-    type=Layers(),
-    metavar="0,3,58-60",
-    help="Layers for --kernels. [default: a few]",
-)
+@click.argument("out", type=SOURCE_NAME, required=False)
+@options_of(ValidateOptions, "against", "draft", "beside", "level", "pair", "kernels", "layers")
 @made_for("sglang, whose loader is simulated: an H200 without other options", "sglang", "vllm")
-@click.option(
-    "--tp",
-    type=Count(),
-    metavar="N",
-    help="Refuse a result that would not load on N tensor-parallel ranks. [with --for; default: 1]",
-)
-@click.option(
-    "--pp",
-    type=Partition(),
-    metavar="15,15,15,16|N",
-    help="Layers of each stage, or a number of stages to split as the runtime would. [with --for]",
-)
-@click.option(
-    "--ep",
-    type=Count(),
-    metavar="N",
-    help="Groups of experts among the tensor-parallel ranks. [with --for; default: 1]",
-)
-@jobs("the cores, as far as the work needs them")
-@memory("not limited")
+@options_of(ValidateOptions, "tp", "pp", "ep", "jobs", "memory")
 @click.option(
     "--format",
     "form",
@@ -253,24 +181,12 @@ class Layers(click.ParamType[tuple[int, ...]]):
 )  # fmt: skip
 def validate(
     out: str | None,
-    against: str | None,
-    draft: str | None,
-    beside: str | None,
-    level: Literal["headers", "sample", "full"],
-    pair: str | None,
-    kernels: bool,
-    layers: tuple[int, ...] | None,
     consumer: str | None,
-    tp: int | None,
-    pp: str | None,
-    ep: int | None,
-    jobs: int | None,
-    memory: int | None,
     form: str | None,
     as_json: bool,
     files: tuple[Path, ...],
-    follow_links: bool,
     explain: str | None,
+    **given: Any,
 ) -> int:
     """Check a converted folder: index, headers, config, receipt, weights, and that nothing was lost.
 
@@ -298,26 +214,19 @@ def validate(
     if explain is not None:
         _explain(explain)
         return 0
-    if against is None and draft is not None:
-        raise click.UsageError("--draft was grafted to a source: give --against SRC")
+    options = ValidateOptions(runtime=consumer, **given)
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json is --format json; --format {form} is another")
-    if against is None and beside is not None:
-        raise click.UsageError("--beside compares two folders of one source: give --against SRC")
-    about = (consumer, against, draft, beside, pair, layers)
-    if out is None and (any(about) or level != "headers"):
+    about = replace(options, kernels=False, jobs=None, memory=None, follow_links=False)
+    if out is None and about != ValidateOptions():
         raise click.UsageError("name the folder to check")
-    if out is None and not kernels:
+    if out is None and not options.kernels:
         raise click.UsageError("name the folder to check, or --kernels for the kernels alone")
-    if consumer is None and (tp or pp or ep):
-        raise click.UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
     forms = _forms(files)  # before hours of work
     with Bar() as bar:
         report = api.validate_kernels() if out is None else api.validate(
-            out, against, beside=beside, level=level, pair=pair, draft=draft, kernels=kernels,
-            layers=layers, runtime=consumer, tp=tp or 1, pp=pp, ep=ep or 1,
-            jobs=jobs, memory=memory, follow_links=follow_links, events=bar,
-            notice=lambda text: say(text, err=True),
+            out, options.against, events=bar, notice=lambda text: say(text, err=True),
+            **options.keywords(),
         )  # fmt: skip
     _show_report(report, "json" if as_json else form, dict(zip(files, forms, strict=True)))
     return report.exit_code

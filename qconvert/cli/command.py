@@ -1,23 +1,24 @@
 """The class of all commands: --help shows what most people need, in two groups, on one screen, and
---help-all every option."""
+--help-all every option; -q and -v say how much a command tells."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, TextIO, TypeVar
 
 import click
 
+from qconvert.cli.options import Rare, rare, stacked
 from qconvert.core.say import say
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # How a command runs, whatever it makes; in the order that help lists them.
 _RUNNING = ("memory", "jobs", "until", "validate", "dry_run", "as_json")
-# What --help leaves to --help-all.
-_RARE = frozenset({
-    "actorder", "address", "architecture", "base_model", "column", "disk_budget", "dump_after", "engine",
-    "family", "follow_links", "kv_scale", "leave_bf16", "length", "log_json", "max_shard_size",
-    "print_recipe", "private", "profile", "quiet", "save_stats", "seed", "settings", "sha256", "shard",
-    "shared_experts", "solver", "synthetic", "verbose", "verify", "work_dir",
-})  # fmt: skip
+_KEY = "qconvert.loudness"
 EVERY = "qconvert.help_all"  # of a context whose help shows every option
 MOST = 20  # options that --help shows
 
@@ -38,8 +39,8 @@ class Command(click.Command):
     def _hidden(self) -> list[click.Option]:
         """Options that --help does not show: none where all fit a screen."""
         options = [one for one in self.params if isinstance(one, click.Option)]
-        rare = [one for one in options if one.name in _RARE]
-        return rare if len(options) > MOST else []
+        hidden: list[click.Option] = [one for one in options if isinstance(one, Rare)]
+        return hidden if len(options) > MOST else []
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         every = ctx.meta.get(EVERY, False)
@@ -76,3 +77,61 @@ def _help_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.meta[EVERY] = True
         say(*ctx.get_help().splitlines())
         ctx.exit()
+
+
+# --- `-q` and `-v`: how much a command tells on stderr ---------------------------------------------
+
+
+class Loudness(Enum):
+    """Level of what is printed beside results, warnings and errors."""
+
+    QUIET = "-q"
+    USUAL = ""
+    VERBOSE = "-v"
+
+
+def loudness() -> Loudness:
+    """Of the command that runs; outside of one, as usual."""
+    context = click.get_current_context(silent=True)
+    found = None if context is None else context.meta.get(_KEY)
+    return found if isinstance(found, Loudness) else Loudness.USUAL
+
+
+def is_quiet() -> bool:
+    return loudness() is Loudness.QUIET
+
+
+def is_verbose() -> bool:
+    return loudness() is Loudness.VERBOSE
+
+
+def without_verbosity(words: Sequence[str]) -> list[str]:
+    """A command line without -q and -v, which are of one start alone."""
+    return [word for word in words if word not in ("-q", "--quiet", "-v", "--verbose")]
+
+
+def columns(stream: TextIO) -> int | None:
+    """Characters in a line of a terminal, None for what is none."""
+    if not stream.isatty():
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def _set(context: click.Context, param: click.Parameter, value: bool) -> None:
+    if not value:
+        return
+    asked = Loudness.QUIET if param.name == "quiet" else Loudness.VERBOSE
+    if context.meta.setdefault(_KEY, asked) is not asked:
+        raise click.UsageError("-q and -v exclude one another", context)
+
+
+VERBOSITY: Callable[[F], F] = stacked(
+    rare(
+        "-q", "--quiet", is_flag=True, expose_value=False, callback=_set,
+        help="Tell no progress, plan or next step: results, warnings and errors alone.",
+    ),
+    rare(
+        "-v", "--verbose", is_flag=True, expose_value=False, callback=_set,
+        help="Name all that a plan else counts, and each phase of a run with its time.",
+    ),
+)  # fmt: skip

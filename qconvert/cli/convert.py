@@ -3,170 +3,135 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
-from functools import wraps
+from dataclasses import asdict, dataclass
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
 from qconvert.cli import completion
-from qconvert.cli.calibration import DATA, split_data
+from qconvert.cli.calibration import DATA, split, split_data
 from qconvert.cli.carry_out import Started, carry_out
-from qconvert.cli.command import Command
+from qconvert.cli.command import (
+    VERBOSITY,
+    Command,
+    columns,
+    is_quiet,
+    is_verbose,
+    without_verbosity,
+)
 from qconvert.cli.options import (
-    DISK_BUDGET,
     DRY_RUN,
     JSON,
-    LOG_JSON,
     OPENING,
     OUT,
-    PRIVATE,
-    SHARD,
     SOURCE,
-    UNTIL,
-    WORK_FOLDER,
-    Address,
-    OutName,
-    PassName,
-    Size,
-    base_model,
-    jobs,
-    memory,
+    Folder,
+    from_options,
+    options_of,
     stacked,
 )
 from qconvert.cli.profile import PROFILE, without_profile
-from qconvert.cli.verbosity import VERBOSITY, columns, is_quiet, is_verbose, without_verbosity
-from qconvert.core.extras import pip_line
+from qconvert.core.options import option
 from qconvert.core.say import say, say_all, say_json
+from qconvert.run.options import PlanOptions, RunOptions
 
 if TYPE_CHECKING:
-    from qconvert.api import Planned, PlanOptions, Share
+    from qconvert.api import Planned, Share
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.plan.plan import Pass, Plan
     from qconvert.recipe.recipe import Recipe
-    from qconvert.run.cluster import EngineName
     from qconvert.validation.runner import Level
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = TypeVar("P", bound="Planned")
 
 
-class RunOptions(TypedDict):
-    """Options that every conversion has."""
+@dataclass(frozen=True)
+class CommandOptions(RunOptions):
+    """Options that every conversion has: those of its run, and what its command shows."""
 
-    memory: int | None
-    jobs: int | None
-    max_shard_size: int | None
-    sha256: bool
-    verify: bool
-    validate: Level | None
-    shard: str | None
-    engine: EngineName
-    address: str | None
-    until: str | None
-    log_json: str | None
-    work_dir: Path | None
-    disk_budget: int | None
-    private: bool
-    dry_run: bool
-    print_recipe: bool
-    dump_after: str | None
-    base_model: str | None
-    as_json: bool
-    follow_links: bool
+    dump_after: str | None = option(
+        None, "Print every tensor as it is after PASS (`source`, `end`, or a pass) and stop.",
+        kind="pass", metavar="PASS", rare=True,
+    )  # fmt: skip
+    validate: Level | None = option(
+        None, "Then check OUT against SRC, as `qconvert validate` does. What was lost is shown by role; "
+        "exit code 3 on an error.", choices=("headers", "sample", "full"),
+    )  # fmt: skip
+    log_json: str | None = option(
+        None, "Also add the progress to FILE (- for stderr), a JSON object a line: seconds, phase, "
+        "bytes, the part that is done, seconds left, work by kind.",
+        kind="log", metavar="FILE", rare=True,
+    )  # fmt: skip
+    print_recipe: bool = option(False, "Print this command as a YAML recipe and stop.", rare=True)
+    as_json: bool = False
+    dry_run: bool = False
 
 
-def _engine_checked(function: F) -> F:
-    """Options of an engine that exclude one another are refused before a file is opened."""
-
-    @wraps(function)
-    def checked(*words: Any, **given: Any) -> Any:
-        from qconvert.run.cluster import check_engine
-
-        check_engine(given["engine"], given["address"], given["shard"])
-        return function(*words, **given)
-
-    return cast(F, checked)
-
-
+_of = partial(options_of, CommandOptions)
 _PLANNING: Callable[[F], F] = stacked(
-    memory("1 GiB, or what all cores need; at most half of what is free"),
-    jobs("as many cores as pay"),
-    click.option(
-        "--max-shard-size", type=Size(), metavar="SIZE", help="Largest output file. [default: 5GB]"
-    ),
-    click.option(
-        "--dump-after", metavar="PASS", type=PassName(),
-        help="Print every tensor as it is after PASS (`source`, `end`, or a pass) and stop.",
-    ),
-    base_model("what the source names"),
-    OPENING,
-    JSON,
-    VERBOSITY,
-)  # fmt: skip
+    _of("memory", "jobs", "max_shard_size", "dump_after", "base_model"), OPENING, JSON, VERBOSITY
+)
 RUNNING: Callable[[F], F] = stacked(
     _PLANNING,
-    click.option("--sha256", is_flag=True, help="Also write each file's sha256 to the receipt."),
-    click.option(
-        "--verify",
-        is_flag=True,
-        help="Hash everything that an earlier run left in OUT before continuing it. "
-        "[default: sizes, headers, small files, and what was written last]",
-    ),
-    click.option(
-        "--validate",
-        type=click.Choice(["headers", "sample", "full"]),
-        help="Then check OUT against SRC, as `qconvert validate` does. What was lost is shown by role; "
-        "exit code 3 on an error.",
-    ),
-    SHARD,
-    UNTIL,
-    LOG_JSON,
-    click.option(
-        "--engine",
-        type=click.Choice(["local", "ray"]),
-        default="local",
-        show_default=True,
-        help="Where the work is done: by processes of this machine, or on the nodes of a Ray cluster. "
-        "All must see SRC and OUT under the same paths (a shared file system); --memory is what each "
-        "machine gives, --jobs the workers of all nodes. "
-        f"[ray: {pip_line('ray')}]",
-    ),
-    click.option(
-        "--address",
-        type=Address(),
-        metavar="HOST:PORT",
-        help="The head of the Ray cluster; `local` starts one of this machine alone. [with --engine "
-        "ray; default: RAY_ADDRESS, or the cluster that this machine belongs to]",
-    ),
-    WORK_FOLDER,
-    DISK_BUDGET,
-    PRIVATE,
+    _of("sha256", "verify", "validate", "shard", "until", "log_json", "engine", "address", "work_dir",
+        "disk_budget", "private"),
     PROFILE,
     DRY_RUN,
-    _engine_checked,
-)
-CONVERSION: Callable[[F], F] = stacked(
-    RUNNING,
-    click.option(
-        "--print-recipe", is_flag=True, help="Print this command as a YAML recipe and stop."
-    ),
-)
+)  # fmt: skip
+CONVERSION: Callable[[F], F] = stacked(RUNNING, _of("print_recipe"))
+
+
+def conversion(
+    *own: Callable[[Any], Any], group: click.Group | None = None, name: str | None = None
+) -> Callable[[Callable[..., Pass | tuple[Pass, ...]]], click.Command]:
+    """A command that converts SRC to OUT by the passes that a function makes of the command's `own`
+    options, and of `asked`, the given fields of a calibration, where it has those. What the function
+    refuses is a usage error, since no file is involved."""
+
+    def decorate(function: Callable[..., Pass | tuple[Pass, ...]]) -> click.Command:
+        mine = [one for one in inspect.signature(function).parameters if one != "asked"]
+        calibrates = len(mine) < len(inspect.signature(function).parameters)
+
+        @wraps(function)
+        def command(source: str, out: Path | str, **given: Any) -> None:
+            from qconvert.passes.kv_scale import KvScale
+            from qconvert.recipe.recipe import Recipe
+
+            asked, rest = split(given) if calibrates else ({}, given)
+            kv_scale = rest.pop("kv_scale", None)
+            values = {name: rest.pop(name) for name in mine} | (
+                {"asked": asked} if calibrates else {}
+            )
+            with from_options():
+                made = function(**values)
+            steps = made if isinstance(made, tuple) else (made,)
+            if kv_scale is not None:
+                steps = (*steps, KvScale(kv_scale))
+            options = CommandOptions(**rest)
+            recipe = Recipe(function.__name__, steps, options.max_shard_size)
+            convert(recipe, source, out, options)
+
+        decorated: Any = stacked(SOURCE, OUT, *own, CONVERSION)(command)
+        return (group or click).command(name, cls=Command)(decorated)
+
+    return decorate
 
 
 @click.command(cls=Command)
 @click.argument("recipe", shell_complete=completion.recipes_or_files)
 @SOURCE
-@click.argument("out", required=False, type=OutName())
+@click.argument("out", required=False, type=Folder(urls=True))
 @_PLANNING
-@DISK_BUDGET
+@_of("disk_budget")
 @DATA
-def plan(
-    recipe: str, source: str, out: Path | str | None, disk_budget: int | None, **given: Any
-) -> None:
+def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None:
     """Show the plan of RECIPE for SRC, from its headers alone.
 
     RECIPE is a YAML file, of qconvert or llm-compressor, or a built-in name. With OUT, the time is
@@ -180,12 +145,7 @@ def plan(
     """
     from qconvert.recipe.recipe import load_recipe
 
-    data, rest = split_data(given)
-    running = {"sha256": False, "verify": False, "validate": None, "shard": None, "dry_run": True}
-    here = {"engine": "local", "address": None, "print_recipe": False, "work_dir": None}
-    here |= {"until": None, "log_json": None, "disk_budget": None, "private": False}
-    options = cast(RunOptions, {**rest, **running, **here})
-    options["disk_budget"] = disk_budget
+    data, options = split_data({**given, "dry_run": True})
     convert(load_recipe(recipe, data), source, out, options)
 
 
@@ -209,33 +169,24 @@ def run(recipe: str, source: str, out: Path | str, **given: Any) -> None:
     """
     from qconvert.recipe.recipe import load_recipe
 
-    data, rest = split_data(given)
-    options = cast(RunOptions, {**rest, "print_recipe": False})  # it is a recipe already
+    data, options = split_data(given)
     convert(load_recipe(recipe, data), source, out, options)
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@click.option("--drop-mtp", is_flag=True, help="Drop the MTP (draft) layers.")
-@click.option(
-    "--allow-overflow",
-    is_flag=True,
-    help="Write weights that exceed BF16 as infinity, instead of failing.",
-)
-@click.option(
-    "--dtype", type=click.Choice(["bf16", "f16", "f32"]), default="bf16", show_default=True,
-    help="What weights become: f16 for a model whose other weights are FP16, f32 without rounding.",
+@conversion(
+    click.option("--drop-mtp", is_flag=True, help="Drop the MTP (draft) layers."),
+    click.option(
+        "--allow-overflow", is_flag=True,
+        help="Write weights that exceed BF16 as infinity, instead of failing.",
+    ),
+    click.option(
+        "--dtype", type=click.Choice(["bf16", "f16", "f32"]), default="bf16", show_default=True,
+        help="What weights become: f16 for a model whose other weights are FP16, f32 without rounding.",
+    ),
 )  # fmt: skip
-@CONVERSION
 def dequant(
-    source: str,
-    out: Path | str,
-    drop_mtp: bool,
-    allow_overflow: bool,
-    dtype: Literal["bf16", "f16", "f32"],
-    **options: Unpack[RunOptions],
-) -> None:
+    drop_mtp: bool, allow_overflow: bool, dtype: Literal["bf16", "f16", "f32"]
+) -> tuple[Pass, ...]:
     """Dequantize all weights of SRC to BF16, each rounded once: bf16(fp32(w) * fp32(s)).
 
     Reads FP8 (block, per-channel, per-tensor and MX scales), NVFP4 of both dialects, MXFP4 of
@@ -252,42 +203,54 @@ def dequant(
     """
     from qconvert.passes.dequant import Dequant
     from qconvert.passes.drop import Drop
-    from qconvert.recipe.recipe import Recipe
 
     step = Dequant(allow_overflow, dtype)
-    steps: tuple[Pass, ...] = (Drop(what="mtp"), step) if drop_mtp else (step,)
-    convert(Recipe("dequant", steps, options["max_shard_size"]), source, out, options)
-
-
-def with_kv_scale(step: Pass, value: float | None) -> tuple[Pass, ...]:
-    """A conversion's steps with --kv-scale."""
-    from qconvert.passes.kv_scale import KvScale
-
-    return (step,) if value is None else (step, KvScale(value))
+    return (Drop(what="mtp"), step) if drop_mtp else (step,)
 
 
 def convert(
-    recipe: Recipe, source: str | Checkpoint, out: Path | str | None, options: RunOptions
+    recipe: Recipe, source: str | Checkpoint, out: Path | str | None, options: CommandOptions
 ) -> Planned | None:
     """Plan a recipe, show the plan and, unless it is a dry run, carry it out. None if only the recipe or
     a dump was requested."""
-    if options["print_recipe"]:
+    if options.print_recipe:
         say(*recipe.to_yaml().splitlines())
         return None
-    if options["dump_after"] is not None:
+    if options.dump_after is not None:
         dump_after(recipe, source, options)
         return None
     from qconvert import api
 
     if isinstance(source, str):
         _note_folder(source, out)
-        source = api.open_checkpoint(source, follow_links=options["follow_links"])
-    with workers_ahead(source, options), gpu_workers_ahead(recipe.passes, options):
+    return planned_and_run(
+        lambda opened, more: api.plan(recipe, opened, out, **more), source, options, recipe.passes
+    )
+
+
+def planned_and_run(
+    plan: Callable[[Checkpoint, PlanOptions], P],
+    source: str | Checkpoint,
+    options: CommandOptions,
+    steps: Sequence[Pass] = (),
+    *,
+    draft: str | None = None,
+    show: Callable[[P, CommandOptions], None] | None = None,
+) -> P:
+    """Open the source, plan, show the plan (by `show`, None: as one folder or a pair is shown) and,
+    unless it is a dry run, carry it out. `steps` say whether anything is calibrated; `draft` is what is
+    grafted to the source."""
+    from qconvert import api
+
+    opened = source
+    if isinstance(opened, str):
+        opened = api.open_checkpoint(opened, follow_links=options.follow_links)
+    with workers_ahead(opened, options), gpu_workers_ahead(steps, options):
         with uncollected():
-            planned = api.plan(recipe, source, out, **plan_options(options))
-            show_plan(planned, options)
-        if not options["dry_run"]:
-            carry_out(planned, options, source)
+            planned = plan(opened, plan_options(options))
+            (show or show_plan)(planned, options)
+        for part in () if options.dry_run else planned.parts:
+            carry_out(part, options, opened, draft, part=not planned.together)
     return planned
 
 
@@ -313,59 +276,52 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def workers_ahead(source: Checkpoint, options: RunOptions) -> AbstractContextManager[None]:
+def workers_ahead(source: Checkpoint, options: CommandOptions) -> AbstractContextManager[None]:
     """Within this, what workers import is imported while the plan is made."""
     from qconvert.checkpoint.checkpoint import imports_of
     from qconvert.run.forkserver import started_early
 
     return (
         nullcontext()
-        if options["dry_run"] or options["jobs"] == 1 or options["engine"] != "local"
-        else started_early(source.nbytes, options["memory"], imports_of(source.shards))
+        if options.dry_run or options.jobs == 1 or options.engine != "local"
+        else started_early(source.nbytes, options.memory, imports_of(source.shards))
     )
 
 
-def gpu_workers_ahead(steps: Sequence[Pass], options: RunOptions) -> AbstractContextManager[None]:
+def gpu_workers_ahead(
+    steps: Sequence[Pass], options: CommandOptions
+) -> AbstractContextManager[None]:
     """Within this, processes of GPUs that calibrate import what they need while the plan is made."""
     asked = [one for step in steps if (one := getattr(step, "calibrate", None)) is not None]
-    if options["dry_run"] or not asked:
+    if options.dry_run or not asked:
         return nullcontext()
     from qconvert.calibrate.gpu_workers import started_for
 
     return started_for(asked[0])
 
 
-def plan_options(options: RunOptions) -> PlanOptions:
+def plan_options(options: CommandOptions) -> PlanOptions:
     """The options for planning. A dry run shows the plan before it refuses."""
     from qconvert.core.command_line import without_option
-    from qconvert.run.until import Until
 
     started = Started.now()
     words: Sequence[str] = without_profile(started.words)
-    for option in ("--until", "--log-json"):  # of this start alone
-        words = without_option(words, option)
-    words = without_verbosity(words)
+    for name in ("--until", "--log-json"):  # of this start alone
+        words = without_option(words, name)
     return {
-        "memory": options["memory"], "jobs": options["jobs"],
-        "max_shard_size": options["max_shard_size"], "sha256": options["sha256"],
-        "verify": options["verify"], "base_model": options["base_model"],
-        "follow_links": options["follow_links"], "for_run": not options["dry_run"],
-        "shard": options["shard"], "finish": started.finishing is not None,
-        "command": tuple(words),
-        "engine": options["engine"], "until": Until.of(options["until"]),
-        "address": options["address"], "work_dir": options["work_dir"],
-        "disk_budget": options["disk_budget"], "private": options["private"],
+        **options.keywords(), "for_run": not options.dry_run,
+        "finish": started.finishing is not None, "command": tuple(without_verbosity(words)),
     }  # fmt: skip
 
 
-def dump_after(recipe: Recipe, source: str | Checkpoint, options: RunOptions) -> None:
+def dump_after(recipe: Recipe, source: str | Checkpoint, options: CommandOptions) -> None:
     """Print every tensor with its expression, as it is after a pass."""
     from qconvert import api
     from qconvert.cli.plan_report import dump, expression
 
-    wanted, follow = str(options["dump_after"]), options["follow_links"]
+    wanted, follow = str(options.dump_after), options.follow_links
     plan: Plan = api.plan_after(recipe, source, wanted, follow_links=follow)
-    if options["as_json"]:
+    if options.as_json:
         listed = {
             name: {
                 "dtype": output.type.dtype,
@@ -379,18 +335,18 @@ def dump_after(recipe: Recipe, source: str | Checkpoint, options: RunOptions) ->
         say_all(dump(plan))
 
 
-def show_plan(planned: Planned, options: RunOptions) -> None:
+def show_plan(planned: Planned, options: CommandOptions) -> None:
     """Print the plan of each folder: to stdout in a dry run, to stderr before a run. A dry run also
     measures the speed of this machine, and raises OutputError, after printing, where the run would
     refuse."""
-    from qconvert.api import check_foreseen
-    from qconvert.cli.plan_report import Rates, outlook_json, outlook_lines, plan_json, plan_lines
+    from qconvert.api import check_dry_run
+    from qconvert.cli.plan_report import Rates, dry_run_json, dry_run_lines, plan_json, plan_lines
     from qconvert.run.probe import read_rate, write_rate
 
-    dry = options["dry_run"]
-    if options["as_json"] and not dry:
+    dry = options.dry_run
+    if options.as_json and not dry:
         return
-    looks = planned.foreseen() if dry else ()
+    looks = planned.dry_run() if dry else ()
     refused = any(look.refusals for look in looks)
     found = []
     for folder, look in zip(planned.folders, looks or [None] * len(planned.folders), strict=True):
@@ -398,9 +354,9 @@ def show_plan(planned: Planned, options: RunOptions) -> None:
         if dry:
             write = write_rate(out) if out is not None and not refused else None
             rates = Rates(read_rate(planned.source), write)
-        if options["as_json"]:
+        if options.as_json:
             report = plan_json(folder.ready, rates, folder.verdict)
-            found.append({**report, **outlook_json(look)})
+            found.append({**report, **dry_run_json(look)})
         else:
             lines = plan_lines(
                 folder.ready,
@@ -412,15 +368,15 @@ def show_plan(planned: Planned, options: RunOptions) -> None:
             )
             if is_quiet() and not dry:
                 lines = [line for line in lines if line.startswith("warning ")]
-            say(*lines, *outlook_lines(look), err=not dry)
+            say(*lines, *dry_run_lines(look), err=not dry)
     for share in planned.shares:
-        if options["as_json"]:
+        if options.as_json:
             found[0]["share"] = asdict(share)
         elif dry or not is_quiet():
             say(share_line(share), err=not dry)
-    if options["as_json"]:
+    if options.as_json:
         say_json(found if len(found) > 1 else found[0])
-    check_foreseen(looks)
+    check_dry_run(looks)
 
 
 def share_line(share: Share) -> str:

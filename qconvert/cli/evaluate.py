@@ -5,28 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.command import Command
+from qconvert.cli.command import VERBOSITY, Command
 from qconvert.cli.options import (
-    DATA_HELP,
-    DEVICE,
     JSON,
     OPENING,
+    SOURCE_NAME,
     Count,
-    DataName,
-    SourceName,
     from_options,
-    memory,
-    pair,
+    option_of,
+    options_of,
     report,
 )
 from qconvert.cli.progress import Bar
-from qconvert.cli.verbosity import VERBOSITY
 from qconvert.core.regular import writing
 from qconvert.core.say import say, say_json, say_report
+from qconvert.samples.request import Calibration, DataSpec
+from qconvert.validation.options import ValidateOptions
 
 if TYPE_CHECKING:
     from qconvert.api import Evaluation
@@ -35,34 +33,22 @@ _FORMS = (".html", ".json", ".txt")
 
 
 @click.command(name="eval", cls=Command)
-@click.argument("model", metavar="REPO", type=SourceName())
+@click.argument("model", metavar="REPO", type=SOURCE_NAME)
 @click.option(
-    "--against",
-    type=SourceName(),
-    metavar="SRC",
-    required=True,
+    "--against", type=SOURCE_NAME, metavar="SRC", required=True,
     help="The source that the folder was made from, to compare it with.",
-)
-@click.option("--data", metavar="FILE", type=DataName(), help=DATA_HELP)
+)  # fmt: skip
+@option_of(DataSpec, "data")
+@option_of(DataSpec, "synthetic", help="Random tokens instead of data. [with --first-layers]")
+@option_of(DataSpec, "samples", given=True, default="64")
+@options_of(DataSpec, "length", "seed", "column", given=True)
+@option_of(ValidateOptions, "pair", default="SRC")
 @click.option(
-    "--synthetic", is_flag=True, help="Random tokens instead of data. [with --first-layers]"
-)
-@click.option("--samples", type=Count(), help="Number of samples. [default: 64]")
-@click.option("--length", type=Count(2), help="Tokens per sample. [default: 2048]")
-@click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed for the choice of samples. [default: 0]"
-)
-@click.option("--column", help="JSONL key or dataset column with the text.")
-@pair("SRC")
-@click.option(
-    "--first-layers",
-    "first_layers",
-    type=Count(),
-    metavar="N",
+    "--first-layers", "first_layers", type=Count(), metavar="N",
     help="Run the first N layers alone: errors of hidden states, and no perplexity.",
-)
-@memory("three quarters of the machine's")
-@DEVICE
+)  # fmt: skip
+@option_of(ValidateOptions, "memory", default="three quarters of the machine's")
+@option_of(Calibration, "devices")
 @JSON
 @report(".html .json .txt")
 @click.option(
@@ -80,15 +66,11 @@ def evaluate(
     samples: int | None,
     length: int | None,
     seed: int | None,
-    column: str | None,
-    pair: str | None,
     first_layers: int | None,
-    memory: int | None,
-    devices: tuple[str, ...],
     as_json: bool,
     files: tuple[Path, ...],
     write: bool,
-    follow_links: bool,
+    **given: Any,
 ) -> None:
     """Measure what a conversion cost: perplexity of REPO and of SRC, KL divergence, hidden states.
 
@@ -120,16 +102,14 @@ def evaluate(
         )
     _check_forms(files)
     from qconvert import api
-    from qconvert.samples.data import DataSpec
 
     with from_options():
-        DataSpec(data, samples or 64, length or 2048, seed or 0, synthetic, column)
+        spec = DataSpec(data, samples or 64, length or 2048, seed or 0, synthetic, given["column"])
     with Bar(" samples") as bar:
         found = api.evaluate(
-            model, against, data, samples=samples or 64, length=length or 2048, seed=seed or 0,
-            column=column, pair=pair, layers=first_layers, memory=memory, devices=devices,
-            write=write, follow_links=follow_links, events=bar,
-            notice=lambda text: say(f"qconvert: {text}", err=True),
+            model, against, data, samples=spec.samples, length=spec.length, seed=spec.seed,
+            layers=first_layers, write=write, events=bar,
+            notice=lambda text: say(f"qconvert: {text}", err=True), **given,
         )  # fmt: skip
     if as_json:
         say_json(found.as_object())

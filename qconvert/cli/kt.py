@@ -8,24 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.cli.calibration import CALIBRATION, calibration_from, split_options
-from qconvert.cli.carry_out import carry_out
+from qconvert.cli.calibration import CALIBRATION, Asked, calibration_from, split
 from qconvert.cli.command import Command
-from qconvert.cli.convert import (
-    CONVERSION,
-    RUNNING,
-    convert,
-    gpu_workers_ahead,
-    plan_options,
-    show_plan,
-    workers_ahead,
-)
-from qconvert.cli.options import OUT, SOURCE, TP, Count, FolderOrRepo
+from qconvert.cli.convert import RUNNING, CommandOptions, conversion, convert, planned_and_run
+from qconvert.cli.options import SOURCE, TP, Count, Folder
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.passes.amx import ExpertsToAmx
+    from qconvert.plan.plan import Pass
 
 _METHOD = click.Choice(["int4", "int8"])
 _NUMA = click.option(
@@ -44,24 +36,18 @@ _MTP = click.option(
 )  # fmt: skip
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@click.option("--method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
-@_NUMA
-@_ROUNDING
-@_MTP
-@CALIBRATION
-@CONVERSION
+@conversion(
+    click.option("--method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8."),
+    _NUMA, _ROUNDING, _MTP, CALIBRATION,
+)  # fmt: skip
 def amx(
-    source: str,
-    out: Path | str,
     method: Literal["int4", "int8"],
     numa: int,
     rounding: Literal["reference", "search"],
     mtp: Literal["keep", "drop"],
-    **given: Any,
-) -> None:
+    gptq: bool,
+    asked: Asked,
+) -> Pass:
     """Quantize the routed experts of SRC to AMXINT4 or AMXINT8, in NUMA shards, for KTransformers.
 
     Reads BF16, FP16, FP32, FP8 with scales, or Kimi's INT4, in one pass. OUT holds the experts only: the
@@ -76,15 +62,12 @@ def amx(
       qconvert amx Qwen3-Next-80B out --method int4 --numa 1 --gptq --data chats.jsonl
     """
     from qconvert.passes.amx import ExpertsToAmx
-    from qconvert.recipe.recipe import Recipe
 
-    asked, options = split_options(given)
-    if asked["signs"] is not None:
+    if "signs" in asked:
         raise click.UsageError(
             "--set signs is of INT4 for GPUs: AMX has scales above 0, so omit it"
         )
-    steps = (ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked)),)
-    convert(Recipe("amx", steps, options["max_shard_size"]), source, out, options)
+    return ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked, gptq=gptq))
 
 
 @click.command(cls=Command)
@@ -92,7 +75,7 @@ def amx(
 @click.option(
     "--cpu-out",
     required=True,
-    type=FolderOrRepo(),
+    type=Folder(repos=True),
     help="Folder for the experts on the CPU side, or a repo on the Hub: hf://ORG/NAME.",
 )
 @click.option("--cpu", "method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
@@ -105,7 +88,9 @@ def amx(
     "nearest, groups of 128) and all other layers unchanged.",
 )  # fmt: skip
 @click.option(
-    "--gpu-out", type=FolderOrRepo(), help="Folder for --gpu w4a16; a repo where --cpu-out is one."
+    "--gpu-out",
+    type=Folder(repos=True),
+    help="Folder for --gpu w4a16; a repo where --cpu-out is one.",
 )
 @TP
 @CALIBRATION
@@ -120,6 +105,7 @@ def kt(
     gpu: Literal["source", "w4a16"],
     gpu_out: Path | str | None,
     tp: int | None,
+    gptq: bool,
     **given: Any,
 ) -> None:
     """Convert SRC for KTransformers, CPU and GPU side in one read, and print the launch command. With
@@ -140,30 +126,25 @@ def kt(
         raise click.UsageError("--gpu w4a16 needs --gpu-out, and only it takes one")
     if tp is not None and gpu_out is None:
         raise click.UsageError("--tp is checked for the folder of --gpu w4a16 alone")
-    asked, options = split_options({**given, "print_recipe": False})  # two folders are no recipe
-    if gpu_out is not None and options["dump_after"] is not None:
+    asked, rest = split(given)
+    options = CommandOptions(**rest)
+    if gpu_out is not None and options.dump_after is not None:
         raise click.UsageError(
             "--dump-after is not supported with --gpu w4a16; use `amx` for the CPU side"
         )
-    cpu_side = ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked))
+    cpu_side = ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked, gptq=gptq))
     if gpu_out is None:
         planned = convert(api.Recipe("kt", (cpu_side,)), source, cpu_out, options)
     else:
-        opened = api.open_checkpoint(source, follow_links=options["follow_links"])
-        with workers_ahead(opened, options), gpu_workers_ahead([cpu_side], options):
-            planned = api.plan_pair(
-                cpu_side,
-                opened,
-                cpu_out,
-                gpu_out,
-                gpu=ExpertsToW4A16(tp=tp),
-                **plan_options(options),
-            )
-            show_plan(planned, options)
-            if not options["dry_run"]:
-                carry_out(planned, options, source)
+        gpu_side = ExpertsToW4A16(tp=tp)
+        planned = planned_and_run(
+            lambda opened, more: api.plan_pair(
+                cpu_side, opened, cpu_out, gpu_out, gpu=gpu_side, **more
+            ),
+            source, options, [cpu_side],
+        )  # fmt: skip
     if planned is not None:
-        _tell_how(planned.source, cpu_side, cpu_out, gpu_out, err=options["as_json"])
+        _tell_how(planned.source, cpu_side, cpu_out, gpu_out, err=options.as_json)
 
 
 def _tell_how(

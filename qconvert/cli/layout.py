@@ -3,63 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.cli.carry_out import carry_out
 from qconvert.cli.command import Command
-from qconvert.cli.convert import CONVERSION, RUNNING, RunOptions, convert, plan_options, show_plan
+from qconvert.cli.convert import (
+    CONVERSION,
+    RUNNING,
+    CommandOptions,
+    conversion,
+    convert,
+    planned_and_run,
+)
 from qconvert.cli.options import (
     DIALECT_HELP,
     INPUT_SCALE,
     OUT,
     SOURCE,
     SOURCE_GROUPS,
+    SOURCE_NAME,
     Count,
-    SourceName,
-    from_options,
     made_for,
 )
-from qconvert.passes.as_class import AsClass
-from qconvert.passes.experts import Unstack
-from qconvert.plan.plan import Pass
-from qconvert.runtimes.consumers import parse_consumer
 
 if TYPE_CHECKING:
     from qconvert.core.encodings import Dialect
+    from qconvert.plan.plan import Pass
 
 
 # --- relabel --------------------------------------------------------------------------------------
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@click.option(
-    "--to", "form", required=True,
-    type=click.Choice(["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"]),
-    help="The form to write.",
+@conversion(
+    click.option(
+        "--to", "form", required=True,
+        type=click.Choice(["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"]),
+        help="The form to write.",
+    ),
+    click.option(
+        "--dialect", type=click.Choice(["compressed-tensors", "modelopt"]), help=DIALECT_HELP,
+    ),
+    INPUT_SCALE,
+    click.option(
+        "--nearest", is_flag=True,
+        help="Between NVFP4's dialects: take the nearest float32 where a global scale has no exact "
+        "reciprocal (2^-23 of it at most); otherwise such a scale ends the run.",
+    ),
 )  # fmt: skip
-@click.option(
-    "--dialect", type=click.Choice(["compressed-tensors", "modelopt"]), help=DIALECT_HELP,
-)  # fmt: skip
-@INPUT_SCALE
-@click.option(
-    "--nearest", is_flag=True,
-    help="Between NVFP4's dialects: take the nearest float32 where a global scale has no exact "
-    "reciprocal (2^-23 of it at most); otherwise such a scale ends the run.",
-)  # fmt: skip
-@CONVERSION
 def relabel(
-    source: str,
-    out: Path | str,
     form: Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"],
     dialect: Dialect | None,
     input_scale: float | None,
     nearest: bool,
-    **options: Unpack[RunOptions],
-) -> None:
+) -> Pass:
     """Write the quantized weights of SRC in another form, without rounding a number.
 
     Codes stay the numbers that they are: AutoAWQ's and GPTQ's become compressed-tensors' and GPTQ's two
@@ -77,15 +74,12 @@ def relabel(
       qconvert relabel Qwen3-235B-A22B-NVFP4 out --to compressed-tensors --nearest
     """
     from qconvert.passes.relabel import Relabel
-    from qconvert.recipe.recipe import Recipe
 
     if (form == "nvfp4") != (dialect is not None):
         raise click.UsageError("--to nvfp4 and --dialect go together: give both, or neither")
     if input_scale is not None and form != "nvfp4":
         raise click.UsageError("--input-scale is written with --to nvfp4 only: omit it")
-    with from_options():
-        step = Relabel(to=form, nearest=nearest, dialect=dialect, input_scale=input_scale)
-    convert(Recipe("relabel", (step,), options["max_shard_size"]), source, out, options)
+    return Relabel(to=form, nearest=nearest, dialect=dialect, input_scale=input_scale)
 
 
 # --- prepare and unprepare ------------------------------------------------------------------------
@@ -101,11 +95,8 @@ def prepare() -> None:
     """
 
 
-@prepare.command("trtllm-gen", cls=Command)
-@SOURCE
-@OUT
-@CONVERSION
-def trtllm_gen(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+@conversion(group=prepare, name="trtllm-gen")
+def trtllm_gen() -> Pass:
     """Experimental: NVFP4 experts in the layout of TensorRT-LLM's MoE kernels.
 
     sglang runs these in its flashinfer_trtllm backend. The same bytes in another order, for every
@@ -118,17 +109,12 @@ def trtllm_gen(source: str, out: Path | str, **options: Unpack[RunOptions]) -> N
       qconvert prepare trtllm-gen DeepSeek-R1-FP4 out
     """
     from qconvert.contrib.trtllm_gen.prepare import Prepare
-    from qconvert.recipe.recipe import Recipe
 
-    recipe = Recipe("prepare-trtllm-gen", (Prepare(),), options["max_shard_size"])
-    convert(recipe, source, out, options)
+    return Prepare()
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@CONVERSION
-def unprepare(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+@conversion()
+def unprepare() -> Pass:
     """Experimental: restore, byte for byte, the tensors that `qconvert prepare` read.
 
     \b
@@ -136,9 +122,8 @@ def unprepare(source: str, out: Path | str, **options: Unpack[RunOptions]) -> No
       qconvert unprepare DeepSeek-R1-FP4-prepared DeepSeek-R1-FP4
     """
     from qconvert.contrib.trtllm_gen.unprepare import Unprepare
-    from qconvert.recipe.recipe import Recipe
 
-    convert(Recipe("unprepare", (Unprepare(),), options["max_shard_size"]), source, out, options)
+    return Unprepare()
 
 
 # --- mtp, text ------------------------------------------------------------------------------------
@@ -156,11 +141,8 @@ def mtp() -> None:
     """
 
 
-@mtp.command(cls=Command)
-@SOURCE
-@OUT
-@CONVERSION
-def extract(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+@conversion(group=mtp)
+def extract() -> Pass:
     """Write a folder of the draft layers of SRC, with embeddings and head where they have none.
 
     sglang takes it as --speculative-draft-model-path, vLLM as the model of --speculative-config. Names
@@ -172,17 +154,12 @@ def extract(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None
       qconvert mtp extract Qwen/Qwen3.5-35B-A3B-FP8 draft --dry-run
     """
     from qconvert.passes.drafts import ExtractDraft
-    from qconvert.recipe.recipe import Recipe
 
-    recipe = Recipe("mtp-extract", (ExtractDraft(),), options["max_shard_size"])
-    convert(recipe, source, out, options)
+    return ExtractDraft()
 
 
-@mtp.command(cls=Command)
-@SOURCE
-@OUT
-@CONVERSION
-def drop(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+@conversion(group=mtp)
+def drop() -> Pass:
     """Write SRC without its draft layers; config.json counts none.
 
     \b
@@ -190,19 +167,16 @@ def drop(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
       qconvert mtp drop Qwen/Qwen3.5-35B-A3B out
     """
     from qconvert.passes.drop import Drop
-    from qconvert.recipe.recipe import Recipe
 
-    convert(
-        Recipe("mtp-drop", (Drop(what="mtp"),), options["max_shard_size"]), source, out, options
-    )
+    return Drop(what="mtp")
 
 
 @mtp.command(cls=Command)
 @SOURCE
-@click.argument("draft", metavar="DRAFT", type=SourceName())
+@click.argument("draft", metavar="DRAFT", type=SOURCE_NAME)
 @OUT
 @RUNNING
-def graft(source: str, draft: str, out: Path | str, **given: Unpack[RunOptions]) -> None:
+def graft(source: str, draft: str, out: Path | str, **given: Any) -> None:
     """Write SRC, which has no draft layers, with those of DRAFT: of the original model, or of a folder
     that `mtp extract` made.
 
@@ -217,20 +191,19 @@ def graft(source: str, draft: str, out: Path | str, **given: Unpack[RunOptions])
     """
     from qconvert import api
 
-    options: RunOptions = {**given, "print_recipe": False}  # two folders are no recipe
-    if options["dump_after"] is not None:
+    options = CommandOptions(**given)
+    if options.dump_after is not None:
         raise click.UsageError("--dump-after is not supported with two sources; see `mtp extract`")
-    planned = api.plan_graft(source, draft, out, **plan_options(options))
-    show_plan(planned, options)
-    if not options["dry_run"]:
-        carry_out(planned, options, source, draft)
+    planned_and_run(
+        lambda opened, more: api.plan_graft(opened, draft, out, **more),
+        source,
+        options,
+        draft=draft,
+    )
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@CONVERSION
-def text(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+@conversion()
+def text() -> Pass:
     """Write the text model of a multi-modal SRC under its own class: without towers, renamed, with a
     flat config.json.
 
@@ -243,9 +216,8 @@ def text(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
       qconvert text google/gemma-3-27b-it gemma-3-27b-text --dry-run
     """
     from qconvert.passes.text_only import TextOnly
-    from qconvert.recipe.recipe import Recipe
 
-    convert(Recipe("text", (TextOnly(),), options["max_shard_size"]), source, out, options)
+    return TextOnly()
 
 
 # --- Steps that make one model class of another ---------------------------------------------------
@@ -254,12 +226,28 @@ def text(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
 def steps_for(step: Pass, consumer: str | None, family: str) -> tuple[Pass, ...]:
     """The step, and those that make the consumer's model class of a source of that family. Raises
     PlanError for an unknown consumer."""
+    from qconvert.passes.as_class import AsClass
+    from qconvert.passes.experts import Unstack
+    from qconvert.runtimes.consumers import parse_consumer
+
     name = None if consumer is None else parse_consumer(consumer).name
     if name == "qwen3-next" and family == "qwen3_5":
         return Unstack(optional=True), step, AsClass("qwen3_next")
     if name == "qwen3.5" and family == "qwen3_next":
         return step, AsClass("qwen3_5_text")
     return (step,)
+
+
+def _convert_for(
+    step: Pass, consumer: str | None, source: str, out: Path | str, options: CommandOptions
+) -> None:
+    """Convert with the steps that the source's family needs."""
+    from qconvert.api import open_checkpoint
+    from qconvert.recipe.recipe import Recipe
+
+    checkpoint = open_checkpoint(source, follow_links=options.follow_links)
+    steps = steps_for(step, consumer, checkpoint.family.name)
+    convert(Recipe(step.name, steps, options.max_shard_size), checkpoint, out, options)
 
 
 @click.command(cls=Command)
@@ -288,7 +276,7 @@ def fuse(
     groups: int | None,
     source_groups: int | None,
     what: str,
-    **options: Unpack[RunOptions],
+    **given: Any,
 ) -> None:
     """Fuse Gated DeltaNet projections (Qwen3.5, Qwen3-Next) in the row order that a consumer expects.
 
@@ -302,17 +290,12 @@ def fuse(
       qconvert fuse Qwen/Qwen3.5-35B-A3B out --for qwen3-next --dry-run
       qconvert fuse my-model out --groups 4
     """
-    from qconvert.api import open_checkpoint
-    from qconvert.cli.layout import steps_for
     from qconvert.passes.fuse import Fuse
-    from qconvert.recipe.recipe import Recipe
 
     if consumer is None and groups is None:
         raise click.UsageError("name the consumer, --for NAME, or the number of groups, --groups N")
     step = Fuse(consumer, groups, source_groups, what)  # type: ignore[arg-type]
-    checkpoint = open_checkpoint(source, follow_links=options["follow_links"])
-    steps = steps_for(step, consumer, checkpoint.family.name)
-    convert(Recipe("fuse", steps, options["max_shard_size"]), checkpoint, out, options)
+    _convert_for(step, consumer, source, out, CommandOptions(**given))
 
 
 @click.command(cls=Command)
@@ -326,7 +309,7 @@ def unfuse(
     out: Path | str,
     consumer: str | None,
     source_groups: int | None,
-    **options: Unpack[RunOptions],
+    **given: Any,
 ) -> None:
     """Split fused Gated DeltaNet projections, as vLLM and transformers expect them for Qwen3.5.
 
@@ -339,14 +322,10 @@ def unfuse(
       qconvert unfuse fused-for-sglang out --for vllm
       qconvert unfuse Qwen/Qwen3-Next-80B-A3B-Instruct out --for qwen3.5
     """
-    from qconvert.api import open_checkpoint
-    from qconvert.cli.layout import steps_for
     from qconvert.passes.fuse import Unfuse
-    from qconvert.recipe.recipe import Recipe
 
-    checkpoint = open_checkpoint(source, follow_links=options["follow_links"])
-    steps = steps_for(Unfuse(source_groups, consumer), consumer, checkpoint.family.name)
-    convert(Recipe("unfuse", steps, options["max_shard_size"]), checkpoint, out, options)
+    options = CommandOptions(**given)
+    _convert_for(Unfuse(source_groups, consumer), consumer, source, out, options)
 
 
 @click.group()
@@ -360,11 +339,8 @@ def experts() -> None:
     """
 
 
-@experts.command(cls=Command)
-@SOURCE
-@OUT
-@CONVERSION
-def stack(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+@conversion(group=experts)
+def stack() -> Pass:
     """Stack one matrix per expert to [E, 2I, H] and [E, H, I].
 
     \b
@@ -372,16 +348,12 @@ def stack(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
       qconvert experts stack Qwen/Qwen3.5-35B-A3B-FP8 out
     """
     from qconvert.passes.experts import Stack
-    from qconvert.recipe.recipe import Recipe
 
-    convert(Recipe("stack", (Stack(),), options["max_shard_size"]), source, out, options)
+    return Stack()
 
 
-@experts.command(cls=Command)
-@SOURCE
-@OUT
-@CONVERSION
-def unstack(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+@conversion(group=experts)
+def unstack() -> Pass:
     """Split stacks [E, 2I, H] and [E, H, I] to one matrix per expert, without reading a whole stack.
 
     \b
@@ -389,6 +361,5 @@ def unstack(source: str, out: Path | str, **options: Unpack[RunOptions]) -> None
       qconvert experts unstack Qwen/Qwen3.5-35B-A3B out
     """
     from qconvert.passes.experts import Unstack
-    from qconvert.recipe.recipe import Recipe
 
-    convert(Recipe("unstack", (Unstack(),), options["max_shard_size"]), source, out, options)
+    return Unstack()

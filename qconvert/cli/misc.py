@@ -9,8 +9,9 @@ import click
 
 from qconvert.cli import completion
 from qconvert.cli.command import Command
-from qconvert.cli.options import DRY_RUN, WORK_FOLDER, Folder, FolderOrRepo
+from qconvert.cli.options import DRY_RUN, Folder, option_of
 from qconvert.core.say import say
+from qconvert.run.options import RunOptions
 
 
 @click.group()
@@ -61,8 +62,8 @@ def show_recipe(name: str) -> None:
 
 
 @click.command(cls=Command)
-@click.argument("out", type=FolderOrRepo())
-@WORK_FOLDER
+@click.argument("out", type=Folder(repos=True))
+@option_of(RunOptions, "work_dir")
 @DRY_RUN
 def clean(out: Path | str, work_dir: Path | None, dry_run: bool) -> None:
     """Remove the unfinished work of an interrupted run from OUT. A finished result is not touched; one

@@ -19,7 +19,7 @@ from qconvert.run.prepare import Prepared, side_bytes
 from qconvert.validation.findings import NO_FINDINGS, Verdict
 
 if TYPE_CHECKING:
-    from qconvert.run.dry_run import Outlook
+    from qconvert.run.dry_run import DryRun
 
 MOST_ROWS = 14
 _MOST_NAMES = 3
@@ -142,7 +142,7 @@ def unknown_names(checkpoint: Checkpoint) -> list[str]:
     return [name for name in checkpoint.role_index.unknown if own_role(name) is None]
 
 
-def outlook_lines(look: Outlook | None) -> list[str]:
+def dry_run_lines(look: DryRun | None) -> list[str]:
     """Return what the output folder already holds of the result; nothing for a new one."""
     if look is None or look.state in (None, "new"):
         return []
@@ -156,7 +156,7 @@ def outlook_lines(look: Outlook | None) -> list[str]:
     ]
 
 
-def outlook_json(look: Outlook | None) -> dict[str, Any]:
+def dry_run_json(look: DryRun | None) -> dict[str, Any]:
     """`out`: the folder, its state (`new`, `unfinished`, `finished`; null if the run refuses the folder)
     and units; `refusals`: why the run would not start."""
     if look is None:

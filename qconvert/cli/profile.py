@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from qconvert.cli.options import rare
 from qconvert.core.profiling import phase
 from qconvert.core.regular import writing
 from qconvert.core.say import say
@@ -88,7 +89,7 @@ def _profiled(file: str) -> Iterator[None]:
         token = _asked.set(asked)
         try:
             with phase("import"):
-                from qconvert import api  # noqa: F401 - what every command that has the option imports
+                from qconvert.service import checking, converting  # noqa: F401 - what the command imports
             yield
         finally:
             _asked.reset(token)
@@ -115,7 +116,7 @@ def PROFILE(command: F) -> F:
         with nullcontext() if profile is None else _profiled(profile):
             return command(*args, **given)
 
-    option = click.option(
+    option = rare(
         _OPTION, type=ProfileFile(), metavar="[FILE.json]", is_flag=False, flag_value=_TABLE,
         help="Show at the end where the time went, by phase, op, reading, writing and waiting; "
         "FILE.json gets the same for programs.",

@@ -18,7 +18,7 @@ from threading import RLock
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from qconvert.cli.verbosity import is_quiet, is_verbose
+from qconvert.cli.command import is_quiet, is_verbose
 from qconvert.core.regular import writing
 from qconvert.core.say import log_line, say, say_log, shown_line
 

@@ -3,55 +3,49 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from qconvert.cli.calibration import CALIBRATION, calibration_from, flag, split_options
-from qconvert.cli.command import Command
-from qconvert.cli.convert import CONVERSION, RunOptions, convert, with_kv_scale
+from qconvert.cli.calibration import CALIBRATION, Asked, calibration_from, flag
+from qconvert.cli.convert import conversion
 from qconvert.cli.options import (
     DIALECT_HELP,
     IGNORE,
     INPUT_SCALE,
     KV_SCALE,
     LINEAR_TARGETS,
-    OUT,
     SHARED_EXPERTS,
-    SOURCE,
     STATS,
     TARGETS,
     TP,
-    from_options,
     made_for,
+    rare,
 )
 
 if TYPE_CHECKING:
     from qconvert.core.encodings import Dialect
+    from qconvert.plan.plan import Pass
+
+_BITS = click.option(
+    "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per code."
+)
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@click.option(
-    "--format", "form", required=True, metavar="NAME",
-    help="What to write: int8, mxfp4, mxfp8, or a format that another package adds.",
+@conversion(
+    click.option(
+        "--format", "form", required=True, metavar="NAME",
+        help="What to write: int8, mxfp4, mxfp8, or a format that another package adds.",
+    ),
+    TARGETS, IGNORE, SHARED_EXPERTS, TP,
 )  # fmt: skip
-@TARGETS
-@IGNORE
-@SHARED_EXPERTS
-@TP
-@CONVERSION
 def quantize(
-    source: str,
-    out: Path | str,
     form: str,
     targets: tuple[str, ...],
     ignore: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,
-    **options: Unpack[RunOptions],
-) -> None:
+) -> Pass:
     """Quantize the routed experts of SRC, or what --targets names, to a format by its name.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes any format that looks at a row of
@@ -66,32 +60,17 @@ def quantize(
     """
     from qconvert.passes.quantize import Quantize
     from qconvert.plan.pass_options import EXPERTS
-    from qconvert.recipe.recipe import Recipe
 
-    with from_options():
-        step = Quantize(form, targets or (EXPERTS,), ignore, shared_experts, tp)
-    convert(Recipe("quantize", (step,), options["max_shard_size"]), source, out, options)
+    return Quantize(form, targets or (EXPERTS,), ignore, shared_experts, tp)
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@click.option(
-    "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per code."
-)
-@TARGETS
-@SHARED_EXPERTS
-@TP
-@CONVERSION
+@conversion(_BITS, TARGETS, SHARED_EXPERTS, TP)
 def mx(
-    source: str,
-    out: Path | str,
     bits: Literal["4", "8"],
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,
-    **options: Unpack[RunOptions],
-) -> None:
+) -> Pass:
     """Quantize the routed experts of SRC, or all its linear layers, to MXFP4 or MXFP8.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a power-of-two scale
@@ -107,31 +86,16 @@ def mx(
     """
     from qconvert.passes.quantize import ToMx
     from qconvert.plan.pass_options import EXPERTS
-    from qconvert.recipe.recipe import Recipe
 
-    with from_options():
-        chosen = targets or (EXPERTS,)
-        step = ToMx("mxfp4" if bits == "4" else "mxfp8", chosen, shared_experts, tp)
-    convert(Recipe("mx", (step,), options["max_shard_size"]), source, out, options)
+    return ToMx("mxfp4" if bits == "4" else "mxfp8", targets or (EXPERTS,), shared_experts, tp)
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@LINEAR_TARGETS
-@SHARED_EXPERTS
-@TP
-@KV_SCALE
-@CONVERSION
+@conversion(LINEAR_TARGETS, SHARED_EXPERTS, TP, KV_SCALE)
 def int8(
-    source: str,
-    out: Path | str,
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
     tp: int | None,
-    kv_scale: float | None,
-    **options: Unpack[RunOptions],
-) -> None:
+) -> Pass:
     """Quantize all linear layers of SRC, or its routed experts, to INT8 for INT8 activations (W8A8).
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a scale a row, in
@@ -147,37 +111,28 @@ def int8(
     """
     from qconvert.passes.quantize import ToInt8
     from qconvert.plan.pass_options import LINEAR
-    from qconvert.recipe.recipe import Recipe
 
-    with from_options():
-        chosen = targets or (LINEAR,)
-        step = ToInt8(chosen, shared_experts, tp)
-    steps = with_kv_scale(step, kv_scale)
-    convert(Recipe("int8", steps, options["max_shard_size"]), source, out, options)
+    return ToInt8(targets or (LINEAR,), shared_experts, tp)
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@click.option(
-    "--dialect", required=True, type=click.Choice(["compressed-tensors", "modelopt"]),
-    help=DIALECT_HELP,
+@conversion(
+    click.option(
+        "--dialect", required=True, type=click.Choice(["compressed-tensors", "modelopt"]),
+        help=DIALECT_HELP,
+    ),
+    TARGETS,
+    SHARED_EXPERTS,
+    TP,
+    STATS,
+    click.option(
+        "--weight-only", is_flag=True,
+        help="Store no input scales: activations stay bf16, as without --stats and --input-scale.",
+    ),
+    INPUT_SCALE,
+    KV_SCALE,
+    CALIBRATION,
 )  # fmt: skip
-@TARGETS
-@SHARED_EXPERTS
-@TP
-@STATS
-@click.option(
-    "--weight-only", is_flag=True,
-    help="Store no input scales: activations stay bf16, as without --stats and --input-scale.",
-)  # fmt: skip
-@INPUT_SCALE
-@KV_SCALE
-@CALIBRATION
-@CONVERSION
 def nvfp4(
-    source: str,
-    out: Path | str,
     dialect: Dialect,
     targets: tuple[str, ...],
     shared_experts: Literal["quantize", "keep"] | None,
@@ -185,9 +140,9 @@ def nvfp4(
     stats: Path | None,
     weight_only: bool,
     input_scale: float | None,
-    kv_scale: float | None,
-    **given: Any,
-) -> None:
+    gptq: bool,
+    asked: Asked,
+) -> Pass:
     """Quantize the routed experts of SRC, or all its linear layers, to NVFP4.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes what compressed-tensors or
@@ -209,13 +164,9 @@ def nvfp4(
     """
     from qconvert.passes.nvfp4 import ToNvfp4
     from qconvert.plan.pass_options import EXPERTS
-    from qconvert.recipe.recipe import Recipe
 
-    asked, options = split_options(given)
-    scales = None
-    if not asked["gptq"]:
-        scales, asked["scales"] = asked["scales"], None
-    elif asked["signs"] is not None:
+    scales = None if gptq else asked.pop("scales", None)
+    if gptq and "signs" in asked:
         raise click.UsageError(
             "--set signs is of INT4: block scales of NVFP4 are above 0, so omit it"
         )
@@ -224,45 +175,38 @@ def nvfp4(
     if input_scale is not None and (stats is not None or weight_only):
         other = "--stats" if stats is not None else "--weight-only"
         raise click.UsageError(f"--input-scale is a constant for all: omit {other}")
-    with from_options():
-        chosen = targets or (EXPERTS,)
-        step = ToNvfp4(
-            dialect, chosen, weight_only, None if stats is None else str(stats), shared_experts, tp,
-            input_scale, scales or "amax", calibration_from(asked),
-        )  # fmt: skip
-    steps = with_kv_scale(step, kv_scale)
-    convert(Recipe("nvfp4", steps, options["max_shard_size"]), source, out, options)
+    return ToNvfp4(
+        dialect, targets or (EXPERTS,), weight_only, None if stats is None else str(stats),
+        shared_experts, tp, input_scale, scales or "amax", calibration_from(asked, gptq=gptq),
+    )  # fmt: skip
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@click.option(
-    "--compressed-tensors", "packed", is_flag=True,
-    help="Write compressed-tensors' names, scales and config, not those that DeepSeek and Qwen publish "
-    "(implied by --channel).",
+@conversion(
+    click.option(
+        "--compressed-tensors", "packed", is_flag=True,
+        help="Write compressed-tensors' names, scales and config, not those that DeepSeek and Qwen "
+        "publish (implied by --channel).",
+    ),
+    click.option(
+        "--block", type=click.IntRange(min=1), default=None, show_default="128",
+        help="Rows and columns that share a scale.",
+    ),
+    click.option("--channel", is_flag=True, help="Store a scale for each row instead."),
+    click.option("--tensor", is_flag=True, help="Store a scale for each matrix instead."),
+    click.option(
+        "--ue8m0", is_flag=True,
+        help="Store scales that are powers of two, rounded up before codes are rounded (scale_fmt: "
+        "ue8m0).",
+    ),
+    LINEAR_TARGETS,
+    SHARED_EXPERTS,
+    TP,
+    STATS,
+    INPUT_SCALE,
+    KV_SCALE,
+    made_for("sglang or vllm", "sglang", "vllm"),
 )  # fmt: skip
-@click.option(
-    "--block", type=click.IntRange(min=1), default=None, show_default="128",
-    help="Rows and columns that share a scale.",
-)  # fmt: skip
-@click.option("--channel", is_flag=True, help="Store a scale for each row instead.")
-@click.option("--tensor", is_flag=True, help="Store a scale for each matrix instead.")
-@click.option(
-    "--ue8m0", is_flag=True,
-    help="Store scales that are powers of two, rounded up before codes are rounded (scale_fmt: ue8m0).",
-)  # fmt: skip
-@LINEAR_TARGETS
-@SHARED_EXPERTS
-@TP
-@STATS
-@INPUT_SCALE
-@KV_SCALE
-@made_for("sglang or vllm", "sglang", "vllm")
-@CONVERSION
 def fp8(
-    source: str,
-    out: Path | str,
     packed: bool,
     block: int | None,
     channel: bool,
@@ -273,10 +217,8 @@ def fp8(
     tp: int | None,
     stats: Path | None,
     input_scale: float | None,
-    kv_scale: float | None,
     consumer: str | None,
-    **options: Unpack[RunOptions],
-) -> None:
+) -> Pass:
     """Quantize all linear layers of SRC that runtimes load so, or its routed experts, to FP8.
 
     Reads BF16, FP16, FP32, FP8 with other scales, or packed INT4, and writes E4M3 codes, rounded with
@@ -300,7 +242,6 @@ def fp8(
     """
     from qconvert.passes.fp8 import BLOCK, ToFp8
     from qconvert.plan.pass_options import LINEAR
-    from qconvert.recipe.recipe import Recipe
 
     if channel and block is not None:
         raise click.UsageError("--channel stores a scale a row: omit --block")
@@ -315,21 +256,18 @@ def fp8(
         raise click.UsageError("runtimes take --stats beside a scale a matrix only: add --tensor")
     if stats is not None and input_scale is not None:
         raise click.UsageError("--input-scale is a constant for all: omit --stats")
-    with from_options():
-        step = ToFp8(
-            dialect="compressed-tensors" if packed or channel else "fp8",
-            block=None if channel else block or BLOCK,
-            exponents=ue8m0,
-            targets=targets or (LINEAR,),
-            shared_experts=shared_experts,
-            tp=tp,
-            tensor=tensor,
-            input_scale=input_scale,
-            stats=None if stats is None else str(stats),
-            consumer=consumer,
-        )
-    steps = with_kv_scale(step, kv_scale)
-    convert(Recipe("fp8", steps, options["max_shard_size"]), source, out, options)
+    return ToFp8(
+        dialect="compressed-tensors" if packed or channel else "fp8",
+        block=None if channel else block or BLOCK,
+        exponents=ue8m0,
+        targets=targets or (LINEAR,),
+        shared_experts=shared_experts,
+        tp=tp,
+        tensor=tensor,
+        input_scale=input_scale,
+        stats=None if stats is None else str(stats),
+        consumer=consumer,
+    )
 
 
 def _group(context: click.Context, parameter: click.Parameter, text: str) -> int | None:
@@ -337,45 +275,40 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
     return None if text == "channel" else int(text)
 
 
-@click.command(cls=Command)
-@SOURCE
-@OUT
-@click.option(
-    "--rtn", is_flag=True, help="Round to nearest: needs no data, and reads the source once."
-)
-@click.option(
-    "--bits", type=click.Choice(["4", "8"]), default="4", show_default=True, help="Bits per code."
-)
-@click.option(
-    "--group-size", type=click.Choice(["32", "64", "128", "channel"]), default="128",
-    callback=_group, show_default=True, help="Columns that share a scale; `channel`: a whole row.",
+@conversion(
+    click.option(
+        "--rtn", is_flag=True, help="Round to nearest: needs no data, and reads the source once."
+    ),
+    _BITS,
+    click.option(
+        "--group-size", type=click.Choice(["32", "64", "128", "channel"]), default="128",
+        callback=_group, show_default=True, help="Columns that share a scale; `channel`: a whole row.",
+    ),
+    click.option("--asymmetric", is_flag=True, help="Store a zero point with each scale."),
+    click.option(
+        "--packing",
+        type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]), default="compressed-tensors",
+        show_default=True,
+        help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored.",
+    ),
+    TARGETS,
+    IGNORE,
+    SHARED_EXPERTS,
+    TP,
+    rare(
+        "--leave-bf16", is_flag=True,
+        help="Leave a linear layer unquantized whose columns are not whole groups, instead of refusing.",
+    ),
+    rare(
+        "--actorder", type=click.Choice(["static", "group"]), default=None,
+        help="Order in which --gptq solves columns: by importance within unchanged groups (static), or "
+        "with groups of columns of like importance, which needs g_idx and a runtime that supports it "
+        "(group).",
+    ),
+    KV_SCALE,
+    CALIBRATION,
 )  # fmt: skip
-@click.option("--asymmetric", is_flag=True, help="Store a zero point with each scale.")
-@click.option(
-    "--packing",
-    type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]), default="compressed-tensors",
-    show_default=True,
-    help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored.",
-)  # fmt: skip
-@TARGETS
-@IGNORE
-@SHARED_EXPERTS
-@TP
-@click.option(
-    "--leave-bf16", is_flag=True,
-    help="Leave a linear layer unquantized whose columns are not whole groups, instead of refusing.",
-)  # fmt: skip
-@click.option(
-    "--actorder", type=click.Choice(["static", "group"]), default=None,
-    help="Order in which --gptq solves columns: by importance within unchanged groups (static), or with "
-    "groups of columns of like importance, which needs g_idx and a runtime that supports it (group).",
-)  # fmt: skip
-@KV_SCALE
-@CALIBRATION
-@CONVERSION
 def w4a16(
-    source: str,
-    out: Path | str,
     rtn: bool,
     bits: Literal["4", "8"],
     group_size: int | None,
@@ -387,9 +320,9 @@ def w4a16(
     tp: int | None,
     leave_bf16: bool,
     actorder: Literal["static", "group"] | None,
-    kv_scale: float | None,
-    **given: Any,
-) -> None:
+    gptq: bool,
+    asked: Asked,
+) -> Pass:
     """Quantize the routed experts of SRC, or what --targets names, to packed INT4 or INT8.
 
     All other layers are unchanged, FP8 included, and the config says which is which. Compressed-tensors
@@ -408,41 +341,33 @@ def w4a16(
     """
     from qconvert.passes.w4a16 import ExpertsToW4A16
     from qconvert.plan.pass_options import EXPERTS
-    from qconvert.recipe.recipe import Recipe
 
-    asked, options = split_options(given)
-    if rtn == asked["gptq"]:
+    if rtn == gptq:
         raise click.UsageError("choose how weights are rounded: --rtn, or --gptq with --data")
     if rtn and actorder is not None:
         raise click.UsageError("--actorder needs --gptq")
-    scales, signs = None, None
-    if rtn:
-        scales, asked["scales"] = asked["scales"], None
-        signs, asked["signs"] = asked["signs"], None
-        if signs is not None and scales != "search":
-            raise click.UsageError("--set signs needs --gptq, or --rtn with --scales search")
-    if asymmetric and asked["gptq"]:
-        for name in ("scales", "signs", "refit"):
-            if asked[name] is not None:
-                raise click.UsageError(
-                    f"{flag(name)} is of symmetric codes: --gptq keeps an observer's scales and zero "
-                    "points of asymmetric ones, so omit one of the two"
-                )
-    with from_options():
-        step = ExpertsToW4A16(
-            group_size=group_size,
-            bits=8 if bits == "8" else 4,
-            symmetric=not asymmetric,
-            packing=packing,
-            targets=targets or (EXPERTS,),
-            ignore=ignore,
-            leave_bf16=leave_bf16,
-            tp=tp,
-            actorder=actorder,
-            calibrate=calibration_from(asked),
-            shared_experts=shared_experts,
-            scales=scales or "amax",
-            signs=signs or "both",
-        )
-    steps = with_kv_scale(step, kv_scale)
-    convert(Recipe("w4a16", steps, options["max_shard_size"]), source, out, options)
+    scales = asked.pop("scales", None) if rtn else None
+    signs = asked.pop("signs", None) if rtn else None
+    if signs is not None and scales != "search":
+        raise click.UsageError("--set signs needs --gptq, or --rtn with --scales search")
+    for name in ("scales", "signs", "refit") if asymmetric and gptq else ():
+        if name in asked:
+            raise click.UsageError(
+                f"{flag(name)} is of symmetric codes: --gptq keeps an observer's scales and zero "
+                "points of asymmetric ones, so omit one of the two"
+            )
+    return ExpertsToW4A16(
+        group_size=group_size,
+        bits=8 if bits == "8" else 4,
+        symmetric=not asymmetric,
+        packing=packing,
+        targets=targets or (EXPERTS,),
+        ignore=ignore,
+        leave_bf16=leave_bf16,
+        tp=tp,
+        actorder=actorder,
+        calibrate=calibration_from(asked, gptq=gptq),
+        shared_experts=shared_experts,
+        scales=scales or "amax",
+        signs=signs or "both",
+    )

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.command import Command
-from qconvert.cli.options import DRY_RUN, FINDINGS, JSON, OPENING, TP, Folder, SourceName, made_for
+from qconvert.cli.options import (
+    DRY_RUN,
+    FINDINGS,
+    JSON,
+    OPENING,
+    SOURCE_NAME,
+    TP,
+    Folder,
+    made_for,
+)
 from qconvert.core.say import say, say_json
 from qconvert.core.shown import count
 
@@ -20,7 +29,7 @@ _MOST_LINES = 40  # of a diff: an ignore list may have a line a layer
 
 
 @click.command(cls=Command)
-@click.argument("source", metavar="REPO", type=SourceName())
+@click.argument("source", metavar="REPO", type=SOURCE_NAME)
 @click.option(
     "--out",
     type=Folder(),

@@ -14,7 +14,7 @@ import click
 
 from qconvert import __version__
 from qconvert.cli.command import Command
-from qconvert.cli.options import FINDINGS, JSON, OPENING, SourceName
+from qconvert.cli.options import FINDINGS, JSON, OPENING, SOURCE_NAME
 from qconvert.core.extras import EXTRAS
 from qconvert.core.say import say, say_json
 from qconvert.core.shown import count, format_size
@@ -32,7 +32,7 @@ _PATH = re.compile(r"(?<![\w.])(?:[a-z][a-z0-9+.-]*://|~?/)[^\s'\",;:()]*[^\s'\"
 
 
 @click.command(cls=Command)
-@click.argument("source", metavar="[FOLDER]", type=SourceName(), required=False)
+@click.argument("source", metavar="[FOLDER]", type=SOURCE_NAME, required=False)
 @click.option(
     "--paths",
     is_flag=True,
@@ -143,8 +143,7 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _made(checkpoint: Checkpoint, *, paths: bool) -> Iterator[str]:
     """The lines of `inspect` on the manifest; the source's repo only with `paths`."""
-    from qconvert.cli.inspect_report import inspect_json
-    from qconvert.cli.provenance import provenance_lines
+    from qconvert.cli.inspect_report import inspect_json, provenance_lines
 
     if checkpoint.manifest is not None:
         base = inspect_json(checkpoint)["made_from"] if paths else None

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.command import Command
+from qconvert.cli.command import VERBOSITY, Command, is_quiet
 from qconvert.cli.options import JSON, OUT_FOLDER
 from qconvert.cli.profile import PROFILE
-from qconvert.cli.verbosity import VERBOSITY, is_quiet
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:

@@ -4,34 +4,48 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from qconvert.cli import completion
 from qconvert.cli.calibration import DATA, split_data
-from qconvert.cli.carry_out import carry_out, checked, end_with, tell_next
-from qconvert.cli.command import Command
-from qconvert.cli.convert import RUNNING, RunOptions, convert, dump_after, plan_options, share_line
-from qconvert.cli.options import OUT, SOURCE, FolderOrRepo, Partition, SourceName, made_for
-from qconvert.cli.verbosity import is_quiet, is_verbose
+from qconvert.cli.carry_out import checked, end_with, tell_next
+from qconvert.cli.command import Command, is_quiet, is_verbose
+from qconvert.cli.convert import (
+    RUNNING,
+    CommandOptions,
+    convert,
+    dump_after,
+    planned_and_run,
+    share_line,
+)
+from qconvert.cli.options import OUT, PARTITION, SOURCE, SOURCE_NAME, Folder, made_for
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
-    from qconvert.api import Outlook, PlannedStages
+    from qconvert.api import DryRun, PlannedStages
 
 
-def _show(planned: PlannedStages, looks: tuple[Outlook, ...], options: RunOptions) -> None:
+def _show(planned: PlannedStages, options: CommandOptions) -> None:
     """As `show_plan` shows one folder: a line a stage, and what the run would find and refuse."""
-    from qconvert.cli.plan_report import drop_lines, loss_lines, outlook_json, outlook_lines
+    from qconvert.api import check_dry_run
 
-    err = not options["dry_run"]
-    if options["as_json"]:
+    looks = planned.dry_run() if options.dry_run else ()
+    _say(planned, looks, options)
+    check_dry_run(looks)
+
+
+def _say(planned: PlannedStages, looks: tuple[DryRun, ...], options: CommandOptions) -> None:
+    from qconvert.cli.plan_report import drop_lines, dry_run_json, dry_run_lines, loss_lines
+
+    err = not options.dry_run
+    if options.as_json:
         listed = _stages_json(planned)
         if looks:
             listed["refusals"] = [text for look in looks for text in look.refusals]
             for entry, look in zip(listed["stages"], looks[1:], strict=True):
-                entry.update(outlook_json(look))
+                entry.update(dry_run_json(look))
         say_json(listed)
         return
     assert planned.whole is not None
@@ -42,7 +56,7 @@ def _show(planned: PlannedStages, looks: tuple[Outlook, ...], options: RunOption
     if err and is_quiet():
         shown = tuple(line for line in shown if line.startswith("warning "))
     say(*shown, err=err)
-    for line in (line for look in looks for line in outlook_lines(look)):
+    for line in (line for look in looks for line in dry_run_lines(look)):
         say(line)
 
 
@@ -106,11 +120,11 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
 
 @click.command(cls=Command)
 @SOURCE
-@click.argument("out", type=FolderOrRepo())
+@click.argument("out", type=Folder(repos=True))
 @click.option(
     "--pp",
     required=True,
-    type=Partition(),
+    type=PARTITION,
     metavar="15,15,15,16|N",
     help="Layers of each stage, or a number of stages to split as the runtime would.",
 )
@@ -155,47 +169,43 @@ def split(
     """
     from qconvert import api
 
-    data, rest = split_data(given)
+    data, options = split_data(given)
     if data and recipe is None:
         raise click.UsageError("calibration data needs a --recipe that calibrates")
     if "," not in pp and consumer is None:
         raise click.UsageError("runtimes split differently: add --for sglang or --for vllm")
     if balance and "," in pp:
         raise click.UsageError(f"--balance chooses the layers of each stage: give --pp N, not {pp}")
-    options = cast(RunOptions, {**rest, "print_recipe": False})  # stages are not a recipe
-    if options["validate"] is not None and isinstance(out, str):
+    if options.validate is not None and isinstance(out, str):
         raise click.UsageError(
             "--validate: stages on the Hub are validated each by itself, afterwards"
         )
-    if options["validate"] is not None and options["as_json"]:
+    if options.validate is not None and options.as_json:
         raise click.UsageError("--validate and --json: split first, then `validate STAGES --json`")
     passes = api.load_recipe(recipe, data) if recipe else api.Recipe("split", ())
-    if options["dump_after"] is not None:
+    if options.dump_after is not None:
         dump_after(passes, source, options)
         return
-    planned = api.plan_stages(
-        passes, source, out, pp, consumer, link=not copy, balance=balance, **plan_options(options)
-    )
-    looks = planned.foreseen() if options["dry_run"] else ()
-    _show(planned, looks, options)
-    api.check_foreseen(looks)
-    if not options["dry_run"]:
-        for part in planned.parts:
-            carry_out(part, options, source, part=True)
-    if not options["as_json"]:
+    planned = planned_and_run(
+        lambda opened, more: api.plan_stages(
+            passes, opened, out, pp, consumer, link=not copy, balance=balance, **more
+        ),
+        source, options, passes.passes, show=_show,
+    )  # fmt: skip
+    if not options.as_json:
         say("set " + " or ".join(planned.environment))
-    if options["validate"] and not options["dry_run"] and options["shard"] is None:
+    if options.validate and not options.dry_run and options.shard is None:
         end_with([checked(out, source, options)])
-    silent = options["dry_run"] or options["as_json"] or options["shard"] is not None
-    if not silent and options["validate"] is None:
+    silent = options.dry_run or options.as_json or options.shard is not None
+    if not silent and options.validate is None:
         tell_next([str(out)], source, None, validated=False)
 
 
 @click.command(cls=Command)
-@click.argument("stages", type=SourceName())
+@click.argument("stages", type=SOURCE_NAME)
 @OUT
 @RUNNING
-def join(stages: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
+def join(stages: str, out: Path | str, **given: Any) -> None:
     """Join the stages that `split` made.
 
     \b
@@ -205,7 +215,7 @@ def join(stages: str, out: Path | str, **options: Unpack[RunOptions]) -> None:
     from qconvert.checkpoint.open import local, open_stages
     from qconvert.recipe.recipe import Recipe
 
-    options["print_recipe"] = False  # stages are not a recipe
-    recipe = Recipe("join", (), options["max_shard_size"])
-    opened = open_stages(local(stages), follow_links=options["follow_links"])
+    options = CommandOptions(**given)
+    recipe = Recipe("join", (), options.max_shard_size)
+    opened = open_stages(local(stages), follow_links=options.follow_links)
     convert(recipe, opened, out, options)

@@ -8,22 +8,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.cli.command import Command
+from qconvert.cli.command import VERBOSITY, Command
 from qconvert.cli.options import (
-    AGAINST,
+    BRANCH,
     DRY_RUN,
     FINDINGS,
     JSON,
     OPENING,
-    PRIVATE,
-    Branch,
+    SAMPLE_LEVEL,
     Folder,
-    base_model,
-    level,
+    option_of,
 )
 from qconvert.cli.progress import Bar
-from qconvert.cli.verbosity import VERBOSITY
 from qconvert.core.say import say, say_json
+from qconvert.run.options import RunOptions
+from qconvert.validation.options import ValidateOptions
 
 if TYPE_CHECKING:
     from qconvert.hub.upload import Arrived, Pending
@@ -36,20 +35,20 @@ _MOST_LISTED = 12
 @click.command(cls=Command)
 @click.argument("folder", metavar="DIR", type=Folder())
 @click.argument("repo", metavar="ORG/NAME")
-@PRIVATE
+@option_of(RunOptions, "private")
 @click.option(
     "--revision",
     metavar="BRANCH",
-    type=Branch(),
+    type=BRANCH,
     help="Commit to a branch; it is created if missing.",
 )
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing.")
 @click.option(
     "--commit-message", metavar="TEXT", help="Title of the commit. [default: what made DIR]"
 )
-@base_model("what README.md names")
-@AGAINST
-@level("sample")
+@option_of(RunOptions, "base_model", default="what README.md names")
+@option_of(ValidateOptions, "against")
+@SAMPLE_LEVEL
 @click.option("--no-card", is_flag=True, help="Do not write the model card.")
 @click.option(
     "--read-back", is_flag=True, help="After the upload fetch every file and compare its bytes."

@@ -17,7 +17,8 @@ from qconvert.core.regular import read_regular
 from qconvert.evaluate.result import WEIGHTS_ONLY, Evaluation
 from qconvert.evaluate.side import Side, side_of
 from qconvert.run.events import Events, Silent
-from qconvert.samples.data import DataSpec, digest, load_tokens
+from qconvert.samples.data import digest, load_tokens
+from qconvert.samples.request import DataSpec
 from qconvert.samples.tokenizer import MOST_TOKENIZER, tokenizer_files
 
 if TYPE_CHECKING:

@@ -25,7 +25,11 @@ Reader = Callable[[Plan, str], Read | None]
 @cache
 def formats() -> Mapping[str, Format]:
     """Every format by name: those of other packages, then ours, in the order in which they are asked.
-    Raises QConvertError for two of one name, and for a package that cannot be imported."""
+    Raises QConvertError for two of one name, and for a package that cannot be imported.
+
+    >>> api.formats()["mxfp4"].parameters
+    ('weight_packed', 'weight_scale')
+    """
     ours, added = _known()
     every = [*added, *sorted(ours, key=lambda one: one.order)]
     found = {one.name: one for one in every}

@@ -46,7 +46,7 @@ def hub_destination(where: str) -> Repo:
     return found
 
 
-def check_streamed(repo: Repo, shard: str | None, engine: EngineName) -> None:
+def check_streamed(repo: Repo, shard: object | None, engine: EngineName) -> None:
     """Raise UsageError for runs that several machines do together: shards are sent by one."""
     if shard is not None or engine != "local":
         what = "--shard" if shard is not None else f"--engine {engine}"

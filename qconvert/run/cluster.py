@@ -27,7 +27,7 @@ def check_address(address: str) -> None:
         raise UsageError(f"--address {address[:60]!r}: write HOST:PORT, auto or local")
 
 
-def check_engine(engine: str, address: str | None, shard: str | None) -> None:
+def check_engine(engine: str, address: str | None, shard: object | None) -> None:
     """Raise UsageError for options that exclude one another, and words that are none."""
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine[:40]!r}: write one of {', '.join(ENGINES)}")

@@ -28,7 +28,7 @@ State = Literal["new", "unfinished", "finished"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class DryRun:
     """Findings of a dry run in the folder `out`, and why it would refuse to begin; `done` of `units`
     units are finished there; `damaged` are files of a finished result that a run would make again. A
     state of None: the refusals left nothing to be said of it. `url`: where in a store it is sent."""
@@ -89,7 +89,7 @@ def unfinished(out: Path) -> list[Path]:
     return [folder for folder in (out, *stages) if (folder / WORK_DIR).is_dir()]
 
 
-def foreseen(parts: Parts, *, backend: Backend | None = None) -> list[Outlook]:
+def dry_run(parts: Parts, *, backend: Backend | None = None) -> list[DryRun]:
     """Return what `run_together` would find in each folder and refuse to begin, by its own checks,
     without a write. Refusals of the folders as a whole are listed with the first one's."""
     common: list[str] = []
@@ -119,7 +119,7 @@ def foreseen(parts: Parts, *, backend: Backend | None = None) -> list[Outlook]:
     left = spaces[0].remembered if spaces[0] is not None else None  # it speaks of all folders
     done = {"finished": units, "unfinished": 0 if left is None else len(left.units)}
     return [
-        Outlook(out, None if space is None else space.state,
+        DryRun(out, None if space is None else space.state,
                 0 if space is None else done.get(space.state, 0), units, tuple(refusals), faults)
         for (_, out), space, refusals, faults in zip(parts, spaces, own, damaged, strict=True)
     ]  # fmt: skip

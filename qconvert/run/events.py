@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
+
+# Called after each write with the bytes written and the bytes to write in total.
+Callback = Callable[[int, int], None]
 
 
 class Events(Protocol):
@@ -41,3 +44,22 @@ class Silent:
 
     def phase(self, text: str) -> None:
         pass
+
+
+class Counted(Silent):
+    """Events that call a function."""
+
+    def __init__(self, tell: Callback) -> None:
+        self._tell, self._total, self._done = tell, 0, 0
+
+    @staticmethod
+    def of(events: Events | Callback | None) -> Events | None:
+        """Events as they are, or those of a function."""
+        return Counted(events) if callable(events) else events
+
+    def start(self, total: int, done: int) -> None:
+        self._total, self._done = total, done
+
+    def wrote(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._tell(self._done, self._total)

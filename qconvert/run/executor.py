@@ -16,8 +16,9 @@ from qconvert.run.events import Events, Silent
 from qconvert.run.files import Files
 from qconvert.run.local import LocalEngine
 from qconvert.run.memory import Share
+from qconvert.run.options import RunOptions
 from qconvert.run.preflight import check_backend, check_parts, is_finished
-from qconvert.run.prepare import Options, Prepared
+from qconvert.run.prepare import Prepared
 from qconvert.run.resume import Progress
 from qconvert.run.run_units import follow, run_units
 from qconvert.run.staging import Judge, Staged, publish_order, stage_the_rest
@@ -35,7 +36,7 @@ class RunResult:
     whether it had been finished before. `repaired` are files of a finished folder that were not as
     they had been made, and are again, with what was wrong. A shard's run publishes nothing:
     `published` is false, and `nbytes` are those of its own units; of a machine that only takes part in a
-    calibration they are none. Where the run's time was over first (`Options.until`), `left_units` are
+    calibration they are none. Where the run's time was over first (`RunOptions.until`), `left_units` are
     left to the same call, with `left_bytes` to write."""
 
     out: Path
@@ -55,7 +56,7 @@ class RunResult:
 def execute(
     plan: Plan,
     out: Path,
-    options: Options | None = None,
+    options: RunOptions | None = None,
     *,
     events: Events | None = None,
     files: Files | None = None,
@@ -70,7 +71,7 @@ def execute(
     """
     from qconvert.run.prepare import prepare
 
-    ready = prepare(plan, options or Options())
+    ready = prepare(plan, options or RunOptions())
     return run_prepared(ready, out, events=events, files=files, backend=backend)
 
 
@@ -140,7 +141,7 @@ def _run_together(
         return _results(begun, published=publishes)
 
 
-def engine_of(options: Options, outlets: Sequence[UploadTarget] = ()) -> Engine:
+def engine_of(options: RunOptions, outlets: Sequence[UploadTarget] = ()) -> Engine:
     """Return what runs the units, as the options have it. Each engine is imported where it is used: with
     the others a start took 20 ms more."""
     if outlets:

@@ -29,8 +29,8 @@ from qconvert.run.upload_target import Sent
 if TYPE_CHECKING:
     from qconvert.run.unit_runner import UnitResult
 
-# A sync waits for the disk, so units are committed in batches: after this much output or time.
-COMMIT_BYTES = 256 << 20
+# A sync waits for the disk, so units are committed in batches: after this time, or so much output as
+# the run's options say.
 COMMIT_SECONDS = 5.0
 # Bytes of one line: a unit may hold the records of many tensors, each with many sources.
 _LONGEST = SMALL

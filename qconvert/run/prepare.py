@@ -19,50 +19,17 @@ from qconvert.plan.plan import Plan
 from qconvert.plan.units import Unit, units
 from qconvert.run.fetch import FETCH_BYTES
 from qconvert.run.files import can_link, existing_parent
-from qconvert.run.journal import COMMIT_BYTES
 from qconvert.run.memory import SEND_BYTES, Share, share_out
-from qconvert.run.shards import DEFAULT_SHARD_BYTES, Link, ShardLayout, lay_out
-from qconvert.run.until import Until
+from qconvert.run.options import DEFAULT_SHARD_BYTES, RunOptions
+from qconvert.run.shards import Link, ShardLayout, lay_out
 
 if TYPE_CHECKING:
-    from qconvert.run.cluster import EngineName
-    from qconvert.run.division import Shard
     from qconvert.run.schedule import Room
 
 # Journal, receipt and index lines of one tensor, generously.
 _RECORD_BYTES = 2048
 
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a run. None lets qconvert choose: `memory` 1 GiB, or what the plan and a worker for
-    each core need, half of what is free at most; `jobs` the cores that pay. Sizes in bytes.
-    `commit_bytes` is how much work a crash may lose. `link_near`, the output folder, lets source
-    files that a plan may hold as they are stand in by hard link where they are on the same disk.
-    `verify` hashes all that an earlier run left, not only what it wrote last. `shard`: the run is
-    that part of a larger one, whose folder others fill too, and publishes nothing; `finish`
-    publishes what all of them did, and refuses a folder where units are missing. `command` is noted
-    in a shard's journal, as what it was started by. `engine`: the units are run here, or on the Ray
-    cluster at `address` (None: the one that this machine belongs to), whose nodes give `memory` each.
-    `until`: the run stops by then, and leaves what it has not done to the same run again.
-    `disk_budget` is the most disk that a run may take, None for no limit. `streamed`: files are sent
-    elsewhere while the run goes on, and removed here."""
-
-    memory: int | None = None
-    jobs: int | None = None
-    max_shard_size: int = DEFAULT_SHARD_BYTES
-    sha256: bool = False
-    commit_bytes: int = COMMIT_BYTES
-    link_near: Path | None = None
-    verify: bool = False
-    shard: Shard | None = None
-    finish: bool = False
-    command: tuple[str, ...] = ()
-    engine: EngineName = "local"
-    address: str | None = None
-    until: Until | None = None
-    disk_budget: int | None = None
-    streamed: bool = False
+Options = RunOptions
 
 
 @dataclass(frozen=True)
@@ -72,7 +39,7 @@ class Prepared:
     share in common, and the `room` on disk of a run that sends its files."""
 
     plan: Plan
-    options: Options
+    options: RunOptions
     fingerprint: str
     units: tuple[Unit, ...]
     layout: ShardLayout
@@ -80,14 +47,14 @@ class Prepared:
     room: Room | None = None
 
 
-def prepare(plan: Plan, options: Options) -> Prepared:
+def prepare(plan: Plan, options: RunOptions) -> Prepared:
     """Cut the plan into units and files and share out the memory. Raises PlanError where a unit
     cannot fit. Reads no tensor data and writes nothing."""
     return prepare_together([plan], options)[0]
 
 
 @phase("prepare")
-def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
+def prepare_together(plans: Sequence[Plan], options: RunOptions) -> list[Prepared]:
     """As `prepare`, for plans over one checkpoint that share computed values: each value is computed
     once, and written for every plan that wants it. Their tensors must have different names."""
     from qconvert.run.cluster import check_installed
@@ -112,20 +79,20 @@ def prepare_together(plans: Sequence[Plan], options: Options) -> list[Prepared]:
     ]
 
 
-def _laid_out(plans: Sequence[Plan], options: Options) -> list[ShardLayout]:
+def _laid_out(plans: Sequence[Plan], options: RunOptions) -> list[ShardLayout]:
     """The files of each plan."""
     layouts = []
     for plan in plans:
         metadata = {"format": plan.checkpoint.metadata.get("format", "pt"), **plan.metadata}
         links = []
         if options.link_near is not None:
-            links = _links(plan, options.link_near, options.max_shard_size)
-        layouts.append(lay_out(plan.tensors, options.max_shard_size, metadata, links))
+            links = _links(plan, options.link_near, options.shard_bytes)
+        layouts.append(lay_out(plan.tensors, options.shard_bytes, metadata, links))
     return layouts
 
 
 def _prepare_streamed(
-    plans: Sequence[Plan], options: Options, cut: tuple[Unit, ...], share: Share
+    plans: Sequence[Plan], options: RunOptions, cut: tuple[Unit, ...], share: Share
 ) -> list[Prepared]:
     """Plans whose files are sent while they are made. Where shards of the default size are too large for
     the disk budget, smaller ones are taken. Raises PlanError where none fit."""
@@ -135,7 +102,7 @@ def _prepare_streamed(
     rest = sum(map(_beside, plans))
     layouts = _laid_out(plans, options)
     room = room_for(cut, layouts, rest, budget)
-    chosen = options.max_shard_size != DEFAULT_SHARD_BYTES
+    chosen = options.shard_bytes != DEFAULT_SHARD_BYTES
     sizes = iter(() if budget is None or chosen else smaller_shards(budget))
     least = room.least
     while budget is not None and room.least > budget:
@@ -151,7 +118,7 @@ def _prepare_streamed(
     ]
 
 
-def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: Options) -> Share:
+def _share(first: Plan, workers: Sequence[Unit], tensors: int, options: RunOptions) -> Share:
     """Return what each worker gets. Those that read a store have its client, too."""
     from qconvert.run.memory import share_on_cluster
 

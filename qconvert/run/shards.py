@@ -20,7 +20,6 @@ from qconvert.core.names import in_model_order
 
 # Bytes that an element's place is a multiple of.
 _WIDTHS = {dtype: max(1, bits // 8) for dtype, bits in DTYPE_BITS.items()}
-DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers long used; every loader copes with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def identity_of(ready: Prepared) -> dict[str, Any]:
         "source": checkpoint.header_digest,
         "source_sample": checkpoint.sample_digest,
         "passes": [{"name": entry.name, "options": entry.options} for entry in ready.plan.log],
-        "max_shard_size": ready.options.max_shard_size,
+        "max_shard_size": ready.options.shard_bytes,
         "sha256": ready.options.sha256,
         "linked": [file.name for file in ready.layout.files if file.link is not None],
         "stat": [shard.stat for shard in checkpoint.shards],

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -29,7 +28,9 @@ from qconvert.core.json_text import parse_json
 from qconvert.core.regular import open_regular, read_regular
 from qconvert.core.say import say
 from qconvert.core.shown import count
-from qconvert.samples.readers import DATASET, DatasetRows, JsonLines, Samples, TensorRows, Windows
+from qconvert.samples.readers import DatasetRows, JsonLines, Samples, TensorRows, Windows
+from qconvert.samples.request import DATASET
+from qconvert.samples.request import DataSpec as DataSpec
 from qconvert.samples.tokenizer import Tokenizer, text_windows, tokenizer_files
 
 if TYPE_CHECKING:
@@ -37,54 +38,7 @@ if TYPE_CHECKING:
 
     Ids = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-Kind = Literal["text", "jsonl", "tokens", "dataset", "synthetic"]
-
-_SUFFIXES: dict[str, Kind] = {
-    ".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".safetensors": "tokens",
-}  # fmt: skip
 _RULES = "qconvert calibration data 1"  # goes up when the same files would give other samples
-_SEEDS = 2**32
-
-
-@dataclass(frozen=True, slots=True)
-class DataSpec:
-    """`samples` samples of at most `length` ids each. `column` is the JSONL key, dataset column or
-    tensor to take where it is not the usual one. Raises DataError where it names no data."""
-
-    data: str | None = None
-    samples: int = 512
-    length: int = 2048
-    seed: int = 0
-    synthetic: bool = False
-    column: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.samples < 1 or self.length < 1:
-            raise DataError(f"expected samples of tokens, found {self.samples} x {self.length}")
-        if not 0 <= self.seed < _SEEDS:
-            raise DataError(f"expected a seed from 0 to {_SEEDS - 1}, found {self.seed}")
-        if self.synthetic and self.data is not None:
-            raise DataError(f"--synthetic generates random tokens: omit --data {self.data}")
-        if self.column is not None and self.kind in ("text", "synthetic"):
-            raise DataError(f"text has no column {self.column!r}; omit --column")
-        _ = self.kind  # raises for an unknown form
-
-    @property
-    def kind(self) -> Kind:
-        """Return which form of data it is, from its name."""
-        if self.synthetic:
-            return "synthetic"
-        if self.data is None:
-            raise DataError("calibration needs data: give --data FILE, or --synthetic for a trial")
-        if self.data.startswith(DATASET):
-            return "dataset"
-        kind = _SUFFIXES.get(Path(self.data).suffix.lower())
-        if kind is None:
-            raise DataError(
-                f"{self.data}: expected a name that ends in {', '.join(_SUFFIXES)}, or "
-                f"{DATASET}NAME; convert it to one of these"
-            )
-        return kind
 
 
 def digest(spec: DataSpec, folder: Path) -> str:

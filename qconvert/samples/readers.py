@@ -15,6 +15,7 @@ from qconvert.core.errors import CheckpointError, DataError
 from qconvert.core.extras import require
 from qconvert.core.json_text import parse_json
 from qconvert.core.regular import open_regular
+from qconvert.samples.request import DATASET
 from qconvert.samples.tokenizer import MOST_LINE, ROW_COLUMNS, Tokenizer
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     Ids = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-DATASET = "hf-dataset:"
 _NUMPY = {"I64": "<i8", "I32": "<i4"}
 
 

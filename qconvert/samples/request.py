@@ -4,24 +4,95 @@ only a run computes (`qconvert/calibrate/`)."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import xxhash
-
-from qconvert.core.errors import PlanError
+from qconvert.core.errors import DataError, PlanError
 from qconvert.core.int_scheme import Signs
+from qconvert.core.options import option, options_in
 from qconvert.core.shown import shortened
-from qconvert.samples.data import DataSpec
-from qconvert.samples.data import digest as data_digest
 
 FACT = "calibration"
+DATASET = "hf-dataset:"
+Kind = Literal["text", "jsonl", "tokens", "dataset", "synthetic"]
+
+_SUFFIXES: dict[str, Kind] = {
+    ".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".safetensors": "tokens",
+}  # fmt: skip
+_SEEDS = 2**32
+_DATASET_NAME = re.compile(r"hf-dataset(:[^:]+){1,3}")
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
+_RARER = "A rarer setting."  # docs/calibration.md says what each does
 _PLACES = ("data", "save_stats", "devices", "distributed")
 _MOST_SWEEPS = 1000  # of refits and descents: far more than change anything
 # What only `solver: best` has.
 OF_BEST = ("scales", "signs", "order", "refit", "descent", "propagated_error")
+
+
+def _data_name(given: str) -> str:
+    """Calibration data: a file of a known kind, or hf-dataset:NAME[:SPLIT]."""
+    if DataSpec(data=given).kind == "dataset" and not _DATASET_NAME.fullmatch(given):
+        raise ValueError(f"{given!r}: write hf-dataset:NAME, NAME:SPLIT or NAME:CONFIG:SPLIT")
+    return given
+
+
+def _device(given: str) -> str:
+    if not _DEVICE.fullmatch(given):
+        raise ValueError(f"{given!r} is not a device; write cpu, cuda or cuda:N")
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """`samples` samples of at most `length` ids each. `column` is the JSONL key, dataset column or
+    tensor to take where it is not the usual one. Raises DataError where it names no data."""
+
+    data: str | None = option(
+        None, "Samples: text, JSONL (`text`, or `messages` under the model's chat template), tokenized "
+        "safetensors (`input_ids`), or hf-dataset:NAME[:SPLIT].",
+        kind="data", parse=_data_name, metavar="FILE",
+    )  # fmt: skip
+    samples: int = option(512, "Number of samples.", kind="count", shown="512")
+    length: int = option(2048, "Tokens per sample.", kind="count", least=2, shown="2048", rare=True)
+    seed: int = option(
+        0, "Seed for the choice of samples.", kind="count", least=0, most=_SEEDS - 1, shown="0",
+        rare=True,
+    )  # fmt: skip
+    synthetic: bool = option(
+        False, "Random tokens instead of data. [for trials, not for serving]", rare=True
+    )
+    column: str | None = option(None, "JSONL key or dataset column with the text.", rare=True)
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.length < 1:
+            raise DataError(f"expected samples of tokens, found {self.samples} x {self.length}")
+        if not 0 <= self.seed < _SEEDS:
+            raise DataError(f"expected a seed from 0 to {_SEEDS - 1}, found {self.seed}")
+        if self.synthetic and self.data is not None:
+            raise DataError(f"--synthetic generates random tokens: omit --data {self.data}")
+        if self.column is not None and self.kind in ("text", "synthetic"):
+            raise DataError(f"text has no column {self.column!r}; omit --column")
+        _ = self.kind  # raises for an unknown form
+
+    @property
+    def kind(self) -> Kind:
+        """Return which form of data it is, from its name."""
+        if self.synthetic:
+            return "synthetic"
+        if self.data is None:
+            raise DataError("calibration needs data: give --data FILE, or --synthetic for a trial")
+        if self.data.startswith(DATASET):
+            return "dataset"
+        kind = _SUFFIXES.get(Path(self.data).suffix.lower())
+        if kind is None:
+            raise DataError(
+                f"{self.data}: expected a name that ends in {', '.join(_SUFFIXES)}, or "
+                f"{DATASET}NAME; convert it to one of these"
+            )
+        return kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +117,42 @@ class Calibration(DataSpec):
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
-    dampening_frac: float = 0.01
+    dampening_frac: float = option(0.01, _RARER, setting=True)
     block_size: int = 128
-    experts: Literal["routed", "all"] = "routed"
-    min_tokens: int = 128
-    undersampled: Literal["all", "rtn"] = "all"
-    solver: Literal["best", "llmcompressor"] = "best"
-    scales: Literal["search", "amax"] = "search"
-    signs: Signs = "both"
-    order: Literal["importance", "stored"] = "importance"
-    refit: int = 2
-    descent: int = 2
-    propagated_error: Literal["ignore", "correct"] = "correct"
-    save_stats: str | None = None
-    devices: tuple[str, ...] = ()
-    distributed: bool = False
+    experts: Literal["routed", "all"] = option("routed", _RARER, setting=True)
+    min_tokens: int = option(128, _RARER, setting=True)
+    undersampled: Literal["all", "rtn"] = option("all", _RARER, setting=True)
+    solver: Literal["best", "llmcompressor"] = option(
+        "best", "Of --gptq. `best`: scales are searched for and refitted, columns ordered, codes "
+        "improved one by one. `llmcompressor`: llm-compressor's codes.",
+        choices=("best", "llmcompressor"), shown="best", rare=True,
+    )  # fmt: skip
+    scales: Literal["search", "amax"] = option(
+        "search", "Which scale a group or block of weights gets, in the same format. `amax`: its "
+        "largest weight decides. `search`: the one whose codes lose least, of rounding by squared "
+        "error, of --gptq by what other columns cannot make up for. Asymmetric codes of --gptq keep an "
+        "observer's; amx and kt round as --rounding says.",
+        choices=("amax", "search"), shown="amax; with --gptq search",
+    )  # fmt: skip
+    signs: Signs = option("both", _RARER, setting=True)
+    order: Literal["importance", "stored"] = option("importance", _RARER, setting=True)
+    refit: int = option(2, _RARER, setting=True)
+    descent: int = option(2, _RARER, setting=True)
+    propagated_error: Literal["ignore", "correct"] = option("correct", _RARER, setting=True)
+    save_stats: str | None = option(
+        None, "Save counts of routed experts, moments of their activations, and a map of hot experts "
+        "for --init-expert-location.", kind="folder", parse=str, metavar="DIR", rare=True,
+    )  # fmt: skip
+    devices: tuple[str, ...] = option(
+        (), "Device to compute on, cpu or cuda:N. Repeatable.", kind="device", parse=_device,
+        metavar="NAME", words=("--device", "devices"), repeated=True,
+        shown="all GPUs, else the CPU",
+    )  # fmt: skip
+    distributed: bool = option(
+        False, "Calibrate on several machines, on each of which torchrun or srun starts this command, "
+        "with one SRC and OUT on a file system that they share. RANK, WORLD_SIZE (SLURM_PROCID, "
+        "SLURM_NTASKS) tell them apart; number 0, which writes, is met at MASTER_ADDR, MASTER_PORT.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         DataSpec.__post_init__(self)  # super() does not find a class that slots made anew
@@ -96,7 +188,11 @@ class Calibration(DataSpec):
 def digest_of(request: Calibration, folder: Path) -> str:
     """xxh3-128, hex, of all that decides a result: the data's content under the tokenizer in `folder`,
     and the settings; no path. Raises DataError where the data cannot be read."""
-    settings = fact(request, data_digest(request, folder))
+    import xxhash
+
+    from qconvert.samples.data import digest
+
+    settings = fact(request, digest(request, folder))
     return xxhash.xxh3_128_hexdigest(json.dumps(settings, sort_keys=True).encode())
 
 
@@ -106,3 +202,7 @@ def fact(request: Calibration, digest: str) -> dict[str, Any]:
     left = {*_PLACES, *(() if request.solver == "best" else OF_BEST)}
     names = [field.name for field in fields(request) if field.name not in left]
     return {"data": digest, **{name: getattr(request, name) for name in names}}
+
+
+# Fields that --set takes: rare enough to be no options.
+SETTINGS = tuple(sorted(name for name, (_, one) in options_in(Calibration).items() if one.setting))

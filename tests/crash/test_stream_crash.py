@@ -97,10 +97,10 @@ def run(source: Path, work: Path, moments: Moments | None) -> None:
     room = api.plan("dequant-fp8", source, OUT, **options).folders[0].ready.room
     assert room is not None
     (folder,) = api.plan("dequant-fp8", source, OUT, disk_budget=room.least, **options).folders
-    outlet, files = folder.outlet, Files()
+    outlet, files = folder.output.outlet(folder.ready), Files()
     assert outlet is not None
     assert folder.out is not None
-    if outlet.look() == "finished":  # as api._streamed_out does
+    if outlet.look() == "finished":  # as service/running.py does
         outlet.tidy()
         return
     if moments is not None:

@@ -6,12 +6,11 @@ true of the same model in another format.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qconvert.checkpoint.hub_cache import cached_id
+from qconvert.checkpoint.hub_cache import cached_id, is_id
 from qconvert.checkpoint.store import mirrored_repo
 from qconvert.core.family import vision_config
 from qconvert.hub.card.loaders import (
@@ -34,7 +33,6 @@ _STORAGE_TAGS = frozenset(
     {"fp8", "bf16", "int4", "int8", "nvfp4", "mxfp4", "awq", "gptq", "compressed-tensors", "modelopt",
      "4-bit", "8-bit", "quantized", "amxint4", "amxint8", "ktransformers", "sglang", "vllm", "qconvert"}
 )  # fmt: skip
-_ID = re.compile(r"(?!.*(?:--|\.\.))\w[\w.-]*(?<![-.])/\w[\w.-]*(?<![-.])")
 
 
 def front_matter(
@@ -127,9 +125,3 @@ def base_of(root: Path, source: Mapping[str, Any]) -> str | None:
     is often a local path, and `checkpoints/final` looks like a repo."""
     name = cached_id(root) or mirrored_repo(root)
     return name if is_id(name) else base_model_of(source)
-
-
-def is_id(name: Any) -> bool:
-    """Return whether a text can be a repo's id, by the Hub's rules (huggingface_hub 1.33,
-    validate_repo_id; asked here without the client, whose import every conversion would pay for)."""
-    return isinstance(name, str) and len(name) <= 96 and bool(_ID.fullmatch(name))

@@ -1,0 +1,1 @@
+"""Application: what programs and commands ask for, from options to results."""
