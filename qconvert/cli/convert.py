@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -74,6 +73,7 @@ class CommandOptions(RunOptions):
     dry_run: bool = False
 
 
+_NAMES = [field.name for field in fields(CommandOptions)]
 _of = partial(options_of, CommandOptions)
 _PLANNING: Callable[[F], F] = stacked(
     _of("memory", "jobs", "max_shard_size", "dump_after", "base_model"), OPENING, JSON, VERBOSITY
@@ -92,29 +92,24 @@ def conversion(
     *own: Callable[[Any], Any], group: click.Group | None = None, name: str | None = None
 ) -> Callable[[Callable[..., Pass | tuple[Pass, ...]]], click.Command]:
     """A command that converts SRC to OUT by the passes that a function makes of the command's `own`
-    options, and of `asked`, the given fields of a calibration, where it has those. What the function
-    refuses is a usage error, since no file is involved."""
+    options: of those that were given or have a default, under the names of the pass's fields, and of
+    `asked`, the given fields of a calibration, where --gptq is one. What the function refuses is a usage
+    error, since no file is involved."""
 
     def decorate(function: Callable[..., Pass | tuple[Pass, ...]]) -> click.Command:
-        mine = [one for one in inspect.signature(function).parameters if one != "asked"]
-        calibrates = len(mine) < len(inspect.signature(function).parameters)
-
         @wraps(function)
         def command(source: str, out: Path | str, **given: Any) -> None:
             from qconvert.passes.kv_scale import KvScale
             from qconvert.recipe.recipe import Recipe
 
-            asked, rest = split(given) if calibrates else ({}, given)
+            asked, rest = split(given) if "gptq" in given else ({}, given)
+            options = CommandOptions(**{n: rest.pop(n) for n in _NAMES if n in rest})
             kv_scale = rest.pop("kv_scale", None)
-            values = {name: rest.pop(name) for name in mine} | (
-                {"asked": asked} if calibrates else {}
-            )
             with from_options():
-                made = function(**values)
+                made = function(**_fields(rest), **({"asked": asked} if "gptq" in given else {}))
             steps = made if isinstance(made, tuple) else (made,)
             if kv_scale is not None:
                 steps = (*steps, KvScale(kv_scale))
-            options = CommandOptions(**rest)
             recipe = Recipe(function.__name__, steps, options.max_shard_size)
             convert(recipe, source, out, options)
 
@@ -122,6 +117,12 @@ def conversion(
         return (group or click).command(name, cls=Command)(decorated)
 
     return decorate
+
+
+def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that were given, or have a default, as a pass has them: paths as text."""
+    found = {name: value for name, value in given.items() if value is not None and value != ()}
+    return {name: str(v) if isinstance(v, Path) else v for name, v in found.items()}
 
 
 @click.command(cls=Command)
@@ -184,9 +185,7 @@ def run(recipe: str, source: str, out: Path | str, **given: Any) -> None:
         help="What weights become: f16 for a model whose other weights are FP16, f32 without rounding.",
     ),
 )  # fmt: skip
-def dequant(
-    drop_mtp: bool, allow_overflow: bool, dtype: Literal["bf16", "f16", "f32"]
-) -> tuple[Pass, ...]:
+def dequant(drop_mtp: bool, **fields: Any) -> tuple[Pass, ...]:
     """Dequantize all weights of SRC to BF16, each rounded once: bf16(fp32(w) * fp32(s)).
 
     Reads FP8 (block, per-channel, per-tensor and MX scales), NVFP4 of both dialects, MXFP4 of
@@ -204,7 +203,7 @@ def dequant(
     from qconvert.passes.dequant import Dequant
     from qconvert.passes.drop import Drop
 
-    step = Dequant(allow_overflow, dtype)
+    step = Dequant(**fields)
     return (Drop(what="mtp"), step) if drop_mtp else (step,)
 
 

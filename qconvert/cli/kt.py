@@ -40,14 +40,7 @@ _MTP = click.option(
     click.option("--method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8."),
     _NUMA, _ROUNDING, _MTP, CALIBRATION,
 )  # fmt: skip
-def amx(
-    method: Literal["int4", "int8"],
-    numa: int,
-    rounding: Literal["reference", "search"],
-    mtp: Literal["keep", "drop"],
-    gptq: bool,
-    asked: Asked,
-) -> Pass:
+def amx(gptq: bool, asked: Asked, **fields: Any) -> Pass:
     """Quantize the routed experts of SRC to AMXINT4 or AMXINT8, in NUMA shards, for KTransformers.
 
     Reads BF16, FP16, FP32, FP8 with scales, or Kimi's INT4, in one pass. OUT holds the experts only: the
@@ -67,7 +60,7 @@ def amx(
         raise click.UsageError(
             "--set signs is of INT4 for GPUs: AMX has scales above 0, so omit it"
         )
-    return ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked, gptq=gptq))
+    return ExpertsToAmx(calibrate=calibration_from(asked, gptq=gptq), **fields)
 
 
 @click.command(cls=Command)

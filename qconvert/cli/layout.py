@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,7 +28,6 @@ from qconvert.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from qconvert.core.encodings import Dialect
     from qconvert.plan.plan import Pass
 
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 @conversion(
     click.option(
-        "--to", "form", required=True,
+        "--to", required=True,
         type=click.Choice(["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"]),
         help="The form to write.",
     ),
@@ -51,12 +50,7 @@ if TYPE_CHECKING:
         "reciprocal (2^-23 of it at most); otherwise such a scale ends the run.",
     ),
 )  # fmt: skip
-def relabel(
-    form: Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"],
-    dialect: Dialect | None,
-    input_scale: float | None,
-    nearest: bool,
-) -> Pass:
+def relabel(**fields: Any) -> Pass:
     """Write the quantized weights of SRC in another form, without rounding a number.
 
     Codes stay the numbers that they are: AutoAWQ's and GPTQ's become compressed-tensors' and GPTQ's two
@@ -75,11 +69,11 @@ def relabel(
     """
     from qconvert.passes.relabel import Relabel
 
-    if (form == "nvfp4") != (dialect is not None):
+    if (fields["to"] == "nvfp4") != ("dialect" in fields):
         raise click.UsageError("--to nvfp4 and --dialect go together: give both, or neither")
-    if input_scale is not None and form != "nvfp4":
+    if "input_scale" in fields and fields["to"] != "nvfp4":
         raise click.UsageError("--input-scale is written with --to nvfp4 only: omit it")
-    return Relabel(to=form, nearest=nearest, dialect=dialect, input_scale=input_scale)
+    return Relabel(**fields)
 
 
 # --- prepare and unprepare ------------------------------------------------------------------------

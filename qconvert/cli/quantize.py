@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -24,7 +23,6 @@ from qconvert.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from qconvert.core.encodings import Dialect
     from qconvert.plan.plan import Pass
 
 _BITS = click.option(
@@ -39,13 +37,7 @@ _BITS = click.option(
     ),
     TARGETS, IGNORE, SHARED_EXPERTS, TP,
 )  # fmt: skip
-def quantize(
-    form: str,
-    targets: tuple[str, ...],
-    ignore: tuple[str, ...],
-    shared_experts: Literal["quantize", "keep"] | None,
-    tp: int | None,
-) -> Pass:
+def quantize(form: str, **fields: Any) -> Pass:
     """Quantize the routed experts of SRC, or what --targets names, to a format by its name.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes any format that looks at a row of
@@ -59,18 +51,12 @@ def quantize(
       qconvert quantize Qwen/Qwen3-30B-A3B out --format int8 --targets o_proj
     """
     from qconvert.passes.quantize import Quantize
-    from qconvert.plan.pass_options import EXPERTS
 
-    return Quantize(form, targets or (EXPERTS,), ignore, shared_experts, tp)
+    return Quantize(form, **fields)
 
 
 @conversion(_BITS, TARGETS, SHARED_EXPERTS, TP)
-def mx(
-    bits: Literal["4", "8"],
-    targets: tuple[str, ...],
-    shared_experts: Literal["quantize", "keep"] | None,
-    tp: int | None,
-) -> Pass:
+def mx(bits: Literal["4", "8"], **fields: Any) -> Pass:
     """Quantize the routed experts of SRC, or all its linear layers, to MXFP4 or MXFP8.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a power-of-two scale
@@ -85,17 +71,12 @@ def mx(
       qconvert mx DeepSeek-V3 out --tp 8
     """
     from qconvert.passes.quantize import ToMx
-    from qconvert.plan.pass_options import EXPERTS
 
-    return ToMx("mxfp4" if bits == "4" else "mxfp8", targets or (EXPERTS,), shared_experts, tp)
+    return ToMx("mxfp4" if bits == "4" else "mxfp8", **fields)
 
 
 @conversion(LINEAR_TARGETS, SHARED_EXPERTS, TP, KV_SCALE)
-def int8(
-    targets: tuple[str, ...],
-    shared_experts: Literal["quantize", "keep"] | None,
-    tp: int | None,
-) -> Pass:
+def int8(**fields: Any) -> Pass:
     """Quantize all linear layers of SRC, or its routed experts, to INT8 for INT8 activations (W8A8).
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a scale a row, in
@@ -110,9 +91,8 @@ def int8(
       qconvert int8 Qwen/Qwen3-30B-A3B out --targets experts
     """
     from qconvert.passes.quantize import ToInt8
-    from qconvert.plan.pass_options import LINEAR
 
-    return ToInt8(targets or (LINEAR,), shared_experts, tp)
+    return ToInt8(**fields)
 
 
 @conversion(
@@ -132,17 +112,7 @@ def int8(
     KV_SCALE,
     CALIBRATION,
 )  # fmt: skip
-def nvfp4(
-    dialect: Dialect,
-    targets: tuple[str, ...],
-    shared_experts: Literal["quantize", "keep"] | None,
-    tp: int | None,
-    stats: Path | None,
-    weight_only: bool,
-    input_scale: float | None,
-    gptq: bool,
-    asked: Asked,
-) -> Pass:
+def nvfp4(weight_only: bool, gptq: bool, asked: Asked, **fields: Any) -> Pass:
     """Quantize the routed experts of SRC, or all its linear layers, to NVFP4.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes what compressed-tensors or
@@ -163,22 +133,20 @@ def nvfp4(
       qconvert nvfp4 Qwen/Qwen3-30B-A3B out --dialect modelopt --targets Linear --weight-only
     """
     from qconvert.passes.nvfp4 import ToNvfp4
-    from qconvert.plan.pass_options import EXPERTS
 
-    scales = None if gptq else asked.pop("scales", None)
+    if not gptq and "scales" in asked:
+        fields["scales"] = asked.pop("scales")
     if gptq and "signs" in asked:
         raise click.UsageError(
             "--set signs is of INT4: block scales of NVFP4 are above 0, so omit it"
         )
-    if stats is not None and weight_only:
+    if "stats" in fields and weight_only:
         raise click.UsageError("--weight-only stores no input scales: omit --stats")
-    if input_scale is not None and (stats is not None or weight_only):
-        other = "--stats" if stats is not None else "--weight-only"
+    if "input_scale" in fields and ("stats" in fields or weight_only):
+        other = "--stats" if "stats" in fields else "--weight-only"
         raise click.UsageError(f"--input-scale is a constant for all: omit {other}")
-    return ToNvfp4(
-        dialect, targets or (EXPERTS,), weight_only, None if stats is None else str(stats),
-        shared_experts, tp, input_scale, scales or "amax", calibration_from(asked, gptq=gptq),
-    )  # fmt: skip
+    calibrate = calibration_from(asked, gptq=gptq)
+    return ToNvfp4(weight_only=weight_only, calibrate=calibrate, **fields)
 
 
 @conversion(
@@ -206,19 +174,7 @@ def nvfp4(
     KV_SCALE,
     made_for("sglang or vllm", "sglang", "vllm"),
 )  # fmt: skip
-def fp8(
-    packed: bool,
-    block: int | None,
-    channel: bool,
-    tensor: bool,
-    ue8m0: bool,
-    targets: tuple[str, ...],
-    shared_experts: Literal["quantize", "keep"] | None,
-    tp: int | None,
-    stats: Path | None,
-    input_scale: float | None,
-    consumer: str | None,
-) -> Pass:
+def fp8(packed: bool, channel: bool, tensor: bool, ue8m0: bool, **fields: Any) -> Pass:
     """Quantize all linear layers of SRC that runtimes load so, or its routed experts, to FP8.
 
     Reads BF16, FP16, FP32, FP8 with other scales, or packed INT4, and writes E4M3 codes, rounded with
@@ -240,39 +196,27 @@ def fp8(
       qconvert fp8 GLM-4.5-Air out --targets experts --tp 8
       qconvert fp8 Qwen/Qwen3-30B-A3B out --tensor --targets experts --stats Qwen3-stats
     """
-    from qconvert.passes.fp8 import BLOCK, ToFp8
-    from qconvert.plan.pass_options import LINEAR
+    from qconvert.passes.fp8 import ToFp8
 
-    if channel and block is not None:
+    if channel and "block" in fields:
         raise click.UsageError("--channel stores a scale a row: omit --block")
-    if tensor and (channel or block is not None):
+    if tensor and (channel or "block" in fields):
         other = "--channel" if channel else "--block"
         raise click.UsageError(f"--tensor stores a scale a matrix: omit {other}")
-    if input_scale is not None and not tensor:
-        raise click.UsageError(
-            "runtimes take --input-scale beside a scale a matrix only: add --tensor"
-        )
-    if stats is not None and not tensor:
-        raise click.UsageError("runtimes take --stats beside a scale a matrix only: add --tensor")
-    if stats is not None and input_scale is not None:
+    for name in ("input_scale", "stats") if not tensor else ():
+        if name in fields:
+            word = name.replace("_", "-")
+            raise click.UsageError(
+                f"runtimes take --{word} beside a scale a matrix only: add --tensor"
+            )
+    if "stats" in fields and "input_scale" in fields:
         raise click.UsageError("--input-scale is a constant for all: omit --stats")
-    return ToFp8(
-        dialect="compressed-tensors" if packed or channel else "fp8",
-        block=None if channel else block or BLOCK,
-        exponents=ue8m0,
-        targets=targets or (LINEAR,),
-        shared_experts=shared_experts,
-        tp=tp,
-        tensor=tensor,
-        input_scale=input_scale,
-        stats=None if stats is None else str(stats),
-        consumer=consumer,
+    if channel:
+        fields["block"] = None
+    dialect: Literal["fp8", "compressed-tensors"] = (
+        "compressed-tensors" if packed or channel else "fp8"
     )
-
-
-def _group(context: click.Context, parameter: click.Parameter, text: str) -> int | None:
-    """A group size, None for `channel`."""
-    return None if text == "channel" else int(text)
+    return ToFp8(dialect, exponents=ue8m0, tensor=tensor, **fields)
 
 
 @conversion(
@@ -282,7 +226,7 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
     _BITS,
     click.option(
         "--group-size", type=click.Choice(["32", "64", "128", "channel"]), default="128",
-        callback=_group, show_default=True, help="Columns that share a scale; `channel`: a whole row.",
+        show_default=True, help="Columns that share a scale; `channel`: a whole row.",
     ),
     click.option("--asymmetric", is_flag=True, help="Store a zero point with each scale."),
     click.option(
@@ -309,19 +253,7 @@ def _group(context: click.Context, parameter: click.Parameter, text: str) -> int
     CALIBRATION,
 )  # fmt: skip
 def w4a16(
-    rtn: bool,
-    bits: Literal["4", "8"],
-    group_size: int | None,
-    asymmetric: bool,
-    packing: Literal["compressed-tensors", "gptq", "gptq-v2"],
-    targets: tuple[str, ...],
-    ignore: tuple[str, ...],
-    shared_experts: Literal["quantize", "keep"] | None,
-    tp: int | None,
-    leave_bf16: bool,
-    actorder: Literal["static", "group"] | None,
-    gptq: bool,
-    asked: Asked,
+    rtn: bool, gptq: bool, bits: str, group_size: str, asymmetric: bool, asked: Asked, **fields: Any
 ) -> Pass:
     """Quantize the routed experts of SRC, or what --targets names, to packed INT4 or INT8.
 
@@ -340,16 +272,15 @@ def w4a16(
       qconvert w4a16 Qwen/Qwen3-32B out --gptq --targets Linear --data chats.jsonl
     """
     from qconvert.passes.w4a16 import ExpertsToW4A16
-    from qconvert.plan.pass_options import EXPERTS
 
     if rtn == gptq:
         raise click.UsageError("choose how weights are rounded: --rtn, or --gptq with --data")
-    if rtn and actorder is not None:
+    if rtn and "actorder" in fields:
         raise click.UsageError("--actorder needs --gptq")
-    scales = asked.pop("scales", None) if rtn else None
-    signs = asked.pop("signs", None) if rtn else None
-    if signs is not None and scales != "search":
-        raise click.UsageError("--set signs needs --gptq, or --rtn with --scales search")
+    if rtn:
+        fields |= {name: asked.pop(name) for name in ("scales", "signs") if name in asked}
+        if "signs" in fields and fields.get("scales") != "search":
+            raise click.UsageError("--set signs needs --gptq, or --rtn with --scales search")
     for name in ("scales", "signs", "refit") if asymmetric and gptq else ():
         if name in asked:
             raise click.UsageError(
@@ -357,17 +288,9 @@ def w4a16(
                 "points of asymmetric ones, so omit one of the two"
             )
     return ExpertsToW4A16(
-        group_size=group_size,
+        group_size=None if group_size == "channel" else int(group_size),
         bits=8 if bits == "8" else 4,
         symmetric=not asymmetric,
-        packing=packing,
-        targets=targets or (EXPERTS,),
-        ignore=ignore,
-        leave_bf16=leave_bf16,
-        tp=tp,
-        actorder=actorder,
         calibrate=calibration_from(asked, gptq=gptq),
-        shared_experts=shared_experts,
-        scales=scales or "amax",
-        signs=signs or "both",
+        **fields,
     )
