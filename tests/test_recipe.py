@@ -20,8 +20,8 @@ from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
 from qconvert.passes.fp8 import ToFp8
 from qconvert.passes.fuse import Fuse
-from qconvert.passes.quantize import ToMx
 from qconvert.passes.nvfp4 import ToNvfp4
+from qconvert.passes.quantize import ToMx
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.pass_options import options_of, recipe_line
 from qconvert.recipe.recipe import (
