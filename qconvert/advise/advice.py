@@ -199,7 +199,7 @@ def advise(
     if best is not None:
         folder = quote(source if not best.candidate.command else "OUT")
         line = launch(consumer.name, folder, tp, option=best.answers[tp].required_flag)
-        # sglang 0.5.23, server_args.py: each role is a server of its own over the same folder.
+        # sglang, server_args.py: each role is a server of its own over the same folder.
         roles = [f"{line} --disaggregation-mode {role}" for role in ("prefill", "decode")]
         lines = tuple(roles) if disaggregated else (line,)
     return Advice(source, consumer.name, machine, best, tuple(others), tp, lines)

@@ -29,7 +29,7 @@ from qconvert.validators.reading.matrices import FUSED, gdn_groups
 # --- The machine that a model is to be served on --------------------------------------------------
 
 
-# Of a GPU's memory for weights: sglang 0.5.23 takes 0.8 to 0.9 for weights and KV cache together
+# Of a GPU's memory for weights: sglang takes 0.8 to 0.9 for weights and KV cache together
 # (`--mem-fraction-static`), and a cache that holds nothing serves nobody.
 FOR_WEIGHTS = 0.75
 _H200 = 141_000_000_000
@@ -114,7 +114,7 @@ def candidates(
     if any(source.type.dtype in WEIGHT_DTYPES for source in checkpoint.values()):
         found.append(Candidate("dequant SRC OUT", (Dequant(),)))
     if machine.capability >= BLACKWELL:
-        # Beside block FP8 vLLM 0.33 reads compressed-tensors' names alone.
+        # Beside block FP8 vLLM reads compressed-tensors' names alone.
         dialect: Dialect = "compressed-tensors" if runtime == "vllm" else "modelopt"
         found.append(Candidate(f"nvfp4 SRC OUT --dialect {dialect}", (ToNvfp4(dialect),)))
     sparse = checkpoint.role_index.dims.num_experts > 0

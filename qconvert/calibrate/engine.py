@@ -5,7 +5,7 @@ for; the experts are read some at a time, see their tokens, are solved and yield
 answers goes on to the next one, as it will when the result is served. Between layers the hidden states
 lie in a file of the work folder, from which an interrupted calibration goes on.
 
-Inputs and the order of sums are those of llm-compressor 0.14's `oneshot` with GPTQModifier: on a CPU,
+Inputs and the order of sums are those of llm-compressor's `oneshot` with GPTQModifier: on a CPU,
 sample by sample and with eager attention, the solver "llmcompressor" finds its very codes. What it
 cannot do is keep to a memory budget.
 """

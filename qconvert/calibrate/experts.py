@@ -99,7 +99,7 @@ class Inputs:
             # Products of BF16 numbers are exact in float32, where they are added up.
             self.hessian.add_(torch.mm(rows.t(), rows, out_dtype=torch.float32), alpha=2)
             return
-        # To the last bit what llmcompressor 0.14 adds up (modifiers/gptq/helpers.py,
+        # To the last bit what llmcompressor adds up (modifiers/gptq/helpers.py,
         # accumulate_hessian), without its import.
         wide = math.sqrt(2) * rows.float()
         self.hessian.add_(wide.t().matmul(wide))

@@ -1,6 +1,6 @@
 """Integer codes of matrices: scales by the largest weight, the codes of values, and what codes mean.
 
-What compressed-tensors 0.19 computes for integers (`quantization/utils/helpers.py`, calculate_qparams;
+What compressed-tensors computes for integers (`quantization/utils/helpers.py`, calculate_qparams;
 `quantization/lifecycle/forward_helpers.py`, _quantize and _dequantize), step by step in its dtypes, so
 to the last bit; tests/test_integers.py compares. Written anew because importing it takes 1 to 4 s of
 a calibration's start: datasets, pandas and llm-compressor come along.

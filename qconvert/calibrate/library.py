@@ -1,6 +1,6 @@
 """Import what all classes of transformers share, without what no calibration uses of it.
 
-transformers 5.17 imports optional packages where they are installed: scipy for losses of object
+transformers imports optional packages where they are installed: scipy for losses of object
 detection, scikit-learn for assisted generation, torchvision for images, torchaudio for sound, accelerate
 for models on several devices. `from_config` of Qwen3-MoE took 4.0 s of CPU after `import torch`, 0.7 s
 of it scipy and accelerate, and more where scikit-learn and torchvision are.
@@ -44,7 +44,7 @@ def load_shared() -> None:
 @contextmanager
 def _absent(packages: tuple[str, ...]) -> Iterator[None]:
     """Let transformers find none of these packages for a while. Where its functions are others than
-    5.17's, it finds them all."""
+    those of its release here, it finds them all."""
     asked: Any = import_module("transformers.utils.import_utils")
     find = getattr(asked, "_is_package_available", None)
     answers: list[Any] = [getattr(asked, f"is_{name}_available", None) for name in packages]

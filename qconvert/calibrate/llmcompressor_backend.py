@@ -1,7 +1,7 @@
 """llm-compressor's own functions, which the solver "llmcompressor" calls on a CPU: its codes are theirs.
 
-Of llmcompressor 0.14 the memoryless_minmax observer and `quantize_weight` (modifiers/gptq/) with its
-parts, of compressed-tensors 0.19 `quantize`. Importing them takes 1 to 4 s and 110 MB: on a GPU, and
+Of llmcompressor the memoryless_minmax observer and `quantize_weight` (modifiers/gptq/) with its
+parts, of compressed-tensors `quantize`. Importing them takes 1 to 4 s and 110 MB: on a GPU, and
 for other solvers, `integers.py` and `solver/` compute the same. What is added are narrow codes (-7 to
 7), which compressed-tensors has no name for.
 """

@@ -4,7 +4,7 @@ The class is built without weights (on the meta device); a layer is filled from 
 transformers' own conversion makes of the published names. What a layer is called with (rotary embedding,
 mask, positions) comes from the class's own forward, run over layers that only record their calls
 (`layouts/derived/running.py`). A layer is run twice: in the first run its routed experts only keep what
-the class's router gives them, in the second they answer. Classes: transformers 5.17.
+the class's router gives them, in the second they answer. Classes: transformers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from qconvert.calibrate.reading import Weights
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.family import text_config, without_quantization
 from qconvert.core.names import split_parameter
+from qconvert.core.versions import TRANSFORMERS
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import read_matrix
 from qconvert.layouts.derived.running import (
@@ -110,7 +111,7 @@ class Layer:
         if len(caught) != 1 or caught[0].inputs.shape[0] != hidden.shape[0] * hidden.shape[1]:
             raise RunError(
                 f"layer {self.number}: {type(self.module).__name__} does not give every token to its "
-                "routed experts once; calibrate with transformers 5.17"
+                f"routed experts once; calibrate with {TRANSFORMERS}"
             )
         return caught[0]
 
@@ -146,7 +147,7 @@ class Layer:
         if not wrong <= 0.01 * float(theirs.float().norm()):
             raise RunError(
                 f"layer {self.number}: {type(self.experts).__name__} does not compute its experts as "
-                "down(act(gate, up)), as classes of transformers 5.17 do; calibrate with that version"
+                f"down(act(gate, up)), as classes of {TRANSFORMERS} do; calibrate with that version"
             )
 
 

@@ -1,6 +1,6 @@
 """Names of model repos on the Hub: `ORG/NAME`, `ORG/NAME@REVISION`, both also after `hf://`.
 
-The grammar is huggingface_hub's own (1.33, utils/_hf_uris.py); the client is imported only for a text
+The grammar is huggingface_hub's own (utils/_hf_uris.py); the client is imported only for a text
 that cannot be anything else.
 """
 

@@ -3,7 +3,7 @@
 Runtimes look for a module under the name they use, fused or split: vLLM and sglang fuse at load and
 ask whether the parts are ignored, others ask for the fused name. An entry for only the fused name
 is ignored by one or the other, so all names of a set are listed together. sglang takes `ignored_layers`
-or else `modules_to_not_convert`, never both (read in 0.5.23): one key is written. Which modules a
+or else `modules_to_not_convert`, never both: one key is written. Which modules a
 conversion leaves unquantized is decided in models/unquantized.py.
 """
 

@@ -63,7 +63,7 @@ def grid_fault(weight: TensorType, scale: TensorType, block: tuple[int, int]) ->
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Entries of a list of modules as compressed-tensors 0.19 matches them (`utils/match.py`): full
+    """Entries of a list of modules as compressed-tensors matches them (`utils/match.py`): full
     names, `re:` patterns matched from the start of a name, and class names, of which a linear layer
     has two."""
 
@@ -219,7 +219,7 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
     if config.method in ("fp8", "fbgemm_fp8", "modelopt"):
         algorithm = str(block.get("quant_algo", "FP8"))
         mixed = "moe_quant_algo" in block or "quantized_layers" in block  # FP8 but for experts
-        if algorithm == "MXFP8":  # modelopt 0.47, torch/export/convert_hf_config.py
+        if algorithm == "MXFP8":  # modelopt, torch/export/convert_hf_config.py
             return Fp8Scheme((1, MX_BLOCK), config.where, u8_exponents=True)
         if not algorithm.startswith("FP8") and not mixed:
             raise PlanError(f"{config.where}: expected an FP8 quant_algo, found {algorithm!r}")
@@ -264,7 +264,7 @@ def _compressed_tensors_block(
     if strategy in ("tensor", "channel"):
         return None
     if strategy == "group" and weights.get("scale_dtype") == _U8:
-        return 1, MX_BLOCK  # mxfp8-quantized, compressed-tensors 0.19
+        return 1, MX_BLOCK  # mxfp8-quantized, compressed-tensors
     raise PlanError(f"{config.where}: unknown FP8 weight strategy {strategy!r}")
 
 

@@ -1,6 +1,6 @@
 """Text models that transformers has a class for under another name than the one in a multi-modal model.
 
-Read in transformers 5.17: for text, all three positions of a multi-modal rope are the same, so that
+Read in transformers: for text, all three positions of a multi-modal rope are the same, so that
 Qwen2-VL's and Qwen2.5-VL's text model (models/qwen2_vl/, models/qwen2_5_vl/) computes what Qwen2 does,
 and Qwen3-VL's (models/qwen3_vl/, models/qwen3_vl_moe/) what Qwen3 does:
 tests/families/test_text_only.py.

@@ -66,10 +66,11 @@ def passes(incomplete: str) -> list[CompletionItem]:
 
 def consumers(incomplete: str, only: tuple[str, ...]) -> list[CompletionItem]:
     """Runtimes and classes that --for takes, runtimes with the version that rules were checked with."""
-    from qconvert.runtimes import sglang, vllm
-    from qconvert.runtimes.consumers import CHECKED, NAMES
+    from qconvert.core.versions import RELEASES
+    from qconvert.runtimes.consumers import NAMES, RUNTIMES
 
-    versions = {**CHECKED, "sglang": sglang.VERSION, "vllm": vllm.VERSION}
     words = [(name, "") for name in only or NAMES]
-    words += [(f"{name}=={versions[name]}", "") for name in only or NAMES if name in versions]
+    words += [
+        (f"{name}=={RELEASES[name].version}", "") for name in only or NAMES if name in RUNTIMES
+    ]
     return of_words(words, incomplete)

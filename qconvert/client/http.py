@@ -1,4 +1,4 @@
-"""The HTTP library that the Hub's client speaks through: httpx in huggingface_hub 1.33, httpx2 in 2.4.
+"""The HTTP library that the Hub's client speaks through: httpx in huggingface_hub, httpx2 in 2.4.
 
 Both have the same classes under the same names; an error of one is none of the other's. And what a
 request is sent with: the token goes to the Hub alone.

@@ -1,6 +1,6 @@
 """Failures of requests: which are transient, and which stop an upload at once.
 
-huggingface_hub 1.33 retries some requests by itself (preupload, LFS batch, PUT) and not others
+huggingface_hub retries some requests by itself (preupload, LFS batch, PUT) and not others
 (creating a repo, commits, listings). A wrong token, a missing permission or a file that is too large
 fails however often one retries: users lost hours to clients that kept retrying.
 """

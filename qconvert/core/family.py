@@ -532,7 +532,7 @@ def counted(config: Config, *keys: str) -> int:
 
 
 def is_tied(config: Config) -> bool:
-    """Return whether head and embeddings share one tensor. transformers 5.17 uses the root's flag
+    """Return whether head and embeddings share one tensor. transformers uses the root's flag
     (modeling_utils.py, get_expanded_tied_weights_keys); a nested flag counts only if the root has
     none."""
     text = text_config(config)

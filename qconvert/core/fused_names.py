@@ -1,7 +1,7 @@
 """Names that runtimes give to modules they fuse of several, at load.
 
 A runtime looks a module up in a quantization config under its own name. Classes with a
-`packed_modules_mapping` find the parts' names too, others do not (read in sglang 0.5.23 and vLLM 0.33).
+`packed_modules_mapping` find the parts' names too, others do not (read in sglang and vLLM).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def with_fused_names(modules: Iterable[str]) -> list[str]:
 
 
 def with_vllms_name(modules: Iterable[str]) -> list[str]:
-    """The modules, and behind each q_a_proj what vLLM 0.33 calls it with kv_a_proj_with_mqa: its
+    """The modules, and behind each q_a_proj what vLLM calls it with kv_a_proj_with_mqa: its
     DeepSeek class finds the parts' names, its draft class, which has no mapping, the whole's alone."""
     found: dict[str, None] = {}
     for module in modules:

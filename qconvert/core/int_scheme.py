@@ -1,7 +1,7 @@
 """Integer schemes: how a matrix is cut into groups, its codes, and the packers. NVFP4's
 calibrated codes go the same way.
 
-Codes are counted as compressed-tensors 0.19 counts them
+Codes are counted as compressed-tensors counts them
 (`quantization/lifecycle/forward_helpers.py`): signed, value = (code - zero) * scale, asymmetric
 ones too. Packers turn that into what a format stores: formats/int_packed/packers.py (GPTQ's two
 versions of zero points among it); ops/ reads it back.

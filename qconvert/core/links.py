@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from qconvert.core.errors import CheckpointError, QConvertError
 from qconvert.core.regular import SMALL, open_regular, read_regular
 
-# huggingface_hub 1.33, "Understand caching": models--ORG--NAME/snapshots/COMMIT/FILE -> ../../blobs/HASH
+# huggingface_hub, "Understand caching": models--ORG--NAME/snapshots/COMMIT/FILE -> ../../blobs/HASH
 _REPO = re.compile(r"(?:models|datasets|spaces)--.+")
 
 

@@ -183,8 +183,8 @@ def apart_experts(name: str) -> str:
     """The module below which a layer's experts are stored one by one: that of `experts_module`, or
     `experts` beside stacks of another name. GraniteMoE's `block_sparse_moe.input_linear` [E, 2I, H] and
     Step-3.7's `moe.gate_proj` [E, I, H] become `block_sparse_moe.experts.3.gate_proj` and
-    `moe.experts.3.gate_proj`, as llm-compressor writes them (sglang 0.5.23, `models/granitemoe.py`; vLLM
-    0.33, `models/step3p5.py`)."""
+    `moe.experts.3.gate_proj`, as llm-compressor writes them (sglang, `models/granitemoe.py`; vLLM,
+    `models/step3p5.py`)."""
     found = experts_module(name)
     if found is not None:
         return found

@@ -4,7 +4,7 @@ Every role of a family (`family.Role`) has one kind. Conversions decide by it, n
 be quantized, which matrices runtimes fuse, and which side tensor parallelism cuts. A module of
 kind UNKNOWN is never quantized.
 
-What runtimes do was read in sglang 0.5.23 and vLLM 0.33 (`layers/linear.py`, `layers/moe/`, and their
+What runtimes do was read in sglang and vLLM (`layers/linear.py`, `layers/moe/`, and their
 classes of the families in `layouts/`).
 """
 

@@ -7,8 +7,8 @@ Qwen3-Next checkpoints; one group a rank is what a tensor-parallel rank holds. W
 same shape and load silently, which is why the order is always stated, never guessed. Which order a
 runtime takes for a model class is decided in runtimes/consumers.py.
 
-Sources: transformers 5.17 `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering`, sglang 0.5.23
-`models/qwen3_5.py` (loader), vLLM 0.33 `Qwen3NextGatedDeltaNet`.
+Sources: transformers `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering`, sglang
+`models/qwen3_5.py` (loader), vLLM `Qwen3NextGatedDeltaNet`.
 """
 
 from __future__ import annotations

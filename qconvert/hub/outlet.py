@@ -4,7 +4,7 @@ Shards go to a branch of their own: it protects them from being collected as gar
 no commit refers to are not, and lists them with size and sha256 whoever asks, after a crash too. It
 has no config and no index. The branch that was asked for gets all files in one commit at the end, in
 which the shards are copies of those (no bytes are sent), and the other branch goes. All of it is the
-client's public API (huggingface_hub 1.33: preupload_lfs_files, create_commit, CommitOperationCopy).
+client's public API (huggingface_hub: preupload_lfs_files, create_commit, CommitOperationCopy).
 """
 
 from __future__ import annotations

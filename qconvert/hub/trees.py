@@ -1,7 +1,7 @@
 """A folder and a repo's tree, compared by size and hash.
 
 The Hub lists a file of LFS (or xet) with its size and sha256, any other with the hash git gives its
-content: sha1 of `blob SIZE\\0` and the bytes (huggingface_hub 1.33, RepoFile).
+content: sha1 of `blob SIZE\\0` and the bytes (huggingface_hub, RepoFile).
 """
 
 from __future__ import annotations

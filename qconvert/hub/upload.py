@@ -1,6 +1,6 @@
 """Upload a folder to a repo, and verify that it arrived.
 
-The client's `upload_folder` sends what the repo does not have (huggingface_hub 1.33: one commit, or
+The client's `upload_folder` sends what the repo does not have (huggingface_hub: one commit, or
 with hf_xet several); afterwards the commit's tree is compared with the folder, file by file.
 """
 

@@ -1,6 +1,6 @@
 """DeepSeek-V3, V3.1, R1 (multi-head latent attention, 256 experts) and DeepSeek-V3.2.
 
-Names: `DeepseekV3ForCausalLM` and `DeepseekV32ForCausalLM` in transformers 5.17
+Names: `DeepseekV3ForCausalLM` and `DeepseekV32ForCausalLM` in transformers
 (models/deepseek_v3/, models/deepseek_v32/), and for the draft layer, which transformers ignores,
 `model.safetensors.index.json` of deepseek-ai/DeepSeek-V3 and deepseek-ai/DeepSeek-V3.2 with
 README_WEIGHTS.md of github.com/deepseek-ai/DeepSeek-V3. The draft layer is numbered on from the

@@ -1,7 +1,7 @@
 """DeepSeek-V4 (Flash and Pro): compressed attention with an indexer, hyper-connections, experts in FP4.
 
-Names: left sides of conversion_mapping.py, "deepseek_v4", in transformers 5.17, and of the draft
-layers, which transformers ignores, sglang 0.5.23 (models/deepseek_v4_nextn.py: `mtp.0.`). Which layers
+Names: left sides of conversion_mapping.py, "deepseek_v4", in transformers, and of the draft
+layers, which transformers ignores, sglang (models/deepseek_v4_nextn.py: `mtp.0.`). Which layers
 have what: `compress_ratios` (a compressor where it is above 0, an indexer where it is 4) and
 `num_hash_layers`, whose router looks experts up by token (`tid2eid`) and has no bias. What transformers
 itself saves begins with `model.`.

@@ -1,6 +1,6 @@
 """GLM-4.5, GLM-4.5-Air and their successors of the same class (GLM-4.6, GLM-4.7).
 
-Names: `Glm4MoeForCausalLM` in transformers 5.17 (models/glm4_moe/modeling_glm4_moe.py): DeepSeek-V3's
+Names: `Glm4MoeForCausalLM` in transformers (models/glm4_moe/modeling_glm4_moe.py): DeepSeek-V3's
 layer with grouped-query attention in it, saved a matrix an expert (conversion_mapping.py,
 "qwen2_moe"). The draft layer, which transformers ignores, is numbered on from the model's own (layer
 46 of GLM-4.5-Air's 46, 92 of GLM-4.5's 92) and is DeepSeek's too: vLLM's glm4_moe_mtp.py. The FP8

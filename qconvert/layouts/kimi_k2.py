@@ -1,9 +1,9 @@
 """Kimi-K2 (Base, Instruct, Thinking), and the multi-modal Kimi-K2.5 and K2.6 around the same model.
 
-Names: those of DeepSeek-V3 without its draft layer (`DeepseekV3ForCausalLM` in transformers 5.17,
+Names: those of DeepSeek-V3 without its draft layer (`DeepseekV3ForCausalLM` in transformers,
 models/deepseek_v3/), which Kimi's own modeling_deepseek.py shares. K2.5 puts `language_model.` before
 them, and has a vision tower and a projector. The names are those that transformers reads
-(conversion_mapping.py, "kimi_k25"), not those of its class. A K2.5 that transformers 5.17 saved is
+(conversion_mapping.py, "kimi_k25"), not those of its class. A K2.5 that transformers saved is
 not supported here: it renames the language model's layers to `blocks`, as it does the tower's.
 
 Instruct is block FP8 and stores `rotary_emb.inv_freq`, which loaders compute. From Thinking on, the

@@ -1,7 +1,7 @@
 """Qwen3.5 and Qwen3.6, dense and MoE, multi-modal and text-only.
 
 Names: `Qwen3_5ForConditionalGeneration`, `Qwen3_5ForCausalLM` and their MoE twins in transformers
-5.17 (models/qwen3_5/, models/qwen3_5_moe/), and `model.safetensors.index.json` of
+(models/qwen3_5/, models/qwen3_5_moe/), and `model.safetensors.index.json` of
 Qwen/Qwen3.5-35B-A3B and Qwen/Qwen3.6-27B for `mtp.*`, which transformers ignores.
 
 The bf16 MoE releases stack the experts of the model and keep the draft layer's unstacked (3.5) or stack

@@ -1,6 +1,6 @@
 """Qwen3-MoE: Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder and their FP8 releases.
 
-Names: `Qwen3MoeForCausalLM` in transformers 5.17 (models/qwen3_moe/modeling_qwen3_moe.py), saved a
+Names: `Qwen3MoeForCausalLM` in transformers (models/qwen3_moe/modeling_qwen3_moe.py), saved a
 matrix an expert (conversion_mapping.py, "qwen2_moe"), as Qwen/Qwen3-30B-A3B and its FP8 release
 publish them. No shared expert, no draft layers.
 """

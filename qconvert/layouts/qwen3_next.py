@@ -1,6 +1,6 @@
 """Qwen3-Next: Qwen3-Next-80B-A3B Instruct and Thinking and their FP8 releases.
 
-Names: `Qwen3NextForCausalLM` in transformers 5.17 (models/qwen3_next/modeling_qwen3_next.py), and
+Names: `Qwen3NextForCausalLM` in transformers (models/qwen3_next/modeling_qwen3_next.py), and
 `model.safetensors.index.json` of Qwen/Qwen3-Next-80B-A3B-Instruct for `mtp.*`, which transformers
 ignores. The published config does not say that there is a draft layer; runtimes assume one, as we
 do.

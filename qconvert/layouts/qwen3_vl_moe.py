@@ -1,6 +1,6 @@
 """Qwen3-VL MoE: Qwen3-VL-30B-A3B and Qwen3-VL-235B-A22B, Instruct and Thinking.
 
-Names: `Qwen3VLMoeForConditionalGeneration` in transformers 5.17 (models/qwen3_vl_moe/). The language
+Names: `Qwen3VLMoeForConditionalGeneration` in transformers (models/qwen3_vl_moe/). The language
 model is Qwen3-MoE's, its experts stacked. Published stacks hold columns before rows; transformers
 swaps the two on loading if shapes differ (conversion_mapping.py, "qwen3_vl_moe"), and saves rows
 first: a saved checkpoint differs from a published one, and only shapes tell them apart. The vision

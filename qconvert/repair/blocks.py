@@ -2,8 +2,8 @@
 them are removed, the form of FP8 linears beside packed experts is stated, and
 hf_quant_config.json says what config.json says.
 
-Which block describes which tensors: compressed-tensors 0.19 (`weight_packed`), AutoGPTQ and AutoAWQ
-(`qweight`), modelopt 0.47 (`weight_scale_2`), DeepSeek's FP8 (`weight_scale_inv`).
+Which block describes which tensors: compressed-tensors (`weight_packed`), AutoGPTQ and AutoAWQ
+(`qweight`), modelopt (`weight_scale_2`), DeepSeek's FP8 (`weight_scale_inv`).
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _with_group(block: Mapping[str, Any], size: tuple[int, int]) -> dict[str, An
 
 def with_mixed_precision(checkpoint: Checkpoint) -> Mended | None:
     """modelopt's MIXED_PRECISION with an entry for each layer, in place of block FP8 with a
-    `moe_quant_algo` beside it, which sglang 0.5.23 reads for NVFP4 with input scales alone."""
+    `moe_quant_algo` beside it, which sglang reads for NVFP4 with input scales alone."""
     block = checkpoint.config.get("quantization_config")
     packed = packed_modules(checkpoint)
     if not isinstance(block, Mapping) or not packed or "weight_scale_2" not in _ends(checkpoint):

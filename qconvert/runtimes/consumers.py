@@ -1,23 +1,23 @@
 """Layouts that each consumer's loader takes. `--for NAME[==VERSION]` names a consumer.
 
-Checked against the loaders of sglang 0.5.23, vLLM 0.33 and transformers 5.17. Wrong orders have the
+Checked against the loaders of the releases in core/versions.py. Wrong orders have the
 right shape and load silently, so an order that is not in this table is refused, and a version that the
 table was not checked with is reported.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Dims, text_config
+from qconvert.core.versions import RELEASES, is_of_series, is_version
 from qconvert.runtimes.loading.groups import block_of
 
 # The versions that the rules here and in the validators were checked with.
-CHECKED = {"sglang": "0.5.23", "vllm": "0.33", "transformers": "5.17"}
+CHECKED = {name: RELEASES[name].series for name in ("sglang", "vllm", "transformers")}
 RUNTIMES = tuple(CHECKED)
 # Model classes, whichever program runs them: name, and the `to` of the pass as_class.
 CLASSES = {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text"}
@@ -33,12 +33,6 @@ _GDN: dict[str, dict[str, tuple[Order, ...]]] = {
     "qwen3-next": {"qwen3_5": ("interleaved",), "qwen3_next": ("interleaved",)},
     "qwen3.5": {"qwen3_5": ("split",), "qwen3_next": ("split",)},
 }
-# Versions as packages have them (PEP 440): 0.5.23, 0.5.23rc1, 5.17.0.dev0, 0.33.0+cpu.
-_VERSION = re.compile(
-    r"v?(?P<release>\d{1,9}(?:\.\d{1,9}){0,5})(?P<rest>(?:\.?(?:a|b|rc|post|dev)\d{0,9})*)"
-    r"(?:\+[a-z0-9]+(?:[._-][a-z0-9]+)*)?",
-    re.IGNORECASE | re.ASCII,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +63,7 @@ class Consumer:
     def unchecked(self) -> str | None:
         """A warning for a version that the rules were not checked with, None for a checked one
         and if none is given."""
-        if self.version is None or _is_checked(self.version, CHECKED[self.name]):
+        if self.version is None or is_of_series(self.version, CHECKED[self.name]):
             return None
         known = CHECKED[self.name]
         return f"the rules were checked with {self.name} {known}; {self.version} was not checked"
@@ -102,7 +96,7 @@ def takers_of_gdn(family: str, groups: int, heads: int) -> tuple[str, ...]:
 
 
 def parse_consumer(text: str) -> Consumer:
-    """`sglang` or `sglang==0.5.23`. Raises PlanError for an unknown name, for an invalid version, and
+    """`sglang` or `sglang==VERSION`. Raises PlanError for an unknown name, for an invalid version, and
     for a version of a model class."""
     name, equals, version = text.partition("==")
     if name not in NAMES:
@@ -111,41 +105,11 @@ def parse_consumer(text: str) -> Consumer:
         return Consumer(name)
     if name in CLASSES:
         raise PlanError(f"{name} is a model class and has no version; leave out =={version}")
-    if _VERSION.fullmatch(version) is None:
+    if not is_version(version):
         raise PlanError(
             f"{version!r} is not a version of {name}; write {name}=={CHECKED[name]}, or {name} alone"
         )
     return Consumer(name, version)
-
-
-def is_release(version: str, known: str) -> bool:
-    """Tell whether a version is a release itself, however many zeros it is written with, or a build of
-    it; what came before or after it, a post-release too, is another program."""
-    match = _VERSION.fullmatch(version)
-    if match is None or match["rest"]:
-        return False
-    stated, wanted = (_numbers(text) for text in (match["release"], known))
-    return stated == wanted
-
-
-def _numbers(release: str) -> list[int]:
-    numbers = [int(part) for part in release.split(".")]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return numbers
-
-
-def _is_checked(version: str, checked: str) -> bool:
-    """Tell whether a version is the one checked, to as many places as that one states. Candidates and
-    development versions before a release are not that release."""
-    match = _VERSION.fullmatch(version)
-    assert match is not None, "parse_consumer has checked it"
-    if re.search(r"a|b|rc|dev", match["rest"], re.IGNORECASE):
-        return False
-    wanted = [int(part) for part in checked.split(".")]
-    stated = [int(part) for part in match["release"].split(".")]
-    stated += [0] * (len(wanted) - len(stated))
-    return stated[: len(wanted)] == wanted
 
 
 def refused_form(runtime: str, config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
@@ -167,7 +131,7 @@ def refused_form(runtime: str, config: Mapping[str, Any], facts: Mapping[str, An
 
 
 def _sglang_refuses(block: Mapping[str, Any], *, experts: bool) -> bool:
-    """Forms that sglang 0.5.23 has no class for: experts with zero points, or in INT8 with activations
+    """Forms that sglang has no class for: experts with zero points, or in INT8 with activations
     (on NPUs alone); MXFP8; and MXFP4, which its classes of Kimi-K3 and DeepSeek-V4 alone read under
     compressed-tensors' names (`models/kimi_k3.py`: others leave `weight_packed` unread, silently)."""
     groups = _weights_of(block)
@@ -178,7 +142,7 @@ def _sglang_refuses(block: Mapping[str, Any], *, experts: bool) -> bool:
 
 
 def _vllm_refuses(runtime: str, block: Mapping[str, Any]) -> bool:
-    """Experts beside block FP8 in forms that vLLM 0.33 has no parameters for: it does not read
+    """Experts beside block FP8 in forms that vLLM has no parameters for: it does not read
     `linear_fp8_config`, and in MIXED_PRECISION it takes other names and shapes of scales."""
     layers = block.get("quantized_layers")
     named = layers.values() if isinstance(layers, Mapping) else ()

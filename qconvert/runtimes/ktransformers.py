@@ -1,6 +1,6 @@
 """Start of KTransformers on what qconvert makes, and what it reads without conversion.
 
-Options: kvcache-ai's sglang-kt. Stock sglang up to 0.5.23 has the same options but cannot run a current
+Options: kvcache-ai's sglang-kt. Stock sglang has the same options but cannot run a current
 kt-kernel: it passes `num_gpu_experts` where the kernel expects `gpu_experts_mask` (a TypeError;
 ktransformers#1832, #1859, sglang#20516).
 """
@@ -15,11 +15,12 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.integer_config import gptq_form, packed_scheme
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
+from qconvert.core.versions import SGLANG
 
 RUNTIME = (
-    "The runtime is kvcache-ai's sglang-kt. Stock sglang (up to 0.5.23) knows these options and fails "
-    "with a TypeError: it passes num_gpu_experts to a kt-kernel that takes gpu_experts_mask. Its loader "
-    "is not simulated: whether it serves this class is not known."
+    f"The runtime is kvcache-ai's sglang-kt. Stock sglang (up to {SGLANG.version}) knows these "
+    "options and fails with a TypeError: it passes num_gpu_experts to a kt-kernel that takes "
+    "gpu_experts_mask. Its loader is not simulated: whether it serves this class is not known."
 )
 
 
@@ -56,7 +57,7 @@ for another count or method crash it or are served as noise. {RUNTIME}
 
 
 def reads_as_it_is(checkpoint: Checkpoint) -> str | None:
-    """The `--kt-method` with which kt-kernel 0.7.2 reads a checkpoint's experts without conversion,
+    """The `--kt-method` with which kt-kernel reads a checkpoint's experts without conversion,
     None if it reads none (`kt_kernel/utils/loader.py`: it looks for one matrix per expert)."""
     names = (
         name for name, place in checkpoint.role_index.places.items() if place.expert is not None

@@ -4,7 +4,7 @@ These are facts of single classes, each read in the runtime's code and seen in i
 (tests/loaders/test_misreadings.py). They are asked before a simulator is, also of classes that none
 knows: that no fact is found of a folder says nothing.
 
-sglang 0.5.23:
+sglang:
 - `models/llama.py` looks for `.weight_scale_inv` as `.weight_scale`, the name of a scale a tensor. Its
   scales of blocks have the first name, so that none is read. compressed-tensors calls its own
   `weight_scale`.
@@ -13,7 +13,7 @@ sglang 0.5.23:
 - `models/afmoe.py`, `deepseek.py` and `xverse_moe.py` compute with the `weight` of all experts as one
   matrix, which no scale goes with: codes are taken for values, and packed ones have no `weight`.
 - `models/mllama4.py` moves rows of q_proj and k_proj for rotary embeddings, of tensors called `weight`.
-vLLM 0.33: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
+vLLM: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
 or zero points. GPTQ's names neither moves.
 Both build q, k and v, gate and up, and the inputs of latent attention as one matrix with one grid of
 scales: where a part is no whole blocks, sglang refuses it (`layers/quantization/fp8.py`) and vLLM puts

@@ -3,8 +3,8 @@
 Stage s of a partition p owns layers [sum(p[:s]), sum(p[:s]) + p[s]). Layers keep their global numbers
 and config.json keeps the global count: the runtime is told the partition by an environment variable.
 
-Rules read in sglang 0.5.23 (`distributed/utils.py`, `get_pp_indices`; `SGLANG_PP_LAYER_PARTITION`) and
-vLLM 0.33 (`distributed/utils.py`, `get_pp_indices`; `VLLM_PP_LAYER_PARTITION`).
+Rules read in sglang (`distributed/utils.py`, `get_pp_indices`; `SGLANG_PP_LAYER_PARTITION`) and
+vLLM (`distributed/utils.py`, `get_pp_indices`; `VLLM_PP_LAYER_PARTITION`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIABLE: dict[str, str] = {
     "vllm": "VLLM_PP_LAYER_PARTITION",
 }
 RUNTIMES: tuple[Runtime | None, ...] = (None, "sglang", "vllm")
-# Families whose class in vLLM 0.33 builds the last norm in every stage, and refuses a stage without it
+# Families whose class in vLLM builds the last norm in every stage, and refuses a stage without it
 # (models/qwen3_moe.py and others; default_loader.py, track_weights_loading).
 NORM_EVERYWHERE = frozenset((
     "bloom", "cohere", "cohere2", "cohere2_moe", "dbrx", "falcon", "gemma", "gemma2", "gemma3",
@@ -34,8 +34,8 @@ NORM_EVERYWHERE = frozenset((
     "hy_v3", "jamba", "mamba", "mixtral", "nemotron_h", "olmo_hybrid", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "stablelm",
 ))  # fmt: skip
-# Classes that run in one stage only: sglang 0.5.23 asks whether a class's `forward` takes
-# `pp_proxy_tensors` (`model_executor/model_runner.py`), vLLM 0.33 for `SupportsPP` (`config/model.py`).
+# Classes that run in one stage only: sglang asks whether a class's `forward` takes
+# `pp_proxy_tensors` (`model_executor/model_runner.py`), vLLM for `SupportsPP` (`config/model.py`).
 _ONE_STAGE: dict[str, frozenset[str]] = {
     "sglang": frozenset((
         "AfmoeForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM",
@@ -63,7 +63,7 @@ _ONE_STAGE: dict[str, frozenset[str]] = {
         "Zamba2ForCausalLM",
     )),
 }  # fmt: skip
-# Families whose class in sglang 0.5.23 builds the head in every stage and reads it in the last
+# Families whose class in sglang builds the head in every stage and reads it in the last
 # (models/glm4_moe.py, models/qwen3_moe.py): it takes memory in all.
 HEAD_EVERYWHERE = ("glm4_moe", "qwen3_moe")
 

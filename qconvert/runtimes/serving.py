@@ -18,12 +18,11 @@ from typing import Any, Literal
 from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
+from qconvert.core.versions import RELEASES, SGLANG, VLLM, is_release
 from qconvert.runtimes.consumers import (
-    CHECKED,
     RUNTIMES,
     Consumer,
     consumer_in,
-    is_release,
     refused_form,
 )
 from qconvert.runtimes.loading.offering import Simulated, Tensors
@@ -31,12 +30,10 @@ from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.misreadings import misread
 from qconvert.runtimes.pipeline import one_stage
-from qconvert.runtimes.sglang import VERSION as SGLANG
 from qconvert.runtimes.sglang import simulator as sglang
-from qconvert.runtimes.vllm import VERSION as VLLM
 from qconvert.runtimes.vllm import simulator as vllm
 
-SIMULATED = {"sglang": SGLANG, "vllm": VLLM}
+SIMULATED = {"sglang": SGLANG.version, "vllm": VLLM.version}
 _SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
 _OF_DRAFT = {"sglang": sglang.of_draft, "vllm": vllm.of_draft}
 NO_FUSION = "--disable-shared-experts-fusion"
@@ -454,7 +451,7 @@ def _loading(runtime: str, folder: Offered) -> Loading:
                 failed = f"does not load it right: {_why(answer)}; {answer.cure}"
                 break
             failed = f"not at tp {tp}: {_why(answer)}"
-    version = SIMULATED.get(runtime, CHECKED[runtime])
+    version = RELEASES[runtime].version
     left = unread or frozenset()
     return Loading(runtime, version, whole, failed, draft, unknown, cache, tuple(sizes), left)
 

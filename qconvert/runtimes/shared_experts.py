@@ -3,7 +3,7 @@
 A fused shared expert is read with the routed experts' scheme. Where a folder stores it in another form,
 sglang leaves it unread without a word, or fails. `--disable-shared-experts-fusion` turns fusion off.
 
-Read in sglang 0.5.23: `model_loader/loader.py` (`_initialize_model`), `layers/moe/utils.py`
+Read in sglang: `model_loader/loader.py` (`_initialize_model`), `layers/moe/utils.py`
 (`resolve_shared_experts_config`), and per class `shared_experts_fusion_disable_reason`
 (`models/deepseek_v2.py`, `models/glm4_moe.py`) or `can_fuse_shared_expert` (`models/qwen2_moe.py`, asked
 by `models/qwen3_next.py`). Qwen3.5's classes fuse on ROCm alone. Assumed: an NVIDIA GPU of capability

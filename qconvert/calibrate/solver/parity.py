@@ -1,6 +1,6 @@
 """GPTQ as llm-compressor solves it, for a batch of matrices on a GPU.
 
-The steps of llmcompressor 0.14 (`modifiers/gptq/gptq_quantize.py`, quantize_weight; `helpers.py`,
+The steps of llmcompressor (`modifiers/gptq/gptq_quantize.py`, quantize_weight; `helpers.py`,
 apply_activation_ordering and factorize_hessian) and of compressed-tensors' fake_quantize: columns
 without inputs become zeros, the Hessian is damped, inverted and factorized, columns are rounded in
 float32 and what codes mean is rounded to the scale's dtype. A code differs from theirs only where a

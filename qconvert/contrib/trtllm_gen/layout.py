@@ -2,7 +2,7 @@
 
 Sources: flashinfer 0.7.2.post1 (`fused_moe/core.py`, `_maybe_get_cached_w3_w1_permute_indices` and
 `get_w2_permute_indices_with_cache`; `utils.py`, `get_shuffle_matrix_a_row_indices`;
-`quantization/fp4_quantization.py`, `block_scale_interleave`) and sglang 0.5.23
+`quantization/fp4_quantization.py`, `block_scale_interleave`) and sglang
 (`layers/quantization/utils.py`, `prepare_static_weights_for_trtllm_fp4_moe`), which makes this at
 every load. Experimental: the bytes equal theirs, but no kernel has run on them.
 
@@ -166,7 +166,7 @@ class DerivedScalars(Uncut, Exact):
     Arguments: per-tensor scales of w13, F32 [E, 2] (gate, up) or plain [E]; of w2 [E]; and the same two
     of their inputs. One scale serves the inputs of all experts: the largest multiplier, the smallest
     divisor. Results: three [E], then two [] (modelopt) or [E] (compressed-tensors), as the classes of
-    sglang 0.5.23 hold them, rounded where they round. Raises RunError for scales that give no finite,
+    sglang hold them, rounded where they round. Raises RunError for scales that give no finite,
     positive number.
     """
 

@@ -24,7 +24,7 @@ _ROUNDED = 2.0**-20  # three roundings to float32, with a margin
 
 @dataclass(frozen=True)
 class Scalars:
-    """Those of one layer (sglang 0.5.23): one scale serves the inputs of all experts, the largest
+    """Those of one layer (sglang): one scale serves the inputs of all experts, the largest
     multiplier a or the smallest divisor; g1 = a1 * gate, g2 = a2 * down, the gated c = a1 * up / a2,
     else 1 / a2, and 1 / a1, 1 / a2."""
 

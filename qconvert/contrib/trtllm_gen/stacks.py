@@ -1,7 +1,7 @@
 """Routed experts stored in NVFP4, one matrix per expert, in both dialects (experimental).
 
-modelopt (0.47): `weight` U8 (two E2M1 codes a byte), `weight_scale` E4M3 for 16 columns,
-`weight_scale_2` and `input_scale` F32, multipliers. compressed-tensors (0.19, nvfp4-pack-quantized):
+modelopt: `weight` U8 (two E2M1 codes a byte), `weight_scale` E4M3 for 16 columns,
+`weight_scale_2` and `input_scale` F32, multipliers. compressed-tensors (nvfp4-pack-quantized):
 `weight_packed`, `weight_scale`, `weight_global_scale` and `input_global_scale`, divisors. Input scales
 need a calibration and may be absent everywhere.
 """

@@ -1,7 +1,7 @@
 """The model card of a folder: README.md with front matter for the Hub and three sections for people.
 
 Generated text is placed between HTML comments; text outside them, and existing front matter, is
-kept. Keys: the Hub's model cards (huggingface_hub 1.33, repocard_data.py). The same
+kept. Keys: the Hub's model cards (huggingface_hub, repocard_data.py). The same
 manifest, config and report give the same bytes: no time and no path is written.
 """
 

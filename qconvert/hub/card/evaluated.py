@@ -1,6 +1,6 @@
 """Result of an evaluation, on a model card: a section for people, and `model-index` for the Hub.
 
-Keys of `model-index`: the Hub's model cards (huggingface_hub 1.33, repocard_data.py,
+Keys of `model-index`: the Hub's model cards (huggingface_hub, repocard_data.py,
 `eval_results_to_model_index`). Results of others stay; ours are known by `tool` among a data set's
 `args`, which is free.
 """

@@ -1,6 +1,6 @@
 """Front matter of a model card, which the Hub reads.
 
-Keys are the Hub's (huggingface_hub 1.33, repocard_data.py); those of the source are kept that remain
+Keys are the Hub's (huggingface_hub, repocard_data.py); those of the source are kept that remain
 true of the same model in another format.
 """
 

@@ -355,7 +355,7 @@ def described(description: Description, template: str) -> bool:
 def without_prefix(description: Description) -> Description:
     """The description of checkpoints that the base model alone was saved as: GPT-2 is published as
     `h.0.attn`, which its class has as `transformer.h.0.attn`. transformers adds the prefix when it
-    loads one (core_model_loading.py, rename_source_key; 5.17). The head has none."""
+    loads one (core_model_loading.py, rename_source_key). The head has none."""
     prefixes = {
         name.partition(".")[0] for name, module in description.modules.items()
         if "{L}" in name and not module.tower and not name.startswith("{L}")

@@ -1,7 +1,7 @@
 """Calls of decoder layers by a class of transformers, and these their routed experts.
 
 A calibration has one layer in memory at a time, and must know this to run them. It is found on the
-built class, by running its own forward over layers that only record their calls (transformers 5.17).
+built class, by running its own forward over layers that only record their calls (transformers).
 """
 
 from __future__ import annotations

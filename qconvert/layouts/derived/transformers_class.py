@@ -5,7 +5,7 @@
 A process of its own, of at most BYTES of address space and SECONDS of CPU: it imports torch and
 transformers, which nothing else here does. It builds the class that a config names, without weights and
 without remote code, asks transformers' own conversion (`get_model_conversion_mapping`,
-`rename_source_key`; transformers 5.17, core_model_loading.py) which parameter a published name becomes,
+`rename_source_key`; transformers, core_model_loading.py) which parameter a published name becomes,
 and describes each published name by the module that owns it.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 
 from qconvert.core.names import experts_module, parse, split_parameter
 from qconvert.core.roles import EXPERT_COUNTS, Kind
+from qconvert.core.versions import SGLANG, VLLM
 from qconvert.layouts.derived.kinds import Parameter, kind_of
 from qconvert.layouts.derived.running import is_marked, why_not_run
 
@@ -37,7 +38,7 @@ UNGATED = "its experts have no gate projection"
 # sglang drops the biases without a word, and vLLM ends with a KeyError; quant_method fp8 leaves scales
 # unread.
 _BIASES = (
-    "its experts interleave the rows of gate and up, and have biases, which sglang 0.5.23 and vLLM 0.33 "
+    f"its experts interleave the rows of gate and up, and have biases, which {SGLANG} and {VLLM} "
     "do not load beside FP8 experts"
 )
 _UNNAMED = "its experts are stored under another name than `experts`"
@@ -78,7 +79,7 @@ def build(values: Mapping[str, Any]) -> Any:
 
 def untagged(value: Any) -> Any:
     """A setting as it was: transformers writes infinity, which JSON has not, as an object with a
-    `__float__` (configuration_utils.py, 5.17)."""
+    `__float__` (configuration_utils.py)."""
     if isinstance(value, Mapping):
         tag = value.get("__float__")
         if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
@@ -302,7 +303,7 @@ def _is_transposed(experts: Any) -> bool:
 
 def _says_its_order(experts: Any) -> bool:
     """Return whether a class without the decorator computes gate from the first half of `gate_up_proj`
-    and has no other parameters: Llama4TextExperts and LongcatFlashExperts do (transformers 5.17)."""
+    and has no other parameters: Llama4TextExperts and LongcatFlashExperts do (transformers)."""
     held = dict(experts.named_parameters(recurse=False))
     return held.keys() == {"gate_up_proj", "down_proj"} and bool(
         _GATE_FIRST.search(inspect.getsource(type(experts)))

@@ -38,7 +38,7 @@ _ZERO = (
 )  # fmt: skip
 
 # What a config may say in place of a key: transformers' classes, which both runtimes read configs with,
-# take either (5.17, `attribute_map`), and save the first.
+# take either (`attribute_map`), and save the first.
 _OF_QWEN = {"num_local_experts": "num_experts"}
 _OF_DEEPSEEK = {
     "num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers",

@@ -93,21 +93,8 @@ class Group:
         )  # fmt: skip
 
 
-# Whose config classes in sglang 0.5.23 (`configs/`) take text_config's block for the root's.
-_TAKE_FROM_TEXT = ("kimi_k25", "kimi_k3", "glm5_next")
-
-
-def root_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The block by which sglang knows that a model is quantized (`configs/model_config.py`): the root's,
-    its `compression_config`; text_config's of a few classes."""
-    if config.get("model_type") in _TAKE_FROM_TEXT:
-        return block_of(config)
-    return block_of({key: value for key, value in config.items() if key != "text_config"})
-
-
 def block_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The block that vLLM reads: the config's own, then its text config's, then
-    `compression_config`."""
+    """The block of a config: its own, then its text config's, then `compression_config`."""
     text = config.get("text_config")
     for place, key in (
         (config, "quantization_config"), (text, "quantization_config"),

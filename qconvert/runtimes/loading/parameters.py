@@ -1,7 +1,7 @@
 """The parameters of a rank and how a tensor of the folder gets into each: the shapes that are asserted,
 those that are cut or filled up in silence, and what a rank takes of a tensor.
 
-Read in sglang 0.5.23: `layers/parameter.py` (what quantized linears use), `layers/linear.py`
+Read in `layers/parameter.py` (what quantized linears use), `layers/linear.py`
 (weight_loader and weight_loader_v2), `layers/vocab_parallel_embedding.py`,
 `layers/moe/fused_moe_triton/layer.py` (_weight_loader_impl), `model_loader/weight_utils.py`.
 """
@@ -236,17 +236,17 @@ Wrapped = Literal["", "qwen3_next", "qwen3_5"]
 class Linear:
     """A parameter of a linear. `block`: rows of a block, 0 if the runtime does not know. `packed`: rows
     in one element. `wrapped`: the class puts a loader of its own before, for the fused projections of
-    linear attention. `turned`: columns come first (GPTQ)."""
+    linear attention. `transposed`: columns come first (GPTQ)."""
 
     layout: Layout
     role: Role
     block: int = 1
     packed: int = 1
     wrapped: Wrapped = ""
-    turned: bool = False
+    transposed: bool = False
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
-        if self.turned:
+        if self.transposed:
             into, tensor = into[::-1], TensorType(tensor.dtype, tensor.shape[::-1])
         if not self.block and self.layout.kind in ("merged", "qkv"):
             raise refused(
@@ -427,7 +427,7 @@ ExpertRole = Literal["weight", "group", "channel", "tensor", "single"]
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A parameter of all experts of a rank: [experts, ...]. `turned`: the folder's matrices are
+    """A parameter of all experts of a rank: [experts, ...]. `transposed`: the folder's matrices are
     transposed on loading (compressed-tensors' integers), `zeros` are not though their parameter is.
     `group`: columns of w2 that share a scale; a rank's share must be whole ones."""
 
@@ -437,7 +437,7 @@ class Experts:
     ep: int
     ep_rank: int
     tp: int
-    turned: bool = False
+    transposed: bool = False
     zeros: bool = False
     modelopt: bool = False
     everywhere: bool = False
@@ -467,7 +467,7 @@ class Experts:
         data = into[1:]
         shape = tensor.shape
         key, size = self.part(into, slot, which)
-        if self.turned and not self.zeros:
+        if self.transposed and not self.zeros:
             if len(shape) > 2:
                 raise refused("RuntimeError", "expects a tensor with", tensor, into, "not a matrix")
             shape = shape[::-1]
@@ -477,7 +477,7 @@ class Experts:
         if self.role == "tensor":
             broadcast(data[1:] if which != "w2" else data, tensor, _assigned(shape))
             return Filled({key: size})
-        dim = int(which == "w2") ^ int(self.turned)
+        dim = int(which == "w2") ^ int(self.transposed)
         down = which == "w2"
         silent = (self._down if down else self._gate_or_up)(data, tensor, shape, dim)
         return Filled({key: size}, silent)

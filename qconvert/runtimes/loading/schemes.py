@@ -1,10 +1,9 @@
-"""The parameters that each way of storing weights has in sglang, for a linear and for the experts of a
-layer, on one rank.
+"""The parameters that each way of storing weights has, for a linear and for the experts of a layer, on
+one rank: those that both runtimes create. What one of them creates otherwise is in a package of its own.
 
-Read in sglang 0.5.23, `create_weights` of: `layers/quantization/unquant.py`, `fp8.py`,
-`compressed_tensors/schemes/compressed_tensors_wNa16.py`, `_wNa16_moe.py`, `_w4a16_nvfp4.py`,
-`_w4a16_nvfp4_moe.py`, `_w4a4_nvfp4.py`, `_w4a4_nvfp4_moe.py`, `_w4a4_mxint4_moe.py`,
-`_w8a8_fp8_moe.py`, and `modelopt_quant.py`.
+Read in `create_weights` of `layers/quantization/unquant.py`, `fp8.py`, `modelopt_quant.py` and, of
+`compressed_tensors/schemes/`, `compressed_tensors_wNa16.py`, `_wNa16_moe.py`, `_w4a16_nvfp4.py`,
+`_w4a16_nvfp4_moe.py`, `_w4a4_nvfp4.py`, `_w4a4_nvfp4_moe.py`, `_w8a8_fp8_moe.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ from qconvert.runtimes.loading.parameters import (
     Linear,
     Parameter,
     Role,
-    Sharded,
-    Whole,
     Wrapped,
 )
-from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.refusal import LoadRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ class Moe:
         shape: Shape,
         role: ExpertRole,
         *,
-        turned: bool = False,
+        transposed: bool = False,
         zeros: bool = False,
         modelopt: bool = False,
         everywhere: bool = False,
@@ -63,7 +60,7 @@ class Moe:
         default: bool = False,
     ) -> Parameter:
         slot = Experts(
-            role, self.routed, self.fused, self.ep, self.ep_rank, self.tp, turned, zeros, modelopt,
+            role, self.routed, self.fused, self.ep, self.ep_rank, self.tp, transposed, zeros, modelopt,
             everywhere,
         )  # fmt: skip
         return Parameter(dtype, shape, slot, needed, default)
@@ -84,7 +81,7 @@ class Scheme(Protocol):
     def experts(self, moe: Moe) -> Named: ...
 
 
-def _parameter(
+def linear_parameter(
     layout: Layout,
     role: Role,
     dtype: str,
@@ -94,9 +91,9 @@ def _parameter(
     packed: int = 1,
     wrapped: Wrapped = "",
     needed: bool = True,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Parameter:
-    slot = Linear(layout, role, block, packed, wrapped, turned)
+    slot = Linear(layout, role, block, packed, wrapped, transposed)
     return Parameter(dtype, shape, slot, needed)
 
 
@@ -110,7 +107,7 @@ class Unquantized:
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
         shape = layout.rows, layout.columns
-        yield "weight", _parameter(layout, "plain", self.dtype, shape, wrapped=wrapped)
+        yield "weight", linear_parameter(layout, "plain", self.dtype, shape, wrapped=wrapped)
 
     def experts(self, moe: Moe) -> Named:
         up, down = (moe.slots, 2 * moe.columns, moe.hidden), (moe.slots, moe.hidden, moe.columns)
@@ -173,8 +170,8 @@ class BlockFp8:
                     )  # fmt: skip
         shape = layout.rows, layout.columns
         scales = ceil_div(layout.rows, self.rows), ceil_div(layout.columns, self.columns)
-        yield "weight", _parameter(layout, "matrix", "F8_E4M3", shape, wrapped=wrapped)
-        scale = _parameter(layout, "block", "F32", scales, block=self.rows, wrapped=wrapped)
+        yield "weight", linear_parameter(layout, "matrix", "F8_E4M3", shape, wrapped=wrapped)
+        scale = linear_parameter(layout, "block", "F32", scales, block=self.rows, wrapped=wrapped)
         yield "weight_scale_inv", scale
 
     def experts(self, moe: Moe) -> Named:
@@ -205,11 +202,11 @@ class CompressedFp8:
                 )  # fmt: skip
         shape = layout.rows, layout.columns
         scales = ceil_div(layout.rows, self.rows), ceil_div(layout.columns, self.columns)
-        yield "weight", _parameter(layout, "matrix", "F8_E4M3", shape, wrapped=wrapped)
+        yield "weight", linear_parameter(layout, "matrix", "F8_E4M3", shape, wrapped=wrapped)
         block = self.rows if self.known else 0
         yield (
             "weight_scale",
-            _parameter(layout, "block", "F32", scales, block=block, wrapped=wrapped),
+            linear_parameter(layout, "block", "F32", scales, block=block, wrapped=wrapped),
         )
 
     def experts(self, moe: Moe) -> Named:
@@ -226,8 +223,11 @@ class PerRow:
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
         shape = layout.rows, layout.columns
-        yield "weight", _parameter(layout, "matrix", self.codes, shape, wrapped=wrapped)
-        yield "weight_scale", _parameter(layout, "rows", "F32", (layout.rows, 1), wrapped=wrapped)
+        yield "weight", linear_parameter(layout, "matrix", self.codes, shape, wrapped=wrapped)
+        yield (
+            "weight_scale",
+            linear_parameter(layout, "rows", "F32", (layout.rows, 1), wrapped=wrapped),
+        )
 
     def experts(self, moe: Moe) -> Named:
         for which, rows, columns in (
@@ -280,13 +280,13 @@ class PackedIntegers:
             count = layout.columns // grouped
         codes = layout.rows, layout.columns // self.per_word
         role: Role = "rows" if repeated else "matrix"
-        yield "weight_packed", _parameter(layout, "matrix", "I32", codes)
+        yield "weight_packed", linear_parameter(layout, "matrix", "I32", codes)
         scales = layout.rows, count
-        yield "weight_scale", _parameter(layout, role, self.dtype, scales, wrapped=wrapped)
-        yield "weight_shape", _parameter(layout, "base", "I64", (2,), needed=False)
+        yield "weight_scale", linear_parameter(layout, role, self.dtype, scales, wrapped=wrapped)
+        yield "weight_shape", linear_parameter(layout, "base", "I64", (2,), needed=False)
         if not self.symmetric:
             zeros = layout.rows // self.per_word, count
-            zero = _parameter(layout, role, "I32", zeros, packed=self.per_word)
+            zero = linear_parameter(layout, role, "I32", zeros, packed=self.per_word)
             yield "weight_zero_point", zero
 
     def experts(self, moe: Moe) -> Named:
@@ -302,99 +302,28 @@ class PackedIntegers:
             "w2_weight_scale": (self.dtype, (slots, down, hidden), kind),
         }
         for name, (dtype, shape, role) in shapes.items():
-            yield name, moe.parameter(dtype, shape, role, turned=True)
+            yield name, moe.parameter(dtype, shape, role, transposed=True)
         for name in ("w2_weight_shape", "w13_weight_shape"):
-            yield name, moe.parameter(self.dtype, (slots, 2), "single", turned=True, needed=False)
+            yield (
+                name,
+                moe.parameter(self.dtype, (slots, 2), "single", transposed=True, needed=False),
+            )
         if not self.symmetric:
             for name, shape in {
                 "w13_weight_zero_point": (slots, up, 2 * size // word),
                 "w2_weight_zero_point": (slots, down, hidden // word),
             }.items():
-                yield name, moe.parameter("I32", shape, kind, turned=True, zeros=True)
+                yield name, moe.parameter("I32", shape, kind, transposed=True, zeros=True)
         ordered = self.actorder == "group"
         for which, length in (("w13", hidden), ("w2", size)):
             for name, needed in (
                 (f"{which}_weight_g_idx", ordered),
                 (f"{which}_g_idx_sort_indices", False),
             ):
-                # Gate's and up's are copied whole (sglang 0.5.23, FusedMoE._load_g_idx).
+                # Gate's and up's are copied whole (FusedMoE._load_g_idx).
                 index: ExpertRole = "single" if which == "w13" else "weight"
                 shape = slots, length
-                yield name, moe.parameter("I32", shape, index, turned=True, needed=needed)
-
-
-@dataclass(frozen=True, slots=True)
-class MarlinGptq:
-    """GPTQ's packing of symmetric codes in sglang: codes [K / 8, N], scales [groups, N]; zero points and
-    the order of columns are read and not used."""
-
-    bits: int
-    group: int
-    dtype: str = "BF16"
-    linear_name: str = "GPTQMarlinLinearMethod[GPTQMarlinLinearScheme]"
-    experts_name: str = "GPTQMarlinMoEMethod[GPTQMarlinMoEScheme]"
-
-    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
-        word, row = 32 // self.bits, layout.kind == "row"
-        grouped = self.group if self.group != -1 else layout.inputs
-        repeated = self.group == -1 and row and layout.tp > 1
-        if not repeated and layout.columns % grouped:
-            raise NotSimulated(f"groups of {grouped} that a rank's {layout.columns} columns cut")
-        groups = (layout.inputs if repeated else layout.columns) // grouped
-        role: Role = "rows" if repeated else "matrix"
-        codes, zeros = (layout.columns // word, layout.rows), (groups, layout.rows // word)
-        yield "qweight", _parameter(layout, "matrix", "I32", codes, turned=True)
-        order = Sharded(layout.rank, layout.tp) if row else Whole()
-        yield "g_idx", Parameter("I32", (layout.columns,), order, needed=False)
-        yield "scales", _parameter(layout, role, self.dtype, (groups, layout.rows), turned=True)
-        yield (
-            "qzeros",
-            _parameter(layout, role, "I32", zeros, packed=word, turned=True, needed=False),
-        )
-
-    def experts(self, moe: Moe) -> Named:
-        slots, hidden, size, word = moe.slots, moe.hidden, moe.columns, 32 // self.bits
-        # Scales of w2 are made for all ranks' columns, of which each fills its own.
-        up, down = (
-            (1, 1) if self.group == -1 else (hidden // self.group, size * moe.tp // self.group)
-        )
-        kind: ExpertRole = "channel" if self.group == -1 else "group"
-        for which, rows, columns, groups in (
-            ("w13", 2 * size, hidden, up),
-            ("w2", hidden, size, down),
-        ):
-            for name, dtype, shape, role, needed in (
-                ("qweight", "I32", (slots, columns // word, rows), "weight", True),
-                ("scales", "F16", (slots, groups, rows), kind, True),
-                ("qzeros", self.dtype, (slots, groups, rows // word), kind, False),
-                ("g_idx", "I32", (slots, columns), "single" if which == "w13" else "weight", False),
-                ("g_idx_sort_indices", "I32", (slots, columns), "weight", False),
-            ):
-                made = moe.parameter(dtype, shape, role, turned=True, zeros=True, needed=needed)  # type: ignore[arg-type]
-                yield f"{which}_{name}", made
-
-
-@dataclass(frozen=True, slots=True)
-class MxInt4:
-    """Experts of compressed-tensors' W4A16 in groups of 32 for the trtllm runner of sglang: matrices as
-    they are stored, and no orders of columns."""
-
-    dtype: str = "BF16"
-    linear_name: str = ""
-    experts_name: str = "CompressedTensorsFusedMoEMethod[CompressedTensorsMxInt4MoE]"
-
-    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
-        raise NotSimulated("a linear under the trtllm runner's MxInt4")
-
-    def experts(self, moe: Moe) -> Named:
-        slots, hidden, size = moe.slots, moe.hidden, moe.columns
-        for which, rows, columns in (("w13", 2 * size, hidden), ("w2", hidden, size)):
-            codes = slots, rows, columns // 8
-            yield f"{which}_weight_packed", moe.parameter("I32", codes, "weight")
-            scales = slots, rows, columns // 32
-            yield f"{which}_weight_scale", moe.parameter(self.dtype, scales, "group")
-            shape = moe.parameter(self.dtype, (slots, 2), "single", needed=False)
-            yield f"{which}_weight_shape", shape
+                yield name, moe.parameter("I32", shape, index, transposed=True, needed=needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,12 +348,14 @@ class PackedFp4:
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
         parts = (len(layout.outputs),)
         codes, scales = layout.columns // 2, layout.columns // 16
-        yield "weight_packed", _parameter(layout, "matrix", "U8", (layout.rows, codes))
-        yield "weight_global_scale", _parameter(layout, "tensor", "F32", parts)
-        scale = _parameter(layout, "matrix", "F8_E4M3", (layout.rows, scales), wrapped=wrapped)
+        yield "weight_packed", linear_parameter(layout, "matrix", "U8", (layout.rows, codes))
+        yield "weight_global_scale", linear_parameter(layout, "tensor", "F32", parts)
+        scale = linear_parameter(
+            layout, "matrix", "F8_E4M3", (layout.rows, scales), wrapped=wrapped
+        )
         yield "weight_scale", scale
         if self.inputs:
-            given = _parameter(layout, "tensor", "F32", parts, needed=self.native)
+            given = linear_parameter(layout, "tensor", "F32", parts, needed=self.native)
             yield "input_global_scale", given
 
     def experts(self, moe: Moe) -> Named:
@@ -470,15 +401,20 @@ class ModeloptFp4:
         codes, scales = layout.columns // 2, layout.columns // self.group
         # The fused projections of linear attention are wrapped; this linear's NVFP4A16 form is not among
         # those that have the loader for parts, so it takes them as an unquantized one would.
-        yield "weight", _parameter(layout, "matrix", "U8", (layout.rows, codes), wrapped=wrapped)
+        yield (
+            "weight",
+            linear_parameter(layout, "matrix", "U8", (layout.rows, codes), wrapped=wrapped),
+        )
         yield (
             "input_scale",
-            _parameter(layout, "tensor", "F32", parts, wrapped=wrapped, needed=not self.weights),
+            linear_parameter(
+                layout, "tensor", "F32", parts, wrapped=wrapped, needed=not self.weights
+            ),
         )
-        yield "weight_scale_2", _parameter(layout, "tensor", "F32", parts)
+        yield "weight_scale_2", linear_parameter(layout, "tensor", "F32", parts)
         yield (
             "weight_scale",
-            _parameter(layout, "matrix", "F8_E4M3", (layout.rows, scales), wrapped=wrapped),
+            linear_parameter(layout, "matrix", "F8_E4M3", (layout.rows, scales), wrapped=wrapped),
         )
 
     def experts(self, moe: Moe) -> Named:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 HOPPER = (9, 0)
 BLACKWELL = (10, 0)
-# Backends of communication whose combine happens inside the dispatcher (layers/moe/utils.py,
-# is_deepep_class_backend), and those that also replicate the shared experts.
-DEEPEP_CLASS = ("deepep", "deepep_v2", "mooncake", "mori", "pplx")
 
 
 @dataclass(frozen=True, slots=True)

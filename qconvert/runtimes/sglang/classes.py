@@ -1,7 +1,7 @@
 """The model classes of sglang that this simulator knows: what each builds on a rank, and how it finds
 the parameter of a tensor.
 
-Read in sglang 0.5.23: `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`, `qwen2_moe.py`,
+Read in sglang: `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`, `qwen2_moe.py`,
 `qwen3_moe.py`, `qwen3_vl.py`, `qwen3_vl_moe.py`, `glm4_moe.py`, `deepseek_v2.py`; runners of experts
 that a class asks for in `arg_groups/model_overrides/`.
 """
@@ -15,16 +15,18 @@ from typing import Any
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
 from qconvert.runtimes.loading.building import Build, Config, check_states
-from qconvert.runtimes.loading.groups import root_block
 from qconvert.runtimes.loading.offering import Finder
 from qconvert.runtimes.loading.parameters import Wrapped
 from qconvert.runtimes.loading.refusal import LoadRefused
 from qconvert.runtimes.loading.schemes import Quantization, Unquantized
-from qconvert.runtimes.loading.setting import DEEPEP_CLASS, Setting
+from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.sglang.matching import Fused
 from qconvert.runtimes.sglang.names import DeepSeek, Qwen3Moe, Qwen3Next, Qwen3VlMoe, Qwen35
-from qconvert.runtimes.sglang.quantization import Renames
+from qconvert.runtimes.sglang.quantization import Renames, root_block
 
+# Backends of communication whose combine happens inside the dispatcher (layers/moe/utils.py,
+# is_deepep_class_backend), and those that also replicate the shared experts.
+_DEEPEP_CLASS = ("deepep", "deepep_v2", "mooncake", "mori", "pplx")
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
 QWEN: Fused = {"qkv_proj": _QKV, "gate_up_proj": _GATE_UP}
@@ -113,7 +115,7 @@ def qwen_shared(config: Config, quantization: Quantization, setting: Setting) ->
     same = size > 0 and size == config.number("moe_intermediate_size")
     if _disabled(setting) or not same or a2a or quantization.blocks_shared:
         return 0
-    per_rank = setting.a2a in (*DEEPEP_CLASS, "megamoe") and setting.ep > 1
+    per_rank = setting.a2a in (*_DEEPEP_CLASS, "megamoe") and setting.ep > 1
     return 0 if per_rank else 1
 
 
@@ -126,7 +128,7 @@ def glm_shared(config: Config, quantization: Quantization, setting: Setting) -> 
 def deepseek_shared(config: Config, quantization: Quantization, setting: Setting) -> int:
     """deepseek_v2.py, shared_experts_fusion_disable_reason: 384 experts only under quark."""
     off = (
-        _disabled(setting) or quantization.blocks_shared or setting.a2a in DEEPEP_CLASS
+        _disabled(setting) or quantization.blocks_shared or setting.a2a in _DEEPEP_CLASS
         or setting.capability < (8, 0) or setting.ep > 1 or quantization.packed_int4
         or config.number("n_routed_experts") != 256 or config.number("n_shared_experts", 0) != 1
         or (quantization.name == "modelopt_fp4" and setting.capability[0] == 9

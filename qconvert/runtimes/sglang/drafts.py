@@ -1,7 +1,7 @@
 """The classes by which sglang loads a draft model from the folder of the model that it drafts for: one
 layer, between projections of its own. Embeddings and head are the model's.
 
-Read in sglang 0.5.23: `configs/model_config.py` (_config_draft_model), `models/qwen3_next_mtp.py`,
+Read in sglang: `configs/model_config.py` (_config_draft_model), `models/qwen3_next_mtp.py`,
 `qwen3_5_mtp.py`, `glm4_moe_nextn.py`, `deepseek_nextn.py`.
 """
 

@@ -1,7 +1,7 @@
 """Rules by which sglang decides whether a module is quantized, by its name: three dialects, three ways
 to match.
 
-Read in sglang 0.5.23: `layers/quantization/compressed_tensors/utils.py` (should_ignore_layer,
+Read in sglang: `layers/quantization/compressed_tensors/utils.py` (should_ignore_layer,
 find_matched_target), `layers/quantization/utils.py` (is_layer_skipped) and
 `layers/quantization/modelopt_quant.py` (is_layer_excluded). A name is the runtime's own, so a projection
 that it fuses is asked for under the fused name, unless its class maps that name to its parts.

@@ -1,7 +1,7 @@
 """Ways in which the classes of sglang find the parameter of a tensor: names are rewritten and looked up,
 and a name that leads nowhere is skipped, warned about, or ends the load.
 
-Read in sglang 0.5.23, `load_weights` of `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`,
+Read in sglang, `load_weights` of `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_5_text.py`,
 `qwen3_moe.py`, `qwen3_vl_moe.py`, `glm4_moe.py`, `qwen3_5_mtp.py` and
 `models/deepseek_common/deepseek_weight_loader.py`.
 """
@@ -245,16 +245,16 @@ class Qwen35(Names):
 
 
 def all_experts(
-    held: str, stored: TensorType, experts: int, *, down: bool, turned: bool = False
+    held: str, stored: TensorType, experts: int, *, down: bool, transposed: bool = False
 ) -> Found:
-    """The parts of a 3-D tensor of all experts, whose matrices are transposed if `turned`. Raises
+    """The parts of a 3-D tensor of all experts, whose matrices are transposed if `transposed`. Raises
     LoadRefused for one of another shape."""
     if len(stored.shape) < 3 or stored.shape[0] < experts:
         raise LoadRefused(
             "IndexError", "", held, f"expected {experts} experts in 3 dimensions, found {stored}"
         )
     inner = stored.shape[1:]
-    if turned:
+    if transposed:
         inner = (*inner[:-2], inner[-1], inner[-2])
     if down:
         return [Target(held, (expert, "w2"), inner) for expert in range(experts)]
@@ -409,7 +409,7 @@ class Qwen3VlMoe(Names):
                 if part in name:
                     mapped = self.required(tensor, name.replace(part, parameter))
                     return all_experts(
-                        mapped, stored, self.experts, down="down" in part, turned=True
+                        mapped, stored, self.experts, down="down" in part, transposed=True
                     )
             return None
         found = self.expert(name)

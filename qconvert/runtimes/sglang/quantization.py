@@ -1,7 +1,7 @@
 """A config's quantization as sglang reads it: which scheme each module gets.
 
-Read in sglang 0.5.23: `configs/model_config.py` (_parse_quant_hf_config, _parse_modelopt_quant_config),
-`layers/quantization/fp8.py`, `compressed_tensors/compressed_tensors.py` (get_scheme_dict,
+Read in sglang: `configs/model_config.py` (_parse_quant_hf_config, _parse_modelopt_quant_config),
+`layers/quantization/fp8.py`, `gptq/`, `compressed_tensors/compressed_tensors.py` (get_scheme_dict,
 get_linear_scheme, get_moe_scheme, get_lm_head_scheme), `modelopt_quant.py`.
 """
 
@@ -13,14 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.core.patterns import compiled
-from qconvert.runtimes.loading.groups import Group, is_group, names_of, pair_of, root_block
+from qconvert.runtimes.loading.groups import Group, block_of, is_group, names_of, pair_of
+from qconvert.runtimes.loading.parameters import (
+    ExpertRole,
+    Layout,
+    Parameter,
+    Role,
+    Sharded,
+    Whole,
+    Wrapped,
+)
 from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.schemes import (
     BlockFp8,
     CompressedFp8,
-    MarlinGptq,
     ModeloptFp4,
-    MxInt4,
+    Moe,
+    Named,
     NoQuantization,
     PackedFp4,
     PackedIntegers,
@@ -28,6 +37,7 @@ from qconvert.runtimes.loading.schemes import (
     Quantization,
     Scheme,
     Unquantized,
+    linear_parameter,
 )
 from qconvert.runtimes.loading.setting import Setting
 from qconvert.runtimes.sglang.matching import (
@@ -42,6 +52,97 @@ from qconvert.runtimes.sglang.matching import (
 _ACTIVATIONS = (
     "naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "pack-quantized",
 )  # fmt: skip
+
+
+# Whose config classes in sglang (`configs/`) take text_config's block for the root's.
+_TAKE_FROM_TEXT = ("kimi_k25", "kimi_k3", "glm5_next")
+
+
+def root_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The block by which sglang knows that a model is quantized (`configs/model_config.py`): the root's,
+    its `compression_config`; text_config's of a few classes."""
+    if config.get("model_type") in _TAKE_FROM_TEXT:
+        return block_of(config)
+    return block_of({key: value for key, value in config.items() if key != "text_config"})
+
+
+@dataclass(frozen=True, slots=True)
+class MarlinGptq:
+    """GPTQ's packing of symmetric codes: codes [K / 8, N], scales [groups, N]; zero points and
+    the order of columns are read and not used."""
+
+    bits: int
+    group: int
+    dtype: str = "BF16"
+    linear_name: str = "GPTQMarlinLinearMethod[GPTQMarlinLinearScheme]"
+    experts_name: str = "GPTQMarlinMoEMethod[GPTQMarlinMoEScheme]"
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        word, row = 32 // self.bits, layout.kind == "row"
+        grouped = self.group if self.group != -1 else layout.inputs
+        repeated = self.group == -1 and row and layout.tp > 1
+        if not repeated and layout.columns % grouped:
+            raise NotSimulated(f"groups of {grouped} that a rank's {layout.columns} columns cut")
+        groups = (layout.inputs if repeated else layout.columns) // grouped
+        role: Role = "rows" if repeated else "matrix"
+        codes, zeros = (layout.columns // word, layout.rows), (groups, layout.rows // word)
+        yield "qweight", linear_parameter(layout, "matrix", "I32", codes, transposed=True)
+        order = Sharded(layout.rank, layout.tp) if row else Whole()
+        yield "g_idx", Parameter("I32", (layout.columns,), order, needed=False)
+        yield (
+            "scales",
+            linear_parameter(layout, role, self.dtype, (groups, layout.rows), transposed=True),
+        )
+        yield (
+            "qzeros",
+            linear_parameter(
+                layout, role, "I32", zeros, packed=word, transposed=True, needed=False
+            ),
+        )
+
+    def experts(self, moe: Moe) -> Named:
+        slots, hidden, size, word = moe.slots, moe.hidden, moe.columns, 32 // self.bits
+        # Scales of w2 are made for all ranks' columns, of which each fills its own.
+        up, down = (
+            (1, 1) if self.group == -1 else (hidden // self.group, size * moe.tp // self.group)
+        )
+        kind: ExpertRole = "channel" if self.group == -1 else "group"
+        for which, rows, columns, groups in (
+            ("w13", 2 * size, hidden, up),
+            ("w2", hidden, size, down),
+        ):
+            for name, dtype, shape, role, needed in (
+                ("qweight", "I32", (slots, columns // word, rows), "weight", True),
+                ("scales", "F16", (slots, groups, rows), kind, True),
+                ("qzeros", self.dtype, (slots, groups, rows // word), kind, False),
+                ("g_idx", "I32", (slots, columns), "single" if which == "w13" else "weight", False),
+                ("g_idx_sort_indices", "I32", (slots, columns), "weight", False),
+            ):
+                made = moe.parameter(dtype, shape, role, transposed=True, zeros=True, needed=needed)  # type: ignore[arg-type]
+                yield f"{which}_{name}", made
+
+
+@dataclass(frozen=True, slots=True)
+class MxInt4:
+    """Experts of compressed-tensors' W4A16 in groups of 32 for the trtllm runner: matrices as they are
+    stored, and no orders of columns."""
+
+    dtype: str = "BF16"
+    linear_name: str = ""
+    experts_name: str = "CompressedTensorsFusedMoEMethod[CompressedTensorsMxInt4MoE]"
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        raise NotSimulated("a linear under the trtllm runner's MxInt4")
+
+    def experts(self, moe: Moe) -> Named:
+        slots, hidden, size = moe.slots, moe.hidden, moe.columns
+        for which, rows, columns in (("w13", 2 * size, hidden), ("w2", hidden, size)):
+            codes = slots, rows, columns // 8
+            yield f"{which}_weight_packed", moe.parameter("I32", codes, "weight")
+            scales = slots, rows, columns // 32
+            yield f"{which}_weight_scale", moe.parameter(self.dtype, scales, "group")
+            shape = moe.parameter(self.dtype, (slots, 2), "single", needed=False)
+            yield f"{which}_weight_shape", shape
 
 
 class Fp8:

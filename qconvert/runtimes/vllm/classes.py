@@ -1,7 +1,7 @@
 """The model classes of vLLM that this simulator knows: what each builds on a rank, and how it finds the
 parameter of a tensor.
 
-Read in vLLM 0.33.0: `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_moe.py`, `qwen3_vl.py`, `glm4_moe.py`,
+Read in vLLM: `models/qwen3_next.py`, `qwen3_5.py`, `qwen3_moe.py`, `qwen3_vl.py`, `glm4_moe.py`,
 `deepseek_v2.py`, `layers/mamba/gdn/qwen_gdn_linear_attn.py`, `config/model.py`. Shared experts are never
 loaded as routed ones: that is for ROCm.
 """

@@ -1,7 +1,7 @@
 """The classes by which vLLM loads a draft model from the folder of the model that it drafts for: one
 layer or several, between projections of their own, beside embeddings and head of the model.
 
-Read in vLLM 0.33.0: `models/qwen3_next_mtp.py`, `qwen3_5_mtp.py`, `deepseek_mtp.py`, `glm4_moe_mtp.py`,
+Read in vLLM: `models/qwen3_next_mtp.py`, `qwen3_5_mtp.py`, `deepseek_mtp.py`, `glm4_moe_mtp.py`,
 `models/utils.py` (get_spec_layer_idx_from_weight_name). They are asked for by names of the folder and
 held under others, and those of DeepSeek and GLM state no names that they fuse.
 """

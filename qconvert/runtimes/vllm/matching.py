@@ -1,6 +1,6 @@
 """Rules by which vLLM decides whether a module is quantized, by its name.
 
-Read in vLLM 0.33.0: `layers/quantization/utils/config_utils.py` (find_matching_patterns),
+Read in vLLM: `layers/quantization/utils/config_utils.py` (find_matching_patterns),
 `compressed_tensors/utils.py` (should_ignore_layer, find_matched_target), `utils/quant_utils.py`
 (is_layer_skipped), `modelopt.py` (is_layer_excluded), `utils/gptq_utils.py`. A name is the runtime's
 own; a fused projection is asked for under its own name, then under those of its parts.

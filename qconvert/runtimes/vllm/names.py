@@ -2,7 +2,7 @@
 loader that walks along the modules and ends the load where a name leads nowhere; DeepSeek's looks names
 up itself.
 
-Read in vLLM 0.33.0: `models/utils.py` (WeightsMapper, AutoWeightsLoader), `layers/linear.py`
+Read in vLLM: `models/utils.py` (WeightsMapper, AutoWeightsLoader), `layers/linear.py`
 (load_weights), `layers/fused_moe/routed_experts.py` (load_weights), `models/deepseek_v2.py`.
 """
 

@@ -1,7 +1,7 @@
 """Ways in which vLLM puts a tensor into a parameter, where it differs from what simulators share: a
 rank's part is never filled up with zeros, and scales of blocks that a rank cuts are cut in silence.
 
-Read in vLLM 0.33.0: `model_executor/parameter.py`, `layers/linear.py` (weight_loader_v2, which all
+Read in vLLM: `model_executor/parameter.py`, `layers/linear.py` (weight_loader_v2, which all
 linears use), `layers/fused_moe/routed_experts.py`.
 """
 

@@ -1,6 +1,6 @@
 """A config's quantization as vLLM reads it: which scheme each module gets.
 
-Read in vLLM 0.33.0, `layers/quantization/`: `fp8.py`, `compressed_tensors/compressed_tensors.py`,
+Read in vLLM, `layers/quantization/`: `fp8.py`, `compressed_tensors/compressed_tensors.py`,
 `compressed_tensors/compressed_tensors_moe/compressed_tensors_moe.py`, `auto_gptq.py`, `modelopt.py`.
 """
 

@@ -1,7 +1,7 @@
 """The parameters that each way of storing weights has in vLLM, on one rank; what it shares with sglang
 is in `loading.schemes`.
 
-Read in vLLM 0.33.0, `create_weights` of `layers/quantization/`: `fp8.py`, `auto_gptq.py`, `modelopt.py`,
+Read in vLLM, `create_weights` of `layers/quantization/`: `fp8.py`, `auto_gptq.py`, `modelopt.py`,
 `compressed_tensors/schemes/` and `compressed_tensors/compressed_tensors_moe/`.
 """
 
@@ -78,7 +78,7 @@ def expert_part(parameter: Parameter, finer: tuple[int, int] = (1, 1)) -> Expert
         "ep",
         "ep_rank",
         "tp",
-        "turned",
+        "transposed",
         "zeros",
         "modelopt",
         "everywhere",
@@ -286,7 +286,7 @@ class Gptq:
         role: Role = "rows" if repeated else "matrix"
 
         def part(role: Role, packed: int = 1) -> LinearPart:
-            return LinearPart(layout, role, packed=packed, turned=True)
+            return LinearPart(layout, role, packed=packed, transposed=True)
 
         yield "qweight", Parameter("I32", (layout.columns // word, layout.rows), part("matrix"))
         yield "scales", Parameter(self.dtype, (groups, layout.rows), part(role))
@@ -307,7 +307,7 @@ class Gptq:
             ("w13_qzeros", "I32", (slots, up, 2 * size // word), kind),
             ("w2_qzeros", "I32", (slots, down, hidden // word), kind),
         ):
-            yield name, moe.parameter(dtype, shape, role, turned=True, zeros=True)  # type: ignore[arg-type]
+            yield name, moe.parameter(dtype, shape, role, transposed=True, zeros=True)  # type: ignore[arg-type]
         # Dropped after the load where the folder has none.
         yield "w13_bias", moe.parameter(self.dtype, (slots, 2 * size), "weight", needed=False)
         yield "w2_bias", moe.parameter(self.dtype, (slots, hidden), "channel", needed=False)

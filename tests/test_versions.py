@@ -1,0 +1,77 @@
+"""Versions of other projects: stated once, and the same wherever pages and requirements repeat them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from qconvert.core.versions import RELEASES, is_of_series, is_release, is_version
+
+_ROOT = Path(__file__).parent.parent
+_PAGES = [
+    *sorted((_ROOT / "docs").rglob("*.md")),
+    *(_ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "action.yml")),
+    _ROOT / "qconvert/validators/RULES.md",
+]
+_NUMBER = r"(?:==|\s+(?:#\s+)?|,\s|\s\()(\d+(?:\.\d+)+)"
+
+
+def _stated(text: str) -> list[tuple[str, str]]:
+    """Each version that stands behind a project's name: the project as packages name it, and the
+    version."""
+    return [
+        (package, number)
+        for package, release in RELEASES.items()
+        for number in re.findall(rf"(?i)(?<![\w/])(?:{release.name}|{package}){_NUMBER}", text)
+    ]
+
+
+def test_a_version_is_stated_in_one_product_file() -> None:
+    numbers = {release.version for release in RELEASES.values()}
+    numbers |= {release.series for release in RELEASES.values()}
+    found = {
+        path.name: hits
+        for path in sorted((_ROOT / "qconvert").rglob("*.py"))
+        if (hits := [one for one in _stated(path.read_text(encoding="utf-8")) if one[1] in numbers])
+    }
+    assert found.keys() <= {"versions.py"}, found
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_pages_state_the_same(page: Path) -> None:
+    for package, number in _stated(page.read_text(encoding="utf-8")):
+        assert number in (RELEASES[package].version, RELEASES[package].series), (package, number)
+
+
+def test_what_is_installed_to_compare_with_is_the_same() -> None:
+    files = [*_ROOT.glob("requirements-*.txt"), _ROOT / "pyproject.toml"]
+    # vLLM's environment has the compressed-tensors that it pins.
+    texts = [
+        one.read_text(encoding="utf-8")
+        for one in files
+        if one.name != "requirements-loaders-vllm.txt"
+    ]
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", "\n".join(texts), re.MULTILINE))
+    lowest = dict(re.findall(r'"([\w-]+)>=([\d.]+)', "\n".join(texts)))
+    lowest["huggingface_hub"] = lowest["huggingface-hub"]
+    for package, release in RELEASES.items():
+        assert is_release(pinned.get(package) or lowest[package], release.version), package
+
+
+@pytest.mark.parametrize("text", ["5.17", "0.5.23rc1", "5.17.0.dev0", "0.33.0+cpu", "v1"])
+def test_versions_of_packages(text: str) -> None:
+    assert is_version(text)
+    assert not is_version(f"{text} ")
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "series"),
+    [("0.33.0", True, True), ("0.33", True, True), ("0.33.1", False, True),
+     ("0.33.0rc1", False, False), ("0.33.0+cpu", True, True), ("0.3", False, False),
+     ("banana", False, False)],
+)  # fmt: skip
+def test_a_release_and_its_series(version: str, release: bool, series: bool) -> None:
+    assert is_release(version, "0.33.0") == release
+    assert is_of_series(version, "0.33") == series
