@@ -22,8 +22,8 @@ from typing import Any
 from qconvert import api
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.core.dtypes import TensorType
-from qconvert.run.on_ray import connected
-from qconvert.run.unit_runner import UnitRunner
+from qconvert.run.engines.ray import connected
+from qconvert.run.work.unit_runner import UnitRunner
 
 _SIZE = TensorType("BF16", (64, 128))
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from qconvert.evaluate.result import Evaluation
     from qconvert.formats.base import Format
     from qconvert.formats.registry import formats
-    from qconvert.hub.file_diff import FileDifference, FilesCompared
+    from qconvert.hub.compare import FileDifference, FilesCompared
     from qconvert.hub.publish import (
         CheckedFolder,
         Uploaded,
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
     from qconvert.recipe.recipe import Recipe, load_recipe
     from qconvert.repair.repair import Repair
     from qconvert.run.dry_run import DryRun
-    from qconvert.run.events import Events
+    from qconvert.run.engines.shard import Share
+    from qconvert.run.folder.status import FolderStatus, ShardStatus
     from qconvert.run.in_memory import Converter
-    from qconvert.run.options import PlanOptions
     from qconvert.run.profile import Profile, Profiling, profiled
-    from qconvert.run.sharing import Share
-    from qconvert.run.status import FolderStatus, ShardStatus
+    from qconvert.run.work.events import Events
+    from qconvert.run.work.options import PlanOptions
     from qconvert.samples.request import Calibration
     from qconvert.service.checking import advise, evaluate, repair, validate
     from qconvert.service.converting import (
@@ -120,19 +120,19 @@ _PLACES = {
         "evaluate.result": "Evaluation",
         "formats.base": "Format",
         "formats.registry": "formats",
-        "hub.file_diff": "FileDifference FilesCompared",
+        "hub.compare": "FileDifference FilesCompared",
         "hub.publish": "CheckedFolder Uploaded check_upload destination refusal upload",
         "passes": "passes",
         "plan.plan": "Pass Plan",
         "recipe.recipe": "Recipe load_recipe",
         "repair.repair": "Repair",
         "run.dry_run": "DryRun",
-        "run.events": "Events",
+        "run.work.events": "Events",
         "run.in_memory": "Converter",
-        "run.options": "PlanOptions",
+        "run.work.options": "PlanOptions",
         "run.profile": "Profile Profiling profiled",
-        "run.sharing": "Share",
-        "run.status": "FolderStatus ShardStatus",
+        "run.engines.shard": "Share",
+        "run.folder.status": "FolderStatus ShardStatus",
         "samples.request": "Calibration",
         "service.checking": "advise evaluate repair validate",
         "service.converting": "convert converter plan plan_after plan_graft plan_pair plan_stages run",

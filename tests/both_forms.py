@@ -24,7 +24,7 @@ from qconvert.core.errors import QConvertError
 from qconvert.core.extras import is_installed
 from qconvert.core.graph import Apply, Buffer, Op, Part
 from qconvert.ops.compiled import choice
-from qconvert.run.unit_runner import Job
+from qconvert.run.work.unit_runner import UnitState
 from qconvert.validation import workers
 from qconvert.validation.compiled import LOOPS
 from qconvert.validation.workers import Folders, Numbered, Result
@@ -38,7 +38,7 @@ Outcome = tuple[list[bytes], dict[str, int]] | tuple[type[Exception], str]
 def begin(patch: pytest.MonkeyPatch) -> None:
     """From now on, in this process."""
     if is_installed("numba"):
-        patch.setattr(Job, "_run", _run)
+        patch.setattr(UnitState, "_run", _run)
         patch.setattr(workers, "_together", _together)
         patch.setattr(_Lazy, "__call__", _called)
 
@@ -99,11 +99,11 @@ def _odd(data: bytes) -> memoryview:
     return memoryview(bytearray(b"\0" + data))[1:]
 
 
-_really_run, _really_together, really_call = Job._run, workers._together, _Lazy.__call__
+_really_run, _really_together, really_call = UnitState._run, workers._together, _Lazy.__call__
 
 
 def _run(
-    self: Job, node: Apply, part: Part, ins: Sequence[Buffer], outs: list[Buffer]
+    self: UnitState, node: Apply, part: Part, ins: Sequence[Buffer], outs: list[Buffer]
 ) -> list[Buffer]:
     both: Any = Both(node.op)
     return _really_run(self, replace(node, op=both), part, ins, outs)

@@ -26,7 +26,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import Codes
 from qconvert.plan.plan import Plan
-from qconvert.run.backend import Remark
+from qconvert.run.work.backend import Remark
 
 # Its config and auto classes are typed for humans, not for mypy.
 hf: Any = transformers

@@ -18,7 +18,7 @@ from qconvert.core.int_scheme import Codes
 from qconvert.models.calibrated import Calibrated
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.backend import Barrier, Item, Job, Needs, Remark, Solved
+from qconvert.run.work.backend import BackendJob, Barrier, Item, Remark, Requirements, SolvedUnit
 from qconvert.samples.request import Calibration
 
 SYNTHETIC = Calibration(synthetic=True, samples=2, length=8)
@@ -63,8 +63,8 @@ class MadeUp:
     def at_work(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def needs(self) -> Needs:
-        return Needs(self.memory, disk=0)
+    def needs(self) -> Requirements:
+        return Requirements(self.memory, disk=0)
 
     def check(self, folders: Sequence[Path]) -> None:
         self.checked.append(tuple(folders))
@@ -72,13 +72,13 @@ class MadeUp:
     def unused(self) -> Sequence[str]:
         return ["nothing made"]
 
-    def work(self, job: Job) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    def work(self, job: BackendJob) -> tuple[Mapping[str, float], Mapping[str, float]]:
         return {"solve": float(len(job.units))}, {}
 
-    def get_ready(self, job: Job) -> None:
+    def get_ready(self, job: BackendJob) -> None:
         pass
 
-    def solve(self, job: Job) -> Generator[Item]:
+    def solve(self, job: BackendJob) -> Generator[Item]:
         layer = None
         for unit in sorted(job.units, key=lambda u: (u.op.layer, u.op.expert, u.op.kind)):
             if layer is not None and unit.op.layer != layer:
@@ -94,6 +94,6 @@ class MadeUp:
                 packer.pack(made_up(unit.op, rows, columns), outs)
                 buffers += outs
             read = {"name": "x", "start": 0, "stop": 1, "xxh3": "0" * 32}
-            yield Solved(unit.number, buffers, [read])
+            yield SolvedUnit(unit.number, buffers, [read])
             self.made.append((unit.op.layer, unit.op.expert, unit.op.kind))
         yield Remark("made up")

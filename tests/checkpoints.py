@@ -22,7 +22,7 @@ import pytest
 
 from qconvert.cli.main import main
 from qconvert.core.graph import Source
-from qconvert.run.reader import Reader
+from qconvert.run.work.reader import Reader
 
 INDEX = "model.safetensors.index.json"
 BLOCK = 4
@@ -254,7 +254,7 @@ def _unmeasured() -> Iterator[None]:
     """The plan's speed probe writes 64 MiB, and says something else every time."""
     with ExitStack() as stack:
         for name in ("read_rate", "write_rate"):
-            stack.enter_context(mock.patch(f"qconvert.run.probe.{name}", return_value=None))
+            stack.enter_context(mock.patch(f"qconvert.run.work.estimate.{name}", return_value=None))
         yield
 
 
@@ -295,11 +295,11 @@ def unjudged(recipe: str, source: Path, out: Path) -> None:
     """A recipe carried out without the command line's judgement of its plan: what validators shall find
     wrong has to be made somehow."""
     from qconvert.checkpoint.checkpoint import Checkpoint
-    from qconvert.hub.card.of_plan import with_card
+    from qconvert.hub.readme import with_card
     from qconvert.plan.plan import Plan, run_passes
     from qconvert.recipe.recipe import parse_recipe
     from qconvert.run.executor import execute
-    from qconvert.run.prepare import Options
+    from qconvert.run.folder.prepare import Options
 
     passes = parse_recipe(recipe, "recipe").passes
     plan = run_passes(Plan.identity(Checkpoint.open(source)), passes)

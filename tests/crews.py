@@ -8,18 +8,18 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from qconvert.run.backend import Backend
-from qconvert.run.engine import Begun, Work
-from qconvert.run.events import Events
-from qconvert.run.files import Files
-from qconvert.run.local import whole_run
-from qconvert.run.nodes import NodeWorker, Returned
-from qconvert.run.scheduler import Lost, Node, Ready, run_by_crew
-from qconvert.run.target import Target
-from qconvert.run.worker import Batch, Setup, Told
-from qconvert.run.workspace import Workspace
+from qconvert.run.engines.base import ClaimedRun, UnitBatches
+from qconvert.run.engines.local import whole_run
+from qconvert.run.engines.scheduler import Node, WorkerLost, WorkerReady, run_on_workers
+from qconvert.run.folder.target import Target
+from qconvert.run.folder.workspace import Workspace
+from qconvert.run.work.backend import Backend
+from qconvert.run.work.cluster_node import BatchResult, NodeWorker
+from qconvert.run.work.events import Events
+from qconvert.run.work.files import Files
+from qconvert.run.work.worker import Batch, WorkerEvent, WorkerSetup
 
-Happening = tuple[int, Ready | Returned | Lost]
+Happening = tuple[int, WorkerReady | BatchResult | WorkerLost]
 
 
 @dataclass
@@ -27,7 +27,7 @@ class HereCrew:
     """Workers whose batches this process runs, in an order of chance. `losses` of them are lost, with or
     without having done their batch; a machine never comes back."""
 
-    setup: Setup
+    setup: WorkerSetup
     machines: list[Node]
     chooser: random.Random
     losses: int = 0
@@ -41,7 +41,7 @@ class HereCrew:
     def nodes(self) -> Sequence[Node]:
         return self.machines
 
-    def hire(self, node: Node) -> int:
+    def start_worker(self, node: Node) -> int:
         number = len(self.where) + 1
         self.where[number] = node
         self.begun[number] = None
@@ -62,7 +62,7 @@ class HereCrew:
         worker = self.begun[number]
         if worker is None:
             worker = self.begun[number] = NodeWorker()
-            return number, Ready(worker.begin(self.setup))
+            return number, WorkerReady(worker.begin(self.setup))
         lost = self.losses and self.chooser.random() < self.chance
         if lost and self.chooser.random() < 0.5:
             worker.run(self.sent[number][0])  # done, and nobody was told
@@ -71,7 +71,7 @@ class HereCrew:
             del self.begun[number]
             if len(self.machines) > 1 and self.chooser.random() < 0.5:
                 self.machines.remove(self.where[number])
-            return number, Lost("it was unplugged")
+            return number, WorkerLost("it was unplugged")
         return number, worker.run(self.sent[number].popleft())
 
 
@@ -91,14 +91,14 @@ class CrewEngine:
     @contextmanager
     def begin(
         self, targets: Sequence[Target], told: Events, files: Files, backend: Backend | None
-    ) -> Iterator[Begun | None]:
+    ) -> Iterator[ClaimedRun | None]:
         with whole_run(targets, told, backend) as begun:
             yield begun
 
-    def settle(self, begun: Begun, told: Events) -> Sequence[int]:
+    def finish_units(self, begun: ClaimedRun, told: Events) -> Sequence[int]:
         return ()
 
-    def run(self, work: Work) -> Generator[Told]:
+    def run(self, work: UnitBatches) -> Generator[WorkerEvent]:
         chooser = random.Random(self.seed)
         self.crew = HereCrew(work.setup, list(self.machines), chooser, self.losses, self.chance)
-        return run_by_crew(self.crew, list(work.batches), self.most, work)
+        return run_on_workers(self.crew, list(work.batches), self.most, work)

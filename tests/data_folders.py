@@ -14,7 +14,7 @@ import xxhash
 from checkpoints import Tensor, edit_json, read_shard, run_cli, unjudged, write_shard
 
 from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, Checkpoint
-from qconvert.run.reader import Reader
+from qconvert.run.work.reader import Reader
 from qconvert.validation.runner import Report, Request, validate_folder
 from qconvert.validators.reading.matrices import matrices
 from qconvert.validators.reading.rows import rows

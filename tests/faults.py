@@ -26,8 +26,8 @@ from qconvert.core.errors import OutputError
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import execute
-from qconvert.run.files import Files
-from qconvert.run.prepare import Options
+from qconvert.run.folder.prepare import Options
+from qconvert.run.work.files import Files
 
 BLOCK = 128
 BLOCK_BYTES = 4096  # what direct writes are cut in

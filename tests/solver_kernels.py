@@ -19,18 +19,17 @@ from unittest.mock import patch
 
 import torch
 
-from qconvert.calibrate import token_dispatch
-from qconvert.calibrate.kernels import choice
+from qconvert.calibrate import kernel_choice, token_dispatch
 from qconvert.calibrate.settings import Settings
-from qconvert.calibrate.solver import descent, gptq, parity, product, refit, scales
-from qconvert.calibrate.solver.order import curvature
+from qconvert.calibrate.solver import best, parity, product
+from qconvert.calibrate.solver.curvature import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, rounding
 from qconvert.calibrate.token_dispatch import dispatch_of
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import IntScheme
 
 ON = "cuda" if torch.cuda.is_available() else "cpu"
-_MODULES = (scales, gptq, descent, parity, refit)
+_MODULES = (best, parity)
 _OFF = 0.002  # of all codes: what sums in another order change
 
 
@@ -81,7 +80,7 @@ def _answers() -> Iterator[tuple[str, float]]:
         answers[4, 6] = torch.inf
         before = heavy_tailed((20, width), random).bfloat16().to(ON)
         made, wanted = before.clone(), before.clone()
-        assert choice.by_triton(made)
+        assert kernel_choice.by_triton(made)
         token_dispatch.add_answers(made, answers, sorted_by, start)
         with patch.object(token_dispatch, "by_triton", return_value=False):
             token_dispatch.add_answers(wanted, answers, sorted_by, start)
@@ -94,18 +93,18 @@ def _answers() -> Iterator[tuple[str, float]]:
 def _compared(case: Case) -> Iterator[tuple[str, float]]:
     weight, found, grid, scale = _problem(case)
     with_kernels, without = _both(
-        lambda: scales.searched(weight, scale, found.inverse.reciprocal(), grid)
+        lambda: best.searched(weight, scale, found.inverse.reciprocal(), grid)
     )
     if case.scheme.symmetric:
         yield "scales", _share(with_kernels, without)
     scale = without
-    with_kernels, without = _both(lambda: gptq.gptq(weight, scale, grid, found, case.block))
+    with_kernels, without = _both(lambda: best.gptq(weight, scale, grid, found, case.block))
     yield "gptq", _share(with_kernels, without)
     # Within what BF16 halves of a Hessian leave: 100 times nearer than without the lower one.
     yield "normal equations", 40 * _normal_equations(case, without, found.hessian, grid)
     start = rounding(weight, without, scale, found.hessian)
     with_kernels, without = _both(
-        lambda: descent.descended(weight, start, found.hessian, grid, 2, case.block).steps
+        lambda: best.descended(weight, start, found.hessian, grid, 2, case.block).steps
     )
     yield "descent", _share(with_kernels, without)
     ordered = replace(case, scheme=replace(case.scheme, actorder="static"))
@@ -127,7 +126,7 @@ def _parity(
 
 def _normal_equations(case: Case, steps: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> float:
     """How far a row's are from what float64 gives, over their diagonal's mean: 1e-5 on an H100."""
-    made, without = _both(lambda: refit._normal(steps, hessian, grid).tril())
+    made, without = _both(lambda: best._normal(steps, hessian, grid).tril())
     count = case.columns // grid.width
     cut = steps.double().reshape(case.batch, count, grid.width, -1)
     blocks = hessian.double().reshape(case.batch, count, grid.width, count, grid.width)
@@ -144,12 +143,12 @@ def _both(solve: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     """With the kernels and without."""
     with ExitStack() as stack:
         calls = [
-            stack.enter_context(patch.object(module, "fused", wraps=choice.fused))
+            stack.enter_context(patch.object(module, "fused", wraps=kernel_choice.fused))
             for module in _MODULES
         ]
         made = solve()
         assert any(call.called for call in calls)
-    assert choice.fused(torch.zeros(1, device=ON), 64) is not None
+    assert kernel_choice.fused(torch.zeros(1, device=ON), 64) is not None
     with ExitStack() as stack:
         for module in _MODULES:
             stack.enter_context(patch.object(module, "fused", return_value=None))
@@ -199,9 +198,9 @@ def compile_all() -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from qconvert.calibrate.kernels import columns
+    from qconvert.calibrate import triton_kernels
 
-    kernel: Any = columns._parity_block
+    kernel: Any = triton_kernels._parity_block
     names, found = kernel.arg_names, set()
     for zero in (True, False):
         for dtype in range(3):
@@ -212,7 +211,9 @@ def compile_all() -> int:
                 {name: types.get(name, "constexpr") for name in names},
                 {(names.index(name),): value for name, value in constants.items()},
             )
-            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=columns._APART)
+            made = triton.compile(
+                source, target=GPUTarget("cuda", 90, 32), options=triton_kernels._APART
+            )
             rounding = re.findall(r"^\s*((?:\w+\.)*f(?:32|64))\b", made.asm["ptx"], re.MULTILINE)
             found |= {name for name in rounding if name.split(".")[0] not in _EXACT}
     print(*sorted(found), sep="\n")
@@ -229,19 +230,23 @@ def shared_all() -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from qconvert.calibrate.kernels import columns
-    from qconvert.calibrate.kernels import product as by_blocks
+    from qconvert.calibrate import triton_kernels
 
-    normal: Any = columns._normal
-    blocks: Any = by_blocks._add_product
+    normal: Any = triton_kernels._normal
+    blocks: Any = triton_kernels._add_product
     wrong = 0
     for target, most in _SHARED.items():
-        options = columns.normal_options(divmod(target, 10))
+        options = triton_kernels.normal_options(divmod(target, 10))
         asked: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
             (normal, {"WIDTH": 128, "TALL": 128, "ROWS": 64, "HALVES": True}, options)
         ]
-        sizes = {"SIDE": by_blocks._SIDE, "DEEP": by_blocks._DEEP, "HALVES": True, "one_inner": 1}
-        asked.append((blocks, sizes, by_blocks.OPTIONS))
+        sizes = {
+            "SIDE": triton_kernels._SIDE,
+            "DEEP": triton_kernels._DEEP,
+            "HALVES": True,
+            "one_inner": 1,
+        }
+        asked.append((blocks, sizes, triton_kernels.OPTIONS))
         for kernel, constants, launch in asked:
             names = kernel.arg_names
             matrices = ("steps", "hessian", "found", "to", "one", "other")

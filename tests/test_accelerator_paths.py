@@ -19,8 +19,8 @@ from qconvert.calibrate.settings import LayerDone, Matrix
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.int_scheme import Codes
 from qconvert.plan.plan import Plan
-from qconvert.run.backend import Paused
-from qconvert.run.until import Pace
+from qconvert.run.work.backend import PausedAt
+from qconvert.run.work.deadline import Pace
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_a_paused_run_goes_on_to_the_same_codes(
     another = Pace.another
     monkeypatch.setattr(Pace, "another", lambda self: False)
     first = [*events(plan, tmp_path / "room")]
-    assert first[-1] == Paused(1, 3)
+    assert first[-1] == PausedAt(1, 3)
     monkeypatch.setattr(Pace, "another", another)
     second = codes_of(events(plan, tmp_path / "room"))
     assert {layer for layer, _, _ in second} == {1, 2}
@@ -123,7 +123,7 @@ def test_an_expert_sees_its_tokens_some_at_a_time(
     codes. Of what goes into down some are, which a product of other rows rounds otherwise."""
     found = []
     for most in (1 << 20, 9):
-        monkeypatch.setattr(experts, "looked_together", lambda _, most=most: most)
+        monkeypatch.setattr(experts, "tokens_together", lambda _, most=most: most)
         done = [one for one in events(plan, tmp_path / str(most)) if isinstance(one, LayerDone)]
         stats = done[0].stats
         assert stats is not None
@@ -146,7 +146,7 @@ def test_room_is_kept_for_what_passes(tmp_path: Path, monkeypatch: pytest.Monkey
         return fits(budget, *args, **more)
 
     monkeypatch.setattr(layers, "experts_together", spy)
-    monkeypatch.setattr(layers, "looked_together", lambda hidden: hidden)
+    monkeypatch.setattr(layers, "tokens_together", lambda hidden: hidden)
     folder = saved(qwen3_moe(num_hidden_layers=1, moe_intermediate_size=64), tmp_path / "model")
     model = Plan.identity(Checkpoint.open(folder))
     stream = 240 * 128 * 2  # bytes of what goes into experts

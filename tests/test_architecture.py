@@ -26,7 +26,7 @@ _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
 # Kernels of torch and numba: they are imported where they run, and need those whole.
 _KERNELS = (
     "validators/kernels/triton", "ops/compiled/loops/", "validators/loops/",
-    "calibrate/kernels/",
+    "calibrate/triton_kernels.py",
 )  # fmt: skip
 
 
@@ -134,6 +134,18 @@ def test_no_cycle_within_a_package() -> None:
                 todo += leads[module]
 
 
+def test_rooms_of_run_import_lower_ones_only() -> None:
+    """One unit at a time, a folder, engines; what stands beside them is above all."""
+    rooms, wrong = ("work", "folder", "engines"), []
+    for name, found in in_all().items():
+        own = name.split("/")[1] if name.startswith("run/") else None
+        for module in found if own in rooms else ():
+            other = module.split(".")[2:3] if module.startswith("qconvert.run") else []
+            if other and (other[0] not in rooms or rooms.index(other[0]) > rooms.index(str(own))):
+                wrong.append(f"{name} imports {module}")
+    assert wrong == []
+
+
 def test_heavy_libraries_are_imported_where_used() -> None:
     wrong = {name: _outside(found) & _HEAVY for name, found in at_import().items()}
     assert {n: found for n, found in wrong.items() if found and not n.startswith(_KERNELS)} == {}
@@ -155,7 +167,7 @@ def test_packages_of_extras_stay_where_they_are_asked_for() -> None:
         "calibrate/", "evaluate/", "samples/readers.py", "samples/tokenizer.py",  # calibration, eval
         "layouts/derived/transformers_class.py", "layouts/derived/running.py",  # a process of its own
         "validators/kernels/", "validators/amx/amx_client.py",
-        "validators/amx/kt_forward.py", "compiled/", "run/on_ray.py",
+        "validators/amx/kt_forward.py", "compiled/", "run/engines/ray.py",
         "checkpoint/fsspec_store.py", "cli/demo.py", "cli/demo_checkpoint.py",
         "contrib/trtllm_gen/sglang_plugin.py",  # in sglang's own process
     )  # fmt: skip
@@ -178,19 +190,18 @@ _FOR_VALIDATORS = {
     "qconvert.core.dtypes", "qconvert.core.errors", "qconvert.core.graph", "qconvert.core.json_text",
     "qconvert.core.names", "qconvert.core.patterns", "qconvert.core.roles", "qconvert.core.shown",
     "qconvert.core.yaml_lines",
-    "qconvert.run.reader", "qconvert.runtimes.pipeline",
+    "qconvert.run.work.reader", "qconvert.runtimes.pipeline",
     # How numba compiles a loop: no arithmetic.
     "qconvert.compiled.jit",
     # Which packages are installed.
     "qconvert.core.extras",
     # How another interpreter is started.
     "qconvert.core.own_process",
-    # Names that a manifest and config.json have: facts, no code that makes a folder.
-    "qconvert.core.manifest_keys", "qconvert.checkpoint.text_class",
+    # Names that a manifest has: facts, no code that makes a folder.
+    "qconvert.core.manifest_keys",
     # The simulator of a runtime's loader, which knows nothing of how a folder was made.
     "qconvert.runtimes.advisories", "qconvert.runtimes.serving",
-    "qconvert.runtimes.loading.offering", "qconvert.runtimes.loading.refusal",
-    "qconvert.runtimes.loading.setting",
+    "qconvert.runtimes.loading.load_weights", "qconvert.runtimes.loading.setting",
 }  # fmt: skip
 _OF_VALIDATORS = (
     "qconvert.validation.", "qconvert.validators.", "qconvert.contrib.trtllm_gen.prepared_"

@@ -25,11 +25,11 @@ from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.walk import nodes
 from qconvert.run import run_units
-from qconvert.run.backend import Barrier, Item, Job
-from qconvert.run.events import Silent
 from qconvert.run.executor import execute
-from qconvert.run.journal import read_journal
-from qconvert.run.prepare import Options
+from qconvert.run.folder.journal import read_journal
+from qconvert.run.folder.prepare import Options
+from qconvert.run.work.backend import BackendJob, Barrier, Item
+from qconvert.run.work.events import NoEvents
 from qconvert.samples.request import Calibration
 from qconvert.validators.reading.amx import tile_codes
 
@@ -107,7 +107,7 @@ def test_a_backend_that_needs_more_memory_than_there_is_touches_nothing(
 
 def test_a_unit_that_a_backend_leaves_out_is_named(source: Path, tmp_path: Path) -> None:
     class Forgetful(MadeUp):
-        def solve(self, job: Job) -> Generator[Item]:
+        def solve(self, job: BackendJob) -> Generator[Item]:
             yield from super().solve(replace(job, units=job.units[1:]))
 
     plan = amx_plan(source)
@@ -129,10 +129,10 @@ def test_it_gets_ready_before_workers_begin(
         return cut(*given)
 
     class Looking(MadeUp):
-        def get_ready(self, job: Job) -> None:
+        def get_ready(self, job: BackendJob) -> None:
             seen.append(f"ready for {len(job.units)}")
 
-        def solve(self, job: Job) -> Generator[Item]:
+        def solve(self, job: BackendJob) -> Generator[Item]:
             seen.append("solved")
             yield from super().solve(job)
 
@@ -148,7 +148,7 @@ def test_after_a_barrier_everything_before_it_is_in_the_journal(
     counts: list[tuple[int, int]] = []
 
     class Looking(MadeUp):
-        def solve(self, job: Job) -> Generator[Item]:
+        def solve(self, job: BackendJob) -> Generator[Item]:
             for item in super().solve(job):
                 yield item
                 if isinstance(item, Barrier):
@@ -188,7 +188,7 @@ def test_what_a_calibration_remembers_goes_with_the_work_folder(
     source: Path, tmp_path: Path
 ) -> None:
     class Remembering(MadeUp):
-        def solve(self, job: Job) -> Generator[Item]:
+        def solve(self, job: BackendJob) -> Generator[Item]:
             job.work_dir.mkdir(exist_ok=True)
             (job.work_dir / "hidden").write_bytes(b"states")
             yield from super().solve(job)
@@ -231,7 +231,7 @@ def test_where_data_lies_is_not_part_of_the_plan(source: Path, tmp_path: Path) -
 
 
 def test_bytes_are_counted_once(source: Path, tmp_path: Path) -> None:
-    class Listening(Silent):
+    class Listening(NoEvents):
         total = wrote_bytes = 0
 
         def start(self, total: int, done: int) -> None:

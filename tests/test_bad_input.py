@@ -35,7 +35,7 @@ from checkpoints import (
     write_shard,
 )
 
-from qconvert.run import prepare as preparing
+from qconvert.run.folder import prepare as preparing
 
 FIRST, SECOND = shard_name(1), shard_name(2)
 EMBED = "model.embed_tokens.weight"
@@ -450,7 +450,7 @@ def test_a_source_that_changes_under_the_plan_is_refused(
         os.utime(source / SECOND, ns=(1, 1))
         return ready
 
-    monkeypatch.setattr("qconvert.api.prepare_together", touched)
+    monkeypatch.setattr("qconvert.service.converting.prepare_together", touched)
     refused(source, tmp_path / "out", SECOND, "changed", at_run_time=True)
 
 

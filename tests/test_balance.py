@@ -12,17 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loaders.published import published
 
-from qconvert.runtimes.balance import Weights, balanced
-from qconvert.runtimes.pipeline import default_partition
+from qconvert.runtimes.pipeline import StageWeights, balanced, default_partition
 
 SIZES = st.integers(0, 12)
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Weights:
+def models(draw: st.DrawFn) -> StageWeights:
     layers = tuple(draw(st.lists(SIZES, min_size=1, max_size=9)))
     stages = draw(st.integers(1, len(layers)))
-    return Weights(layers, tuple(draw(st.lists(SIZES, min_size=stages, max_size=stages))))
+    return StageWeights(layers, tuple(draw(st.lists(SIZES, min_size=stages, max_size=stages))))
 
 
 def every_cut(layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -34,7 +33,7 @@ def every_cut(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 @given(models())
-def test_no_other_cut_is_better(weights: Weights) -> None:
+def test_no_other_cut_is_better(weights: StageWeights) -> None:
     """The least maximum of all contiguous cuts, and of those the least sum of squares."""
     cut = balanced(weights)
     assert cut.held == weights.held(cut.partition)
@@ -45,7 +44,7 @@ def test_no_other_cut_is_better(weights: Weights) -> None:
 
 
 @given(models())
-def test_it_is_no_worse_than_what_a_runtime_does(weights: Weights) -> None:
+def test_it_is_no_worse_than_what_a_runtime_does(weights: StageWeights) -> None:
     for runtime in ("sglang", "vllm"):
         usual = default_partition(len(weights.layers), len(weights.beside), runtime)
         assert balanced(weights).fullest <= max(weights.held(usual))
@@ -53,7 +52,7 @@ def test_it_is_no_worse_than_what_a_runtime_does(weights: Weights) -> None:
 
 def test_deepseek_v3_in_four_stages() -> None:
     """Sizes like its own: three dense layers, then 58 with experts, and a draft in the last stage."""
-    weights = Weights((1,) * 3 + (11,) * 58, (2, 0, 0, 15))
+    weights = StageWeights((1,) * 3 + (11,) * 58, (2, 0, 0, 15))
     cut = balanced(weights)
     assert cut.partition == (17, 15, 15, 14)
     assert (max(weights.held((15, 15, 15, 16))), cut.fullest) == (191, 169)

@@ -93,8 +93,8 @@ def meant(codes: Codes, scheme: Scheme) -> torch.Tensor:
     steps, scale = torch.from_numpy(codes.codes), torch.from_numpy(codes.scale)
     if isinstance(scheme, IntScheme):
         return steps.bfloat16() * scale.bfloat16().repeat_interleave(32, 1)
-    assert codes.own is not None
-    own = torch.tensor(codes.own)
+    assert codes.global_scale is not None
+    own = torch.tensor(codes.global_scale)
     factor = scale * own if scheme.dialect == "modelopt" else scale / own
     return (steps.float() / 2 * factor.repeat_interleave(16, 1)).bfloat16()
 

@@ -19,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qconvert.calibrate import work_dir
-from qconvert.calibrate.apart import apart
-from qconvert.calibrate.background_writer import BackgroundWriter, Held
-from qconvert.calibrate.reading import Ahead, Fetched, decode
-from qconvert.calibrate.rows import InFiles
+from qconvert.calibrate.activation_store import InFiles
+from qconvert.calibrate.background_writer import BackgroundWriter, WrittenBehind
+from qconvert.calibrate.packing import run_in_thread
+from qconvert.calibrate.reading import Fetched, ReadAhead, decode
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Buffer
 from qconvert.formats.fp8.decode import DequantFp8
-from qconvert.run.files import Files
+from qconvert.run.work.files import Files
 
 
 class _Room:
@@ -50,7 +50,7 @@ class _Room:
 def test_reads_in_order_within_its_room(sizes: list[int], room: int) -> None:
     held = _Room()
     order = [(f"m{n}", size, partial(held.read, n, size)) for n, size in enumerate(sizes)]
-    ahead = Ahead(order, room)
+    ahead = ReadAhead(order, room)
     ahead.begin()
     for number, size in enumerate(sizes):
         assert ahead.take("another") is None
@@ -67,7 +67,7 @@ def test_what_a_read_raises_is_raised_where_it_is_taken() -> None:
     def broken() -> int:
         raise OSError("the disk is gone")
 
-    ahead = Ahead([("a", 1, lambda: 1), ("b", 1, broken)], 10)
+    ahead = ReadAhead([("a", 1, lambda: 1), ("b", 1, broken)], 10)
     ahead.begin()
     assert ahead.take("a") == 1
     with pytest.raises(OSError, match="the disk is gone"):
@@ -103,7 +103,7 @@ def test_a_stream_apart_waits_where_it_is_told_to() -> None:
             seen.append(f"made {number}")
             yield number
 
-    for number in apart(stream(), 3, lambda item: item % 4 == 3):
+    for number in run_in_thread(stream(), 3, lambda item: item % 4 == 3):
         if number % 4 == 3:
             assert f"made {number + 1}" not in seen
         seen.append(f"took {number}")
@@ -120,13 +120,13 @@ def test_a_stream_apart_raises_and_closes() -> None:
         finally:
             closed.set()
 
-    found = apart(stream(), 2, lambda _: False)
+    found = run_in_thread(stream(), 2, lambda _: False)
     assert next(found) == 1
     with pytest.raises(ValueError, match="broken"):
         next(found)
     assert closed.is_set()
     closed.clear()
-    early = apart(stream(), 2, lambda _: True)
+    early = run_in_thread(stream(), 2, lambda _: True)
     assert next(early) == 1
     early.close()
     assert closed.is_set()
@@ -160,7 +160,7 @@ def test_fp8_is_decoded_to_the_bits_of_the_op(
     assert there.view(torch.uint8).numpy().tobytes() == bytes(made)
 
 
-class _Remembered(Held):
+class _Remembered(WrittenBehind):
     """What is remembered is kept."""
 
     def sync(self) -> None:
@@ -173,7 +173,7 @@ def test_states_are_kept_after_some_seconds_and_where_a_run_ends(
     paired: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(work_dir, "Held", _Remembered)
+    monkeypatch.setattr(work_dir, "WrittenBehind", _Remembered)
     # No accelerator is there to lock memory for.
     locks = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: locks)
@@ -204,13 +204,13 @@ def test_states_are_kept_after_some_seconds_and_where_a_run_ends(
         if due:
             kept.remember(layer, following)
         kept.let_go(states)
-        kept.settle()
+        kept.flush()
         states = following
         assert names() == of(3 if layer >= 3 else 0)
     # The run goes on where it was kept, unless it is told to keep what it has.
     assert opened().layer() == 3
     kept.keep(4, states)
-    kept.settle()
+    kept.flush()
     assert names() == of(4)
     again = opened()
     assert again.layer() == 4

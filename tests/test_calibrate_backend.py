@@ -18,8 +18,8 @@ from models import qwen3_moe
 
 from qconvert.calibrate.backend import GptqBackend, _settings, backend_for
 from qconvert.calibrate.devices import check_devices, each_once, guessed_devices, kind_of
+from qconvert.calibrate.expert_stats import begin
 from qconvert.calibrate.gpu_workers import CalibrationArgs, WorkerPool
-from qconvert.calibrate.stats import begin
 from qconvert.core.errors import DataError, OutputError, PlanError, RunError
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute

@@ -45,7 +45,7 @@ from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.int_scheme import IntScheme, Nvfp4Scheme, Scheme
 from qconvert.plan.plan import Plan
-from qconvert.run.reader import Reader
+from qconvert.run.work.reader import Reader
 
 ROUTED = Settings(min_tokens=1, propagated_error="ignore")
 THEIRS = Settings(min_tokens=1, solver="llmcompressor")

@@ -38,9 +38,8 @@ from test_calibrate import whole
 
 from qconvert.calibrate import linears
 from qconvert.calibrate.engine import disk_bytes
-from qconvert.calibrate.linear_memory import least_linear_bytes, rounds, solver_bytes
 from qconvert.calibrate.linears import Linear
-from qconvert.calibrate.memory import Budget
+from qconvert.calibrate.memory import Budget, least_linear_bytes, rounds, solver_bytes
 from qconvert.calibrate.settings import Settings, Solver
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.int_scheme import IntScheme

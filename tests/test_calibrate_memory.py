@@ -199,9 +199,9 @@ def test_experts_of_an_accelerator_are_as_many_as_it_holds() -> None:
     assert of(budget.with_rest("cuda", states), chunk=300_000) > whole - 4
     assert budget.with_rest("cpu", states) == budget
     # What is lent takes the place of an expert's own Hessians, or is counted.
-    assert of(budget, lent=True) == of(budget)
+    assert of(budget, receives=True) == of(budget)
     every = {"own_hessians": False, "layer_bytes": 0}
-    assert of(budget, lent=True, **every) < 0.75 * of(budget, **every)
+    assert of(budget, receives=True, **every) < 0.75 * of(budget, **every)
 
 
 def test_what_corrects_is_counted() -> None:

@@ -113,8 +113,8 @@ def test_nvfp4_beats_rounding_to_nearest_on_unseen_tokens(tmp_path: Path) -> Non
     kept = calibrated(folder, tmp_path / "room", samples(24, 64), [scheme], SETTINGS)
 
     def fp4(codes: Codes) -> torch.Tensor:
-        assert codes.own is not None
-        scale = np.repeat(codes.scale * np.float32(codes.own), 16, axis=1)
+        assert codes.global_scale is not None
+        scale = np.repeat(codes.scale * np.float32(codes.global_scale), 16, axis=1)
         return torch.from_numpy(codes.codes.astype(np.float32) / 2 * scale)
 
     def nearest(settings: Settings) -> float:

@@ -23,8 +23,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import CheckpointError
 from qconvert.hub.card import card, split_front_matter
 from qconvert.hub.card.front import base_of
-from qconvert.hub.card.of_plan import with_card
-from qconvert.hub.readme import account_for_readme, new_card
+from qconvert.hub.readme import account_for_readme, new_card, with_card
 from qconvert.passes.stages import split_plan
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.manifest import described
@@ -32,8 +31,8 @@ from qconvert.plan.pass_options import options_of, options_with
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import builtin_recipes, load_recipe
 from qconvert.run.executor import execute
-from qconvert.run.prepare import Options, prepare
-from qconvert.run.staging import manifest_of
+from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.staging import manifest_of
 from qconvert.runtimes.serving import Loading
 from qconvert.samples.request import Calibration
 from qconvert.validation import judgement

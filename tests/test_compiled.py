@@ -744,7 +744,7 @@ _FIRST = {
         "except Exception as error: print('refused', error)"
     ),
     "a result": (
-        "from qconvert.run.files import Files; from qconvert.checkpoint.store import work_folder\n"
+        "from qconvert.run.work.files import Files; from qconvert.checkpoint.store import work_folder\n"
         "Files().make_folder(work_folder('s3://bucket/out', None))"
     ),
 }

@@ -18,8 +18,8 @@ from qconvert.core.graph import Buffer, Output, Part, apply
 from qconvert.ops.rowwise import row_parts
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute
-from qconvert.run.prepare import Options, prepare
-from qconvert.run.sink import Sink
+from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.work.sink import Sink
 
 ROWS, COLUMNS = 4096, 1024
 SIZE = ROWS * COLUMNS
@@ -128,7 +128,7 @@ def test_results_side_by_side_are_computed_where_they_are_written_from(
     other = "c" if where == "apart" else "z"
     tensors[other], wanted[other] = plan.tensors["c"], few
     if where == "too large":
-        monkeypatch.setattr("qconvert.run.memory.WINDOW_BYTES", len(few) + len(few) // 2)
+        monkeypatch.setattr("qconvert.run.work.memory.WINDOW_BYTES", len(few) + len(few) // 2)
     if where == "one alone":
         del tensors[names[1]], wanted[names[1]]
     asked: list[int] = []

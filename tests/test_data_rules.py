@@ -14,7 +14,7 @@ from sampled import sampled
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.graph import Source
-from qconvert.run.reader import Reader
+from qconvert.run.work.reader import Reader
 from qconvert.validation.runner import Request, validate_folder
 
 SCALE = "model.language_model.layers.0.mlp.experts.1.up_proj.weight_scale"

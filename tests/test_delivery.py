@@ -24,8 +24,8 @@ from qconvert.checkpoint.fsspec_store import FsspecStore
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import OutputError, RunError, UsageError
 from qconvert.passes.amx import ExpertsToAmx
-from qconvert.run import delivery
-from qconvert.run.delivery import NOTE, md5_mark, part_size
+from qconvert.run.engines import store_upload
+from qconvert.run.engines.store_upload import NOTE, md5_mark, part_size
 
 SHARD_SIZE = 400  # bytes: several shards
 WIDE = 65_536
@@ -261,7 +261,7 @@ def test_shards_of_a_result_in_a_store(by: str, tmp_path: Path) -> None:
 
 
 def test_parts_of_large_files() -> None:
-    assert part_size(1) == delivery.PART_BYTES
+    assert part_size(1) == store_upload.PART_BYTES
     for size in (160 << 30, (1 << 40) + 1):
         assert -(-size // part_size(size)) <= 10_000
         assert part_size(size) % (1 << 20) == 0
@@ -284,7 +284,7 @@ def test_a_result_in_s3(
     sample: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts, compared by marks alone; and back, it is what was made here."""
-    monkeypatch.setattr(delivery, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(store_upload, "PART_BYTES", 5 << 20)
     server.forget()
     source = server.put(sample, "org/in")
     made = api.run("dequant-fp8", source, f"s3://{BUCKET}/org/out", jobs=1)
@@ -303,8 +303,8 @@ def test_a_result_in_s3(
 _RUN = """
 import sys
 from qconvert import api
-from qconvert.run import delivery
-delivery.PART_BYTES = 5 << 20
+from qconvert.run.engines import store_upload
+store_upload.PART_BYTES = 5 << 20
 print(api.run("dequant-fp8", sys.argv[1], sys.argv[2], jobs=1, max_shard_size=11_000_000).name)
 """
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from qconvert.run import verify
-from qconvert.run.verify import Part, differing
+from qconvert.run.folder import verify
+from qconvert.run.folder.verify import Part, differing
 
 
 def _hash(part: Part) -> str:

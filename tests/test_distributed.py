@@ -19,17 +19,17 @@ from calibrate_models import EXPERTS, qwen3_moe, samples, saved
 from checkpoints import run_cli
 from safetensors.numpy import save_file
 
-from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.distributed import Launched, launched
 from qconvert.calibrate.gpu_workers import CalibrationArgs, WorkerPool
 from qconvert.calibrate.packing import Packed, Packers
+from qconvert.calibrate.progress import Clock
 from qconvert.calibrate.settings import Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import UsageError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.formats.int_packed.packers import PackQuantized
-from qconvert.run.backend import Paused, Phase
-from qconvert.run.until import Until
+from qconvert.run.work.backend import PausedAt, Phase
+from qconvert.run.work.deadline import Until
 
 SAMPLES, LENGTH = 6, 40
 SCHEME = IntScheme(4, 32)
@@ -237,7 +237,7 @@ def test_time_that_is_over_ends_the_processes_of_all_hosts(folder: Path, tmp_pat
     finally:
         for pool in pools:
             pool.end()
-    assert first[-1] == Paused(1, 3)
+    assert first[-1] == PausedAt(1, 3)
     assert sum(isinstance(event, Packed) for event in first) == 3 * EXPERTS
     assert all(isinstance(event, Phase) for event in other)
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.calibrate.division import divided, shares
-from qconvert.calibrate.expert_read_order import ExpertReadOrder
+from qconvert.calibrate.division import ExpertReadOrder, divided, shares
 from qconvert.calibrate.reading import Weights
 from qconvert.formats.base import Stored
 from qconvert.models.experts import PROJECTIONS, Projection
@@ -98,9 +97,9 @@ def test_a_reader_is_told_again_only_where_experts_move() -> None:
     }
     reader = _Reader()
     foreseen = ExpertReadOrder(matrices, cast(Weights, reader), 10, 3)
-    foreseen.settle(0, [0, 1])
-    foreseen.settle(1, (0, 1))
-    foreseen.settle(2, [1, 3])
+    foreseen.set_experts(0, [0, 1])
+    foreseen.set_experts(1, (0, 1))
+    foreseen.set_experts(2, [1, 3])
     first, second = reader.orders
     assert first == [f"{n}.{e}.{kind}" for n in (1, 2) for e in (0, 1) for kind in PROJECTIONS]
     assert second == [f"2.{e}.{kind}" for e in (1, 3) for kind in PROJECTIONS]

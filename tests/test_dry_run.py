@@ -14,7 +14,7 @@ import pytest
 from checkpoints import Result, fp8_moe, run_cli, tree
 from models import qwen3_moe
 
-from qconvert.run.files import Files
+from qconvert.run.work.files import Files
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_folder_that_takes_no_file(
 
 
 def test_a_lock_that_is_held(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qconvert.run.lock._PAUSE_SECONDS", 0)
+    monkeypatch.setattr("qconvert.run.folder.leases._PAUSE_SECONDS", 0)
     out = interrupted(source, tmp_path / "out")
     lock = out / ".qconvert" / "lock"
     with lock.open("rb+") as stream:

@@ -28,20 +28,28 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, QConvertError, RunError, UsageError
 from qconvert.core.graph import Output
 from qconvert.plan.units import Unit
-from qconvert.run import executor, nodes, on_ray
-from qconvert.run.division import BLOCK_BYTES, Shard
-from qconvert.run.engine import Engine
+from qconvert.run import executor
+from qconvert.run.engines import ray
+from qconvert.run.engines.base import Engine
+from qconvert.run.engines.local import LocalEngine
+from qconvert.run.engines.ray import RayEngine
+from qconvert.run.engines.scheduler import Node
+from qconvert.run.engines.shard import ShardEngine
 from qconvert.run.executor import engine_of, execute
-from qconvert.run.files import Files
-from qconvert.run.local import LocalEngine
-from qconvert.run.memory import RAY_PROCESS_BYTES
-from qconvert.run.nodes import BlockSink, Probe, check_node, own_blocks, parts_of
-from qconvert.run.on_ray import RayEngine
-from qconvert.run.prepare import Options, prepare
-from qconvert.run.scheduler import Node
-from qconvert.run.sharing import ShardEngine
-from qconvert.run.unit_runner import Place
-from qconvert.run.worker import Batch
+from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.work import cluster_node
+from qconvert.run.work.cluster_node import (
+    BlockSink,
+    NodeCheck,
+    aligned_blocks,
+    check_node,
+    parts_of,
+)
+from qconvert.run.work.division import BLOCK_BYTES, Shard
+from qconvert.run.work.files import Files
+from qconvert.run.work.memory import RAY_PROCESS_BYTES
+from qconvert.run.work.unit_runner import Place
+from qconvert.run.work.worker import Batch
 
 KINDS = sorted(faults.SHARD_SIZES)
 MACHINES = (Node("a", "machine a", 1), Node("b", "machine b", 2), Node("c", "machine c", 1))
@@ -66,7 +74,7 @@ def one(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tre
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that the small checkpoint has hundreds of."""
-    monkeypatch.setattr(nodes, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(cluster_node, "BLOCK_BYTES", 4096)
 
 
 @dataclass
@@ -323,7 +331,7 @@ def test_options_that_exclude_one_another(options: Any, said: str, source: Path)
 
 
 def _with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qconvert.run.cluster.check_installed", lambda: None)
+    monkeypatch.setattr("qconvert.run.folder.prepare.check_installed", lambda: None)
 
 
 def test_the_plan_says_what_a_worker_needs(
@@ -357,31 +365,31 @@ def test_nobody_listens_at_the_address() -> None:
         bound.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(ConnectionRefusedError):
-            on_ray._knock(address)
-    on_ray._knock("auto")
+            ray._knock(address)
+    ray._knock("auto")
 
 
 # --- what a node looks for ------------------------------------------------------------------------
 
 
 @pytest.fixture
-def probe(source: Path, tmp_path: Path) -> Probe:
+def probe(source: Path, tmp_path: Path) -> NodeCheck:
     file = tmp_path / "out" / WORK_DIR / "probe"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"this very folder")
     shards = Checkpoint.open(source).shards
-    return Probe(__version__, [(file, b"this very folder")], shards)
+    return NodeCheck(__version__, [(file, b"this very folder")], shards)
 
 
-def test_a_node_that_sees_all(probe: Probe) -> None:
+def test_a_node_that_sees_all(probe: NodeCheck) -> None:
     assert check_node(probe) is None
 
 
-def test_a_node_with_another_version(probe: Probe) -> None:
+def test_a_node_with_another_version(probe: NodeCheck) -> None:
     assert "expected 9.9: install the same" in str(check_node(replace(probe, version="9.9")))
 
 
-def test_a_node_that_does_not_see_the_folder(probe: Probe, tmp_path: Path) -> None:
+def test_a_node_that_does_not_see_the_folder(probe: NodeCheck, tmp_path: Path) -> None:
     ((path, wanted),) = probe.files
     path.write_bytes(b"that very folder")
     assert f"sees another folder as {tmp_path / 'out'}" in str(check_node(probe))
@@ -395,7 +403,7 @@ def test_a_node_that_does_not_see_the_folder(probe: Probe, tmp_path: Path) -> No
     assert "cannot write in" in str(check_node(probe))
 
 
-def test_a_node_that_does_not_see_the_source(probe: Probe, tmp_path: Path) -> None:
+def test_a_node_that_does_not_see_the_source(probe: NodeCheck, tmp_path: Path) -> None:
     first, *rest = probe.shards
     gone = replace(first, path=tmp_path / "gone", real=None)
     assert "cannot read" in str(check_node(replace(probe, shards=[gone, *rest])))
@@ -426,7 +434,7 @@ def test_no_block_is_written_by_two(sizes: list[int], owners: list[int], header:
         batch = Batch(
             0, [(n, unit) for n, unit, _ in mine], {str(n): place for n, _, place in mine}
         )
-        own = own_blocks(batch).get(0, [])
+        own = aligned_blocks(batch).get(0, [])
         for number, _, place in mine:
             for start, stop, written in parts_of(place.offset, place.offset + sizes[number], own):
                 covered.append((start, stop))

@@ -21,12 +21,12 @@ from ray_clusters import add_node, anonymous_bytes, cluster, processes
 from qconvert import __version__
 from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.core.errors import RunError
-from qconvert.run import on_ray
+from qconvert.run.engines import ray
+from qconvert.run.engines.ray import connected
 from qconvert.run.executor import execute
-from qconvert.run.nodes import Probe, check_node
-from qconvert.run.on_ray import connected
-from qconvert.run.prepare import Options, prepare
-from qconvert.run.worker import Setup
+from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.work.cluster_node import NodeCheck, check_node
+from qconvert.run.work.worker import WorkerSetup
 
 _LAYERS = 24
 _BAD = "model.layers.7.mlp.up_proj.weight"
@@ -172,12 +172,12 @@ def _a_node_that_sees_another_folder_is_refused(bench: Bench) -> None:
     """All nodes are this machine: the folder is taken away before they look."""
     out = bench.folder / "unseen"
 
-    def elsewhere(probe: Probe) -> str | None:
+    def elsewhere(probe: NodeCheck) -> str | None:
         moved = [(path.parent / "elsewhere", wanted) for path, wanted in probe.files]
         return check_node(replace(probe, files=moved))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on_ray, "check_node", elsewhere)
+        patch.setattr(ray, "check_node", elsewhere)
         with pytest.raises(RunError, match=r"node .* does not see the output folder .*/unseen"):
             bench.convert(out, bench.ray("single"))
     assert os.listdir(out) == [WORK_DIR]
@@ -204,7 +204,7 @@ def _workers_are_as_many_as_memory_holds(bench: Bench, ray: Any, node: Any) -> N
     small = add_node(bench.cluster, cores=4, memory=300 << 20)
     signal.signal(signal.SIGTERM, before)  # the new node of Ray's has taken it
     big, less = node.node_id, small.node_id
-    probe = Probe(__version__, (), ())
+    probe = NodeCheck(__version__, (), ())
     cases: list[tuple[int, int | None, dict[str, int]]] = [
         (200 << 20, None, {big: 2, less: 1}),
         (140 << 20, None, {big: 2, less: 2}),
@@ -212,10 +212,10 @@ def _workers_are_as_many_as_memory_holds(bench: Bench, ray: Any, node: Any) -> N
         (400 << 20, None, {big: 2}),
     ]
     for worker, most, wanted in cases:
-        sizes = on_ray._Sizes(worker, 0, most)
-        crew = on_ray._RayCrew(ray, Setup((), (), 0, 0), probe, sizes, Heard())
+        sizes = ray._Sizes(worker, 0, most)
+        crew = ray._RayWorkers(ray, WorkerSetup((), (), 0, 0), probe, sizes, Heard())
         assert {found.key: found.workers for found in crew.nodes()} == wanted
-    sizes = on_ray._Sizes(8 << 30, 0, None)
-    crew = on_ray._RayCrew(ray, Setup((), (), 0, 0), probe, sizes, Heard())
+    sizes = ray._Sizes(8 << 30, 0, None)
+    crew = ray._RayWorkers(ray, WorkerSetup((), (), 0, 0), probe, sizes, Heard())
     with pytest.raises(RunError, match=r"no node of the Ray cluster has a CPU and 8\.6 GB"):
         crew.nodes()

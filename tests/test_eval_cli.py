@@ -17,7 +17,7 @@ from checkpoints import Result, edit_json, ran, run_cli, tree
 from qconvert import api
 from qconvert.core.errors import CheckpointError
 from qconvert.core.manifest_keys import parse_manifest
-from qconvert.evaluate import as_html, as_text
+from qconvert.evaluate import report
 from qconvert.evaluate.result import Evaluation, Logits
 from qconvert.hub.card import split_front_matter
 
@@ -67,15 +67,15 @@ FOUND = Evaluation(
     ],
 )
 def test_the_table_fits_60_columns(found: Evaluation) -> None:
-    lines = as_text.render(found).splitlines()
+    lines = report.as_text(found).splitlines()
     assert max(map(len, lines)) <= 60
     assert all(line.isprintable() for line in lines)
 
 
 def test_the_table_of_a_deep_model_has_its_first_and_last_layer() -> None:
-    shown = as_text.layers_shown(94)
+    shown = report.layers_shown(94)
     assert (shown[0], shown[-1], len(shown)) == (0, 93, 24)
-    assert as_text.layers_shown(5) == [0, 1, 2, 3, 4]
+    assert report.layers_shown(5) == [0, 1, 2, 3, 4]
 
 
 def test_text_and_json_say_the_same(room: Path) -> None:
@@ -147,7 +147,7 @@ def test_the_page(room: Path, tmp_path: Path) -> None:
 
 
 def test_a_name_is_no_markup() -> None:
-    page = as_html.render(replace(FOUND, folder="/x/<script>alert(1)</script>", data="a##[b]"))
+    page = report.as_html(replace(FOUND, folder="/x/<script>alert(1)</script>", data="a##[b]"))
     assert "<script" not in page
     assert "##[" not in page
 

@@ -35,12 +35,12 @@ from qconvert.core.graph import Buffer, Output, Part, apply, concat, whole
 from qconvert.core.names import natural_key
 from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.plan.plan import Plan
-from qconvert.run import workspace
-from qconvert.run.events import Silent
 from qconvert.run.executor import RunResult, execute
-from qconvert.run.files import Files
-from qconvert.run.memory import PLAN_BYTES_PER_TENSOR
-from qconvert.run.prepare import Options, prepare
+from qconvert.run.folder import workspace
+from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.work.events import NoEvents
+from qconvert.run.work.files import Files
+from qconvert.run.work.memory import PLAN_BYTES_PER_TENSOR
 
 HERE = Options(jobs=1)
 MIB = 1 << 20
@@ -405,7 +405,7 @@ def test_parts_written_out_of_order_are_hashed_as_they_lie(one: Plan, tmp_path: 
 # --- what stops a run -------------------------------------------------------------------------
 
 
-class _At(Silent):
+class _At(NoEvents):
     """Does something at the first bytes written."""
 
     def __init__(self, act: Callable[[], object]) -> None:
@@ -456,7 +456,7 @@ def test_a_full_disk_is_seen_before_anything_is_made(
         asked.append(path)
         return SimpleNamespace(f_bavail=needed - 1, f_frsize=1)
 
-    monkeypatch.setattr("qconvert.run.workspace.os.statvfs", statvfs)
+    monkeypatch.setattr("qconvert.run.folder.workspace.os.statvfs", statvfs)
     with pytest.raises(OutputError, match=rf"free \({needed - 1}\); nothing"):
         execute(plan, out, HERE)
     assert asked == [tmp_path]
@@ -535,7 +535,7 @@ def test_a_disk_that_fills_up_is_named_with_advice(
 ) -> None:
     """The first look at free room is made to lie, as it does when others write there too."""
     monkeypatch.setattr(workspace, "check_disk", lambda out, needed: None)
-    monkeypatch.setattr("qconvert.run.preflight.check_disk", lambda out, needed: None)
+    monkeypatch.setattr("qconvert.run.folder.target.check_disk", lambda out, needed: None)
     out = tiny_disk / "out"
     with pytest.raises(OutputError, match="cannot write: No space left") as caught:
         convert(sample, out, HERE)
@@ -549,7 +549,7 @@ def test_no_space_left_comes_with_advice(tmp_path: Path, monkeypatch: pytest.Mon
     def full(fd: int, size: int) -> bool:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("qconvert.run.files.reserve", full)
+    monkeypatch.setattr("qconvert.run.work.files.reserve", full)
     with pytest.raises(OutputError, match="cannot reserve 10 bytes: No space left") as caught:
         Files().create(tmp_path / "file", 10)
     assert "free some space and run the same command again" in str(caught.value)
@@ -683,7 +683,7 @@ def test_interrupting_from_outside_keeps_what_is_done(
     out = tmp_path / "out"
     how = replace(faults.options("single"), commit_bytes=1 << 40)
 
-    class Interrupting(Silent):
+    class Interrupting(NoEvents):
         count = 0
 
         def wrote(self, nbytes: int) -> None:
@@ -745,7 +745,7 @@ def test_workers_that_cannot_start_are_told_of(
     sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sending work to one that is gone is an error of ours, not of whoever reads our output."""
-    monkeypatch.setattr("qconvert.run.forkserver.sys.executable", shutil.which("false"))
+    monkeypatch.setattr("qconvert.run.work.forkserver.sys.executable", shutil.which("false"))
     with pytest.raises(RunError, match=r"worker process \d+ ended with status 1; run the same"):
         execute(plan_of(sample), tmp_path / "out", Options(jobs=2, memory=512 * MIB))
     _unpublished(tmp_path / "out")

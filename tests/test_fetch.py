@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qconvert.checkpoint.checkpoint import Shard
-from qconvert.checkpoint.store import Remote, Stored
+from qconvert.checkpoint.store import RemoteObject, StoredObject
 from qconvert.core.errors import RunError
-from qconvert.run import fetch
-from qconvert.run.fetch import Fetching, Range, pieces_of
+from qconvert.run.work import reader
+from qconvert.run.work.reader import Range, RangeFetcher, pieces_of
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Held:
     def __hash__(self) -> int:
         return id(self)
 
-    def listed(self) -> Sequence[Stored]:
-        return [Stored(name, len(data), "mark") for name, data in self.objects.items()]
+    def listed(self) -> Sequence[StoredObject]:
+        return [StoredObject(name, len(data), "mark") for name, data in self.objects.items()]
 
-    def read(self, found: Stored, start: int, stop: int) -> bytes:
+    def read(self, found: StoredObject, start: int, stop: int) -> bytes:
         with self.lock:
             self.reads.append((found.name, start, stop))
         return self.objects[found.name][start:stop]
@@ -44,7 +44,8 @@ class Held:
 
 def shards_of(store: Held) -> list[Shard]:
     return [
-        Shard(Path(each.name), each.size, 0, remote=Remote(store, each)) for each in store.listed()
+        Shard(Path(each.name), each.size, 0, remote=RemoteObject(store, each))
+        for each in store.listed()
     ]
 
 
@@ -54,7 +55,7 @@ def held(size: int = 1000) -> Held:
     )
 
 
-def read(fetching: Fetching, found: Range, end: int) -> bytes:
+def read(fetching: RangeFetcher, found: Range, end: int) -> bytes:
     shard, start, stop = found
     into = memoryview(bytearray(stop - start))
     fetching.read(shard, start, into, end)
@@ -63,9 +64,9 @@ def read(fetching: Fetching, found: Range, end: int) -> bytes:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "PIECE_BYTES", 64)
-    monkeypatch.setattr(fetch, "AT_ONCE", 3)
-    monkeypatch.setattr(fetch, "LEAST_BYTES", 0)
+    monkeypatch.setattr(reader, "PIECE_BYTES", 64)
+    monkeypatch.setattr(reader, "AT_ONCE", 3)
+    monkeypatch.setattr(reader, "LEAST_BYTES", 0)
 
 
 RANGES = st.lists(
@@ -81,10 +82,10 @@ RANGES = st.lists(
 def test_expected_ranges(ranges: list[Range], again: bool) -> None:
     """Whatever is expected and in whatever order it is read, the bytes are those of the object."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetch, "PIECE_BYTES", 64)
-        patch.setattr(fetch, "AT_ONCE", 3)
+        patch.setattr(reader, "PIECE_BYTES", 64)
+        patch.setattr(reader, "AT_ONCE", 3)
         store = held()
-        fetching = Fetching(shards_of(store))
+        fetching = RangeFetcher(shards_of(store))
         try:
             half = len(ranges) // 2
             fetching.expect(ranges[:half])
@@ -101,7 +102,7 @@ def test_expected_ranges(ranges: list[Range], again: bool) -> None:
 
 def test_each_byte_is_fetched_once_and_touching_ranges_together(small_pieces: None) -> None:
     store = held()
-    fetching = Fetching(shards_of(store))
+    fetching = RangeFetcher(shards_of(store))
     ranges = [(0, 100, 130), (1, 0, 200), (0, 130, 150), (0, 150, 400), (1, 500, 510)]
     fetching.expect(ranges)
     for each in ranges:
@@ -117,7 +118,7 @@ def test_each_byte_is_fetched_once_and_touching_ranges_together(small_pieces: No
 def test_what_is_expected_twice_is_fetched_once(small_pieces: None) -> None:
     """A scale that two batches read, and a piece of which one reads the front, the other all."""
     store = held()
-    fetching = Fetching(shards_of(store))
+    fetching = RangeFetcher(shards_of(store))
     fetching.expect([(0, 0, 60), (1, 0, 10)])
     fetching.expect([(0, 40, 100), (1, 0, 10)])
     for each in ((0, 0, 60), (1, 0, 10), (0, 40, 100), (1, 0, 10)):
@@ -128,7 +129,7 @@ def test_what_is_expected_twice_is_fetched_once(small_pieces: None) -> None:
 
 def test_what_was_not_expected_is_fetched_exactly(small_pieces: None) -> None:
     store = held()
-    fetching = Fetching(shards_of(store))
+    fetching = RangeFetcher(shards_of(store))
     fetching.expect([(0, 0, 10)])
     assert read(fetching, (0, 700, 710), 1000) == store.objects["a"][700:710]
     fetching.close()
@@ -137,7 +138,7 @@ def test_what_was_not_expected_is_fetched_exactly(small_pieces: None) -> None:
 
 def test_without_a_word_the_rest_of_the_tensor_is_fetched_ahead(small_pieces: None) -> None:
     store = held()
-    fetching = Fetching(shards_of(store))
+    fetching = RangeFetcher(shards_of(store))
     for at in range(200, 500, 20):
         assert read(fetching, (0, at, at + 20), 500) == store.objects["a"][at : at + 20]
     fetching.close()
@@ -147,9 +148,9 @@ def test_without_a_word_the_rest_of_the_tensor_is_fetched_ahead(small_pieces: No
 def test_small_tensors_come_with_their_neighbours(
     small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "LEAST_BYTES", 60)
+    monkeypatch.setattr(reader, "LEAST_BYTES", 60)
     store = held()
-    fetching = Fetching(shards_of(store))
+    fetching = RangeFetcher(shards_of(store))
     for at in (0, 20, 40, 990):
         assert read(fetching, (0, at, at + 10), at + 10) == store.objects["a"][at : at + 10]
     fetching.close()
@@ -165,7 +166,7 @@ def test_an_object_that_ends_before(small_pieces: None) -> None:
     store = held()
     shards = shards_of(store)
     store.objects["a"] = store.objects["a"][:50]
-    fetching = Fetching(shards)
+    fetching = RangeFetcher(shards)
     fetching.expect([(0, 0, 60)])
     with pytest.raises(
         RunError, match=r"held://here/a: expected 60 bytes from byte 0 on, found 50"

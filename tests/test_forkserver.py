@@ -12,10 +12,10 @@ import pytest
 from faults import children, state_of, wait_until_gone
 
 from qconvert.core.errors import RunError
-from qconvert.run.forkserver import _MOST_DESCRIPTORS, ForkServer
-from qconvert.run.worker import Setup
+from qconvert.run.work.forkserver import _MOST_DESCRIPTORS, ForkServer
+from qconvert.run.work.worker import WorkerSetup
 
-NOTHING = Setup((), (), 4096, 4096)
+NOTHING = WorkerSetup((), (), 4096, 4096)
 
 
 def _descriptors() -> set[str]:

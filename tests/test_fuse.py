@@ -14,7 +14,7 @@ from checkpoints import watched_reads
 from header_checkpoints import checkpoint, published
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.ignore import complete_ignore_lists
+from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.checkpoint.safetensors import build_header
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError
@@ -25,8 +25,8 @@ from qconvert.passes.experts import Stack, Unstack
 from qconvert.passes.fuse import EQUAL_RULE, Fuse, Unfuse
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import execute
-from qconvert.run.prepare import Options
-from qconvert.run.sink import WINDOW_BYTES
+from qconvert.run.folder.prepare import Options
+from qconvert.run.work.sink import WINDOW_BYTES
 from qconvert.runtimes.consumers import parse_consumer
 from qconvert.validation.diff import compare
 

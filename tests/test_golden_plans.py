@@ -17,7 +17,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.plan_report import Rates, plan_lines
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import load_recipe
-from qconvert.run.prepare import Options, prepare
+from qconvert.run.folder.prepare import Options, prepare
 
 _FOLDER = Path(__file__).parent / "plans"
 _CASES = [

@@ -20,8 +20,8 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.run.executor import execute
-from qconvert.run.files import Files
-from qconvert.run.prepare import Options
+from qconvert.run.folder.prepare import Options
+from qconvert.run.work.files import Files
 from qconvert.samples.request import Calibration
 
 pytestmark = pytest.mark.crash

@@ -16,12 +16,11 @@ import pytest
 from calibrate_models import qwen3_moe, samples, saved
 from safetensors.numpy import save_file
 
-from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.engine import Event
 from qconvert.calibrate.gpu_workers import CalibrationArgs, WorkerPool, calibrate_with
 from qconvert.calibrate.packing import Packed, Packers
+from qconvert.calibrate.progress import Clock, Work
 from qconvert.calibrate.settings import LayerDone, Matrix, Settings
-from qconvert.calibrate.work import Work
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import RunError
 from qconvert.core.int_scheme import IntScheme

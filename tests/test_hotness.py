@@ -19,12 +19,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from qconvert.calibrate.hotness import contents, logical_count, save_hotness, write_hotness
+from qconvert.calibrate.expert_stats import (
+    begin,
+    contents,
+    layers,
+    load_counts,
+    load_layer,
+    logical_count,
+    save_hotness,
+    save_layer,
+    write_hotness,
+)
 from qconvert.calibrate.settings import LayerStats
-from qconvert.calibrate.stats import begin, layers, load_counts, load_layer, save_layer
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import DataError, OutputError
-from qconvert.run.files import Files
+from qconvert.run.work.files import Files
 
 E, H, I = 3, 4, 2  # noqa: E741
 ABOUT = {"samples": 2, "length": 8, "seed": 0, "data": "00ff"}

@@ -23,10 +23,10 @@ from qconvert import api
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import OutputError
 from qconvert.run.executor import run_prepared
-from qconvert.run.fetch import AT_ONCE, PIECE_BYTES
-from qconvert.run.files import Files
-from qconvert.run.journal import read_journal
-from qconvert.run.workspace import JOURNAL
+from qconvert.run.folder.journal import read_journal
+from qconvert.run.folder.workspace import JOURNAL
+from qconvert.run.work.files import Files
+from qconvert.run.work.reader import AT_ONCE, PIECE_BYTES
 
 REPO = "org/sample"
 SAMPLES, BLOCK, FIRST_READ = 16, 4096, 16 << 10

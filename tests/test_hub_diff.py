@@ -15,7 +15,7 @@ from loopback_hub import LoopbackHub
 from qconvert import api
 from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.core.errors import RunError
-from qconvert.hub.outlet import UNFINISHED
+from qconvert.hub.upload_target import UNFINISHED
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the client
 

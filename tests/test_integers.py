@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 import torch
 
-from qconvert.calibrate import integers, llmcompressor_backend
-from qconvert.calibrate.experts import inputs_of
+from qconvert.calibrate import llmcompressor_backend, solve
+from qconvert.calibrate.experts import input_stats
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import Bits, IntScheme
 
@@ -81,12 +81,12 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 @every_weight
 def test_scales_are_the_observers(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     for weight, scheme in product(weights(make), SCHEMES):
-        scale, zero = integers.observed(weight, scheme, weight.dtype)
+        scale, zero = solve.observed(weight, scheme, weight.dtype)
         their_scale, their_zero = llmcompressor_backend.observed(weight, scheme)
         assert same(scale, their_scale), scheme
         assert same(zero, their_zero), scheme
         # A wider dtype's are those of the weight in it.
-        wide, zero = integers.observed(weight, scheme, torch.float32)
+        wide, zero = solve.observed(weight, scheme, torch.float32)
         their_scale, their_zero = llmcompressor_backend.observed(weight.float(), scheme)
         assert same(wide, their_scale), scheme
         assert same(zero, their_zero), scheme
@@ -96,9 +96,9 @@ def test_scales_are_the_observers(make: Callable[[torch.Tensor], torch.Tensor]) 
 def test_a_batch_has_the_scales_of_each(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     stacked = torch.stack(weights(make)[:3])
     for scheme in SCHEMES:
-        scale, zero = integers.observed(stacked, scheme, torch.bfloat16)
+        scale, zero = solve.observed(stacked, scheme, torch.bfloat16)
         for number, weight in enumerate(stacked):
-            alone = integers.observed(weight, scheme, torch.bfloat16)
+            alone = solve.observed(weight, scheme, torch.bfloat16)
             assert same(scale[number], alone[0])
             assert same(zero[number], alone[1])
 
@@ -112,19 +112,19 @@ def test_codes_and_their_meaning_are_theirs(
 
     for weight, scheme in product(weights(make), [*SCHEMES, *NARROW]):
         observed = replace(scheme, narrow=False)
-        scale, zero = integers.observed(weight, observed, torch.float32)
+        scale, zero = solve.observed(weight, observed, torch.float32)
         scale = scale.to(dtype)
         usable = (scale > 0) & scale.isfinite()
         scale = torch.where(usable, scale, torch.finfo(dtype).eps)
         zeros = None if scheme.symmetric else zero
         for values in (weight, weight.float()):
-            codes = integers.coded(values, scale, zeros, scheme)
+            codes = solve.coded(values, scale, zeros, scheme)
             assert torch.equal(codes, llmcompressor_backend.coded(values, scale, zeros, scheme)), (
                 scheme
             )
             assert int(codes.min()) >= scheme.low
             for factor in (scale, scale.float()):
-                meant = integers.meaning(codes, factor, zeros, scheme)
+                meant = solve.meaning(codes, factor, zeros, scheme)
                 args = llmcompressor_backend.args_of(observed)
                 assert same(meant, dequantize(codes, factor, zeros, args)), scheme
 
@@ -135,7 +135,7 @@ def test_hessians_are_added_up_as_theirs(tokens: int, columns: int) -> None:
     from llmcompressor.modifiers.gptq.helpers import accumulate_hessian
 
     generator = torch.Generator().manual_seed(tokens)
-    ours = inputs_of(columns, "cpu")
+    ours = input_stats(columns, "cpu")
     linear, theirs_ = torch.nn.Linear(1, 1, device="meta"), torch.zeros(columns, columns)
     for _ in range(3):
         rows = torch.randn(tokens, columns, generator=generator).bfloat16()

@@ -68,7 +68,7 @@ _STARTS = {
         "assert 'exit' not in str(find._run('{}')), find._run('{}')"
     ),
     "workers of a conversion": (
-        "from qconvert.run.forkserver import ForkServer; server = ForkServer(); "
+        "from qconvert.run.work.forkserver import ForkServer; server = ForkServer(); "
         "server.preload(['numpy', 'xxhash'], compiled=False); server.fork(1, ()); server.pids(); "
         "server.close()"
     ),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from qconvert.core.errors import OutputError
-from qconvert.run.files import Files
-from qconvert.run.journal import Journal, first_difference, lines_of, read_journal
-from qconvert.run.upload_target import Sent
+from qconvert.run.folder.journal import Journal, first_difference, lines_of, read_journal
+from qconvert.run.work.files import Files
+from qconvert.run.work.upload_target import SentFile
 
 HEADER: dict[str, Any] = {
     "source": "s", "passes": [{"name": "dequant", "options": {}}], "qconvert": "0.1.0",
@@ -47,7 +47,7 @@ def test_files_that_were_sent(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.touch()
     journal = Journal(path, Files(), 0)
-    one, two = Sent("a.safetensors", 5, "1" * 64), Sent("b.safetensors", 6, "2" * 64)
+    one, two = SentFile("a.safetensors", 5, "1" * 64), SentFile("b.safetensors", 6, "2" * 64)
     journal.append([{**HEADER, "run": "r"}, {"sent": [one.as_json(), two.as_json()]}])
     journal.append([{"unsent": [one.name]}])
     journal.close()

@@ -40,9 +40,9 @@ from qconvert.cli.main import cli
 from qconvert.core.errors import PlanError, QConvertError
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import parse_recipe
-from qconvert.run import staging
 from qconvert.run.executor import execute
-from qconvert.run.prepare import Options, prepare
+from qconvert.run.folder import staging
+from qconvert.run.folder.prepare import Options, prepare
 from qconvert.validation import judgement, runner
 from qconvert.validation.findings import Finding
 from qconvert.validation.judgement import judged, planned_checkpoint
@@ -89,11 +89,11 @@ def test_what_validate_would_call_an_error(
 
 def test_halves_of_a_pair_are_judged_as_one(tmp_path: Path) -> None:
     """Both folders, each with the rules of its kind."""
-    from qconvert.hub.card.of_plan import with_card
+    from qconvert.hub.readme import with_card
     from qconvert.passes.amx import ExpertsToAmx
     from qconvert.passes.pair import pair_plans
     from qconvert.passes.w4a16 import ExpertsToW4A16
-    from qconvert.run.prepare import prepare_together
+    from qconvert.run.folder.prepare import prepare_together
 
     model = bf16_moe(hidden_size=128, moe_intermediate_size=128)
     for name, held in list(model.tensors.items()):

@@ -14,7 +14,7 @@ from models import (
 )
 
 from qconvert.cli.progress import Bar
-from qconvert.run.files import Files
+from qconvert.run.work.files import Files
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_both_folders_must_fit_on_one_disk(
     class Tight:
         f_bavail, f_frsize = free // real.f_frsize, real.f_frsize
 
-    monkeypatch.setattr("qconvert.run.workspace.os.statvfs", lambda _path: Tight)
+    monkeypatch.setattr("qconvert.run.folder.workspace.os.statvfs", lambda _path: Tight)
     done = Pair(plain, tmp_path / "cpu2", tmp_path / "gpu2").run()
     assert done.code == 1
     assert "bytes), the disk has" in done.err
@@ -67,7 +67,7 @@ def test_workers_hold_the_locks_of_both_folders(
         held.extend(locks)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qconvert.run.pool.run_workers", noted)
+    monkeypatch.setattr("qconvert.run.engines.local.run_workers", noted)
     done = kt(plain, tmp_path / "cpu", tmp_path / "gpu", jobs=2)
     assert done.code == 130
     assert len(set(held)) == 2

@@ -20,7 +20,7 @@ from qconvert.passes.fuse import Fuse, Unfuse
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import load_recipe
 from qconvert.run.executor import execute
-from qconvert.run.prepare import Options
+from qconvert.run.folder.prepare import Options
 
 pytestmark = pytest.mark.peer
 

@@ -26,9 +26,9 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.names import natural_key
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.memory import PLAN_BYTES_PER_TENSOR, PROCESS_BYTES
-from qconvert.run.prepare import Options, prepare
-from qconvert.run.sink import MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
+from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.work.memory import PLAN_BYTES_PER_TENSOR, PROCESS_BYTES
+from qconvert.run.work.sink import MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -68,7 +68,7 @@ before = status("RssAnon")
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.prepare import Options, prepare
+from qconvert.run.folder.prepare import Options, prepare
 imported = status("RssAnon")
 plan = run_passes(Plan.identity(Checkpoint.open(sys.argv[1])), (Dequant(),))
 ready = prepare(plan, Options(memory=1 << 30))
@@ -297,7 +297,7 @@ from pathlib import Path
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute
-from qconvert.run.prepare import Options
+from qconvert.run.folder.prepare import Options
 root, count = Path(sys.argv[1]), int(sys.argv[2])
 def name(i):
     return f"model.layers.{i % 60}.mlp.experts.{i // 60}.down_proj.weight"

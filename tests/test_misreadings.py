@@ -11,8 +11,7 @@ from checkpoints import read_tensors, run_cli
 from families.tiny import saved
 
 from qconvert.core.dtypes import TensorType
-from qconvert.runtimes.loading.refusal import NotSimulated
-from qconvert.runtimes.loading.setting import Setting
+from qconvert.runtimes.loading.setting import NotSimulated, Setting
 from qconvert.runtimes.misreadings import misread
 from qconvert.runtimes.serving import Offered, loads, served
 

@@ -43,11 +43,11 @@ MUTANTS = (
     ),
     Mutant(
         "a calibrated matrix's own scale inverted", "nvfp4 gptq packed", _CODES, "PackNvfp4Codes.pack",
-        "= codes.own", "= 1 / codes.own",
+        "= codes.global_scale", "= 1 / codes.global_scale",
     ),
     Mutant(
         "a calibrated matrix's own scale twice as large", "nvfp4 gptq", _CODES, "PackNvfp4Codes.pack",
-        "= codes.own", "= 2 * codes.own",
+        "= codes.global_scale", "= 2 * codes.global_scale",
     ),
     Mutant(
         "calibrated E2M1 codes exchanged in bytes", "nvfp4 gptq packed", "ops.fp4", "pack",
@@ -68,7 +68,7 @@ MUTANTS = (
         "(2 * one.steps).to", "(2 * one.steps.flip(2)).to",
     ),
     Mutant(
-        "own scales of the other dialect", "nvfp4 gptq packed", _SOLVER, "own_scale",
+        "own scales of the other dialect", "nvfp4 gptq packed", _SOLVER, "global_scale_of",
         'if dialect == "modelopt":', 'if dialect != "modelopt":',
     ),
     Mutant(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qconvert.core.family import Dims, Family
 from qconvert.core.names import (
     _WEIGHT_OF_SCALE,
-    Parsed,
+    ParsedName,
     in_model_order,
     is_scale,
     layer_in,
@@ -30,21 +30,21 @@ from qconvert.core.names import (
     [
         (
             "model.layers.3.mlp.experts.17.up_proj.weight",
-            Parsed("model.layers.{L}.mlp.experts.{E}.up_proj.weight", 3, 17),
+            ParsedName("model.layers.{L}.mlp.experts.{E}.up_proj.weight", 3, 17),
         ),
         (
             "mtp.layers.0.mlp.experts.gate_up_proj",
-            Parsed("mtp.layers.{L}.mlp.experts.gate_up_proj", 0, None),
+            ParsedName("mtp.layers.{L}.mlp.experts.gate_up_proj", 0, None),
         ),
         (
             "model.visual.blocks.2.mlp.0.weight",
-            Parsed("model.visual.blocks.{L}.mlp.{I}.weight", 2, None),
+            ParsedName("model.visual.blocks.{L}.mlp.{I}.weight", 2, None),
         ),
-        ("lm_head.weight", Parsed("lm_head.weight", None, None)),
-        ("model.layers.٣.weight", Parsed("model.layers.٣.weight", None, None)),
+        ("lm_head.weight", ParsedName("lm_head.weight", None, None)),
+        ("model.layers.٣.weight", ParsedName("model.layers.٣.weight", None, None)),
     ],
 )
-def test_parse(name: str, parsed: Parsed) -> None:
+def test_parse(name: str, parsed: ParsedName) -> None:
     assert parse(name) == parsed
 
 

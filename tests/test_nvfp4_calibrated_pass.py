@@ -133,7 +133,7 @@ def test_codes_are_packed_as_they_are_read(dialect: Dialect) -> None:
     assert kinds[2] == TensorType("F32", NVFP4[dialect].scalar)
     outs = [Buffer(kind, memoryview(bytearray(kind.nbytes))) for kind in kinds]
     scale = np.array([[448.0, 2.0**-9]], np.float32)
-    packer.pack(Codes(numbers, scale, own=0.25), outs)
+    packer.pack(Codes(numbers, scale, global_scale=0.25), outs)
     halves = [half for byte in bytes(outs[0].data) for half in (byte & 15, byte >> 4)]
     assert halves[:15] == [15, 14, 13, 12, 11, 10, 9, 0, 1, 2, 3, 4, 5, 6, 7]
     assert halves[15:] == [0] * 17

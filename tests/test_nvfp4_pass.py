@@ -16,10 +16,10 @@ from input_stats import write_stats
 from models import MODELS, bf16, decoded, deepseek_v3, qwen3_moe
 from ops_harness import buffer, run_op
 
+from qconvert.calibrate.expert_stats import begin, save_layer
 from qconvert.calibrate.settings import LayerStats
-from qconvert.calibrate.stats import begin, save_layer
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.ignore import complete_ignore_lists
+from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.cli.plan_report import dump
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
@@ -33,7 +33,7 @@ from qconvert.passes.input_scales import input_maxima
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.shared_scales import shared_groups
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.prepare import Options, prepare
+from qconvert.run.folder.prepare import Options, prepare
 
 DIALECTS: list[Dialect] = ["compressed-tensors", "modelopt"]
 both = pytest.mark.parametrize("dialect", DIALECTS)

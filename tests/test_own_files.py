@@ -25,9 +25,9 @@ from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoi
 from qconvert.core.errors import CheckpointError, OutputError, RunError
 from qconvert.hub.readme import account_for_readme
 from qconvert.run.executor import execute
-from qconvert.run.files import Files
-from qconvert.run.prepare import Options
-from qconvert.run.workspace import JOURNAL, LOCK, STAGE, Workspace, clean
+from qconvert.run.folder.prepare import Options
+from qconvert.run.folder.workspace import JOURNAL, LOCK, STAGE, Workspace, clean
+from qconvert.run.work.files import Files
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_too_many_open_files_is_told_with_its_limit(
     def none_left() -> object:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("qconvert.run.forkserver.Pipe", none_left)
+    monkeypatch.setattr("qconvert.run.work.forkserver.Pipe", none_left)
     with pytest.raises(RunError, match="worker process cannot be started: Too many open files"):
         execute(plan_of(source), tmp_path / "out", Options(jobs=2, memory=512 << 20))
 

@@ -14,7 +14,7 @@ from qconvert.calibrate import solve
 from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.solve import Quantized
 from qconvert.calibrate.solver import parity
-from qconvert.calibrate.solver.factor import lower_inverse, upper_factor
+from qconvert.calibrate.solver.curvature import lower_inverse, upper_factor
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import IntScheme
 
@@ -60,9 +60,9 @@ def both(
 ) -> tuple[Both, tuple[list[bool], list[bool]]]:  # fmt: skip
     """Ours and theirs, and what each says could not be factorized."""
     weights, hessians = [weight.to(ON) for weight in weights], hessians.to(ON)
-    with patch.object(solve, "_are_theirs", return_value=True):
+    with patch.object(solve, "_by_llmcompressor", return_value=True):
         theirs, their_failed = solve.solved(weights, hessians.clone(), scheme, settings)
-    with patch.object(solve, "_are_theirs", return_value=False):
+    with patch.object(solve, "_by_llmcompressor", return_value=False):
         ours, failed = solve.solved(weights, hessians.clone(), scheme, settings)
     return (ours, theirs), (failed, their_failed)
 

@@ -21,7 +21,7 @@ from qconvert.cli.demo_checkpoint import heavy_tailed, quantize_block_fp8, write
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import execute
-from qconvert.run.prepare import Options
+from qconvert.run.folder.prepare import Options
 
 pytestmark = pytest.mark.peer
 

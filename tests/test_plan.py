@@ -29,7 +29,7 @@ from qconvert.plan.plan import LogEntry, Plan, run_passes
 from qconvert.plan.units import Compute, Copy, _unit, units
 from qconvert.plan.walk import nodes, only_node
 from qconvert.repair.blocks import methods_of
-from qconvert.run.memory import searched
+from qconvert.run.work.memory import searched
 from qconvert.validation.runner import Folder, judge_headers
 from qconvert.validators.reading import parts
 

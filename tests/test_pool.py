@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Output
 from qconvert.plan.units import Unit
-from qconvert.run.pool import BATCH_UNITS, Backlog, cut_batches, imports_ahead
-from qconvert.run.unit_runner import Place
-from qconvert.run.worker import Batch, Setup
+from qconvert.run.engines.local import BATCH_UNITS, BatchQueue, cut_batches, imports_ahead
+from qconvert.run.work.unit_runner import Place
+from qconvert.run.work.worker import Batch, WorkerSetup
 
 
 def _unit(name: str, size: int) -> Unit:
@@ -43,7 +43,7 @@ def test_a_batch_holds_so_many_units_at_most() -> None:
 
 
 def test_workers_keep_to_files_of_their_own() -> None:
-    backlog = Backlog(_cut([0, 0, 0, 1, 1, 2], [1] * 6, most=1))
+    backlog = BatchQueue(_cut([0, 0, 0, 1, 1, 2], [1] * 6, most=1))
     assert len(backlog) == 6
 
     def given_to(current: int | None) -> tuple[int, int]:
@@ -65,7 +65,7 @@ def test_workers_keep_to_files_of_their_own() -> None:
     workers=st.lists(st.integers(0, 4), min_size=200, max_size=200),
 )
 def test_every_unit_is_given_once(files: list[int], most: int, workers: list[int]) -> None:
-    backlog = Backlog(_cut(sorted(files), [1] * len(files), most))
+    backlog = BatchQueue(_cut(sorted(files), [1] * len(files), most))
     at: dict[int, int | None] = {}
     seen: list[int] = []
     for worker in workers:
@@ -83,6 +83,6 @@ def test_loops_that_this_process_compiled_before_are_not_imported_for_every_work
     loops = "qconvert.ops.compiled.loops.fp8"
     for name in (loops, "qconvert.formats.fp8.decode"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    found = imports_ahead(Setup((), (), 1, 1))
+    found = imports_ahead(WorkerSetup((), (), 1, 1))
     assert "qconvert.formats.fp8.decode" in found
     assert loops not in found

@@ -11,11 +11,9 @@ import pytest
 import torch
 from accelerators import pretend
 
-from qconvert.calibrate.page_locked import PageLocked
-from qconvert.calibrate.prefetch import prefetched
-from qconvert.calibrate.rows import InMemory, Scratch
+from qconvert.calibrate.activation_store import InMemory, PageLocked, ScratchRows, prefetched
 from qconvert.core.errors import RunError
-from qconvert.run.files import Files
+from qconvert.run.work.files import Files
 
 PARTS = [(0, 5), (5, 9), (9, 14), (14, 20), (20, 21)]
 
@@ -194,7 +192,7 @@ def test_a_layers_rows_are_given_back(tmp_path: Any, monkeypatch: pytest.MonkeyP
     pretend(monkeypatch)
     found = []
     for _ in range(2):
-        scratch = Scratch(tmp_path, {"cpu:0": 100, "cpu": 5000}, Files())
+        scratch = ScratchRows(tmp_path, {"cpu:0": 100, "cpu": 5000}, Files())
         rows = scratch.rows("inputs", 10, 100, torch.bfloat16)
         assert isinstance(rows, InMemory)
         assert (rows.device, scratch.left("cpu"), scratch.left("cpu:0")) == ("cpu", 3000, 100)

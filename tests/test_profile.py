@@ -20,10 +20,10 @@ from qconvert.core.profiling import Meter, phase, recording
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.units import Compute
-from qconvert.run.journal import lines_of
-from qconvert.run.leases import journals_in
-from qconvert.run.metered import kind_of
-from qconvert.run.profile import Profile, Row
+from qconvert.run.folder.journal import lines_of
+from qconvert.run.folder.leases import journals_in
+from qconvert.run.profile import Profile, ProfileRow
+from qconvert.run.work.meters import kind_of
 
 _ROW = {"step", "times", "seconds", "cpu_seconds", "bytes", "beside"}
 _TOP = {"qconvert", "seconds", "cpu_seconds", "machine", "runs", "main", "workers"}
@@ -39,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fp8_moe().write(tmp_path_factory.mktemp("profile") / "source")
 
 
-def _rows(rows: Any) -> dict[str, Row]:
+def _rows(rows: Any) -> dict[str, ProfileRow]:
     return {row.step: row for row in rows}
 
 

@@ -17,18 +17,17 @@ from checkpoints import fp8_moe, run_cli
 from safetensors.torch import save_file
 
 from qconvert import api
-from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.engine import calibrate
+from qconvert.calibrate.progress import Clock, Work, added, layer_work, sizes_of
 from qconvert.calibrate.settings import Settings
-from qconvert.calibrate.work import Work, added, layer_work, sizes_of
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.progress import Bar, spell
 from qconvert.core.int_scheme import IntScheme
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Plan
-from qconvert.run.estimate import COSTS, FORWARD, HESSIAN, READ, SOLVE, WRITE, Estimate
-from qconvert.run.events import Silent, Watching
+from qconvert.run.work.estimate import COSTS, FORWARD, HESSIAN, READ, SOLVE, WRITE, Estimate
+from qconvert.run.work.events import NoEvents, ProgressEvents
 from qconvert.samples.request import Calibration
 
 SAMPLES, LENGTH = 3, 32
@@ -180,7 +179,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Heard(Silent):
+class Heard(NoEvents):
     """What a run told, by kind."""
 
     def __init__(self) -> None:
@@ -208,7 +207,7 @@ def test_what_is_told_comes_to_what_was_planned(
     model: Path, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     told = Heard()
-    assert isinstance(told, Watching)
+    assert isinstance(told, ProgressEvents)
     api.run(request(model, targets=targets), _MODEL, tmp_path / "out", jobs=1, events=told)
     del told.work[WRITE]
     assert set(told.work) == {READ, FORWARD, HESSIAN, SOLVE}

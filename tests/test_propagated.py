@@ -14,7 +14,7 @@ from calibrate_models import EXPERTS, Kept, calibrated, hf, qwen3_moe, samples, 
 from safetensors.torch import load_file, save_file
 
 from qconvert.calibrate import experts, solve
-from qconvert.calibrate.propagated import corrected
+from qconvert.calibrate.propagated_error import corrected
 from qconvert.calibrate.settings import ExpertSchemes, Settings
 from qconvert.calibrate.solve import rounded
 from qconvert.cli.demo_checkpoint import heavy_tailed
@@ -48,8 +48,8 @@ def inputs(seed: int, tokens: int, columns: int) -> tuple[torch.Tensor, torch.Te
     return (plain + 0.1 * off).bfloat16(), plain.bfloat16()
 
 
-def summed(given: torch.Tensor, plain: torch.Tensor) -> experts.Inputs:
-    found = experts.inputs_of(given.shape[1], "cpu", paired=True)
+def summed(given: torch.Tensor, plain: torch.Tensor) -> experts.InputStats:
+    found = experts.input_stats(given.shape[1], "cpu", paired=True)
     for start in range(0, given.shape[0], 24):
         found.add(given[start : start + 24], plain[start : start + 24])
     return found

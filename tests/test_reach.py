@@ -32,7 +32,7 @@ import qconvert
 from qconvert.checkpoint.checkpoint import Checkpoint, index_limit
 from qconvert.checkpoint.safetensors import read_header
 from qconvert.core.errors import CheckpointError, DataError, OutputError
-from qconvert.hub.trees import local_files
+from qconvert.hub.compare import local_files
 from qconvert.samples.data import DataSpec, digest
 
 FIRST = shard_name(1)
@@ -362,8 +362,7 @@ def test_a_large_readme_is_no_reason_not_to_convert(source: Path, tmp_path: Path
 # Who opens files by itself: the readers everyone else goes through; writers of our own files; what is
 # the system's or our package's.
 _READERS = {
-    "core/regular.py": "the reader of small files",
-    "core/links.py": "the reader of files of a foreign folder",
+    "core/links.py": "the reader of files of a foreign folder, and of small ones",
     "core/own_process.py": "/dev/null for a process without streams",
     "core/discovery.py": "what installed packages add",
     "checkpoint/checkpoint.py": "gives descriptors of both",
@@ -375,13 +374,13 @@ _READERS = {
     "layouts/derived/find.py": "data of our package, our own cache, tables of transformers",
     "hub/readme.py": "writes a card",
     "hub/headers.py": "writes headers into a folder of its own",
-    "hub/trees.py": "descriptors",
+    "hub/compare.py": "descriptors",
     "calibrate/memory.py": "/proc",
     "compiled/choice.py": "our own sources, our own cache",
     "compiled/jit.py": "locks in our own cache",
     "repair/write.py": "writes what it staged",
-    "calibrate/rows.py": "our own file of hidden states",
-    "calibrate/stats.py": "writes statistics",
+    "calibrate/activation_store.py": "our own file of hidden states",
+    "calibrate/expert_stats.py": "writes statistics",
     "calibrate/work_dir.py": "our own state",
     "validation/reports/__init__.py": "GitHub's summary, which is added to",
     "validation/reports/as_html.py": "parts of our package",
@@ -401,7 +400,8 @@ _PARSING = {
 }
 _PARSERS = {
     "core/json_text.py", "core/yaml_lines.py", "checkpoint/safetensors.py",
-    "run/workspace.py", "run/journal.py", "run/staging.py", "run/verify.py", "run/finished.py",
+    "run/folder/workspace.py", "run/folder/journal.py", "run/folder/staging.py",
+    "run/folder/verify.py", "run/folder/target.py",
     "validation/judgement.py",  # our own files, and texts that journal and receipt were read to
     "contrib/trtllm_gen/sglang_plugin.py",  # runs within sglang, without qconvert
     "calibrate/distributed.py",  # what processes of one run tell one another

@@ -20,7 +20,7 @@ from sampled import sampled
 from qconvert import api
 from qconvert.checkpoint.receipt import digest, manifest_seal
 from qconvert.core.errors import OutputError
-from qconvert.hub.trees import local_files
+from qconvert.hub.compare import local_files
 
 CONFIG, MANIFEST, RECEIPT = "config.json", "qconvert.json", "qconvert.receipt.jsonl"
 Break = Callable[[Path], None]

@@ -24,20 +24,17 @@ from qconvert.validation.findings import Finding, Table
 from qconvert.validation.reports import (
     FORMATS,
     append_step_summary,
-    as_github,
     as_html,
-    as_json,
-    as_junit,
     as_markdown,
-    as_sarif,
     as_text,
+    for_programs,
     markup,
     render,
     suffix_format,
 )
 from qconvert.validation.reports.as_html import EXACT, UNKNOWN, plot_data
 from qconvert.validation.reports.figures import groups, worst
-from qconvert.validation.reports.places import Place, places
+from qconvert.validation.reports.for_programs import Place, places
 from qconvert.validation.reports.words import split_reason
 from qconvert.validation.runner import Report
 
@@ -211,7 +208,7 @@ def test_json_is_strict_and_whole() -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     report = awkward()
-    said = json.loads(as_json.render(report, RULES), parse_constant=refuse)
+    said = json.loads(for_programs.json_text(report, RULES), parse_constant=refuse)
     assert (said["verdict"], said["errors"], said["warnings"]) == ("failed", 2, 1)
     assert said["about"]["folder"] == NASTY
     assert [f["where"] for f in said["findings"]] == [f.where for f in report.findings]
@@ -225,11 +222,11 @@ def test_json_is_strict_and_whole() -> None:
     assert (zero["sqnr"], zero["rms"]) == ("inf", 0.0)
     assert (dead["sqnr"], dead["rms"], dead["cosine"]) == ("nan", "inf", "nan")
     assert round(said["measures"][2]["sqnr"], 6) == 40
-    assert json.loads(as_json.render(sound(), RULES))["measures"] == []
+    assert json.loads(for_programs.json_text(sound(), RULES))["measures"] == []
 
 
 def test_junit_cases() -> None:
-    root = ET.fromstring(as_junit.render(awkward(), RULES).encode())
+    root = ET.fromstring(for_programs.junit(awkward(), RULES).encode())
     (suite,) = root
     assert {k: suite.attrib[k] for k in ("tests", "failures", "skipped", "errors")} == {
         "tests": "6", "failures": "2", "skipped": "2", "errors": "0",
@@ -253,7 +250,7 @@ def test_junit_cases() -> None:
 def test_junit_gathers_a_rule() -> None:
     found = [Finding("QC900", "error", f"t{i}", f"m{i}") for i in range(30)]
     found.append(Finding("QC900", "warning", "w", "mild"))
-    root = ET.fromstring(as_junit.render(Report(findings=found), RULES).encode())
+    root = ET.fromstring(for_programs.junit(Report(findings=found), RULES).encode())
     (case,) = root.iter("testcase")
     failure = case.find("failure")
     assert failure is not None
@@ -264,7 +261,7 @@ def test_junit_gathers_a_rule() -> None:
 
 
 def test_sarif_results() -> None:
-    said = json.loads(as_sarif.render(awkward(), RULES))
+    said = json.loads(for_programs.sarif(awkward(), RULES))
     assert said["version"] == "2.1.0"
     (run,) = said["runs"]
     rules = run["tool"]["driver"]["rules"]
@@ -290,13 +287,13 @@ def test_sarif_results() -> None:
 def test_sarif_tells_findings_apart_and_stays_uploadable() -> None:
     """GitHub makes one alert of equal fingerprints, and refuses more than 25,000 results."""
     found = [Finding("QC900", "error", f"t{i // 2}", f"m{i}") for i in range(25_010)]
-    (run,) = json.loads(as_sarif.render(Report(findings=found), RULES))["runs"]
+    (run,) = json.loads(for_programs.sarif(Report(findings=found), RULES))["runs"]
     prints = {result["partialFingerprints"]["primaryLocationLineHash"] for result in run["results"]}
     assert len(prints) == len(run["results"]) == 25_000
     (note,) = run["invocations"][0]["toolExecutionNotifications"]
     assert note["message"]["text"].startswith("10 more findings")
     again = [Finding("QC900", "error", f"t{i // 2}", "another figure") for i in range(10)]
-    (other,) = json.loads(as_sarif.render(Report(findings=again), RULES))["runs"]
+    (other,) = json.loads(for_programs.sarif(Report(findings=again), RULES))["runs"]
     assert [r["partialFingerprints"] for r in other["results"]] == [
         r["partialFingerprints"] for r in run["results"][:10]
     ]
@@ -305,7 +302,7 @@ def test_sarif_tells_findings_apart_and_stays_uploadable() -> None:
 def test_sarif_places_are_uris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     report = Report({"folder": "a b"}, [Finding("QC900", "error", "ü [1].json: key", "x")])
-    (run,) = json.loads(as_sarif.render(report, RULES))["runs"]
+    (run,) = json.loads(for_programs.sarif(report, RULES))["runs"]
     location = run["results"][0]["locations"][0]
     assert location["physicalLocation"]["artifactLocation"]["uri"] == "a%20b/%C3%BC%20%5B1%5D.json"
     assert location["logicalLocations"][0]["fullyQualifiedName"] == "ü [1].json: key"
@@ -376,7 +373,7 @@ def command(line: str) -> tuple[str, dict[str, str], str]:
 
 
 def test_github_commands() -> None:
-    lines = as_github.render(awkward(), RULES).splitlines()
+    lines = for_programs.github(awkward(), RULES).splitlines()
     level, properties, data = command(lines[1])
     assert (level, properties) == ("error", {"file": "config.json", "title": "QC900"})
     shown = printable(NASTY, "\r\n")
@@ -388,7 +385,7 @@ def test_github_commands() -> None:
 
 def test_github_properties_are_escaped() -> None:
     report = Report(findings=[Finding("QC900", "warning", "a,b:%c.json", "x")])
-    line = as_github.render(report, RULES).splitlines()[0]
+    line = for_programs.github(report, RULES).splitlines()[0]
     assert "file=a%2Cb%3A%25c.json,title=QC900::" in line
     assert command(line)[1]["file"] == "a,b:%c.json"
 
@@ -397,7 +394,7 @@ def test_github_annotates_every_rule_first() -> None:
     """It shows ten of a level, and says nothing of the others."""
     found = [Finding("QC900", "error", f"t{i}", "m") for i in range(25)]
     found.append(Finding("QC901", "error", "late", "m"))
-    lines = as_github.render(Report(findings=found), RULES).splitlines()
+    lines = for_programs.github(Report(findings=found), RULES).splitlines()
     assert [command(line)[1]["title"] for line in lines[:3]] == ["QC900", "QC901", "QC900"]
     assert lines[21] == "::notice title=QC900::... and 5 more of QC900 (--format json lists all)"
 

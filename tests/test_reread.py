@@ -16,20 +16,20 @@ from models import qwen3_moe
 from qconvert import api
 from qconvert.checkpoint.checkpoint import Checkpoint, Shard
 from qconvert.checkpoint.fsspec_store import FsspecStore
-from qconvert.checkpoint.store import Stored
+from qconvert.checkpoint.store import StoredObject
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.units import REREAD_BYTES, Compute, Unit, reread
-from qconvert.run import fetch, unit_runner
 from qconvert.run.executor import run_prepared
-from qconvert.run.forkserver import ended
-from qconvert.run.memory import share_out
-from qconvert.run.prepare import Options, prepare
-from qconvert.run.reader import Reader
-from qconvert.run.sink import WINDOW_BYTES, WINDOWS
+from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.work import reader, unit_runner
+from qconvert.run.work.forkserver import ended
+from qconvert.run.work.memory import share_out
+from qconvert.run.work.reader import Reader
+from qconvert.run.work.sink import WINDOW_BYTES, WINDOWS
 
 
 @pytest.fixture
@@ -155,12 +155,12 @@ def test_objects_of_a_store_are_fetched_once_where_memory_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of pieces so small that no matrix is held in them."""
-    monkeypatch.setattr(fetch, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(reader, "PIECE_BYTES", 4096)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked: Counter[str] = Counter()
     real = FsspecStore.read
 
-    def read(self: FsspecStore, found: Stored, start: int, stop: int) -> bytes:
+    def read(self: FsspecStore, found: StoredObject, start: int, stop: int) -> bytes:
         asked[found.name] += stop - start
         return real(self, found, start, stop)
 

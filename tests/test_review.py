@@ -171,7 +171,7 @@ def test_room_is_looked_for_before_the_first_stage(
 ) -> None:
     real = os.statvfs(tmp_path)
     small = os.statvfs_result((*real[:1], 4096, real[2], real[3], 1000, *real[5:]))
-    monkeypatch.setattr("qconvert.run.workspace.os.statvfs", lambda _: small)
+    monkeypatch.setattr("qconvert.run.folder.workspace.os.statvfs", lambda _: small)
     arguments = ["--pp", "2,2", "--copy"]
     refused("nothing was written", "split", samples / "a", tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
@@ -183,7 +183,7 @@ def test_where_links_are_forbidden_shards_are_copied(
     def forbidden(*_: object, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("qconvert.run.files.os.link", forbidden)
+    monkeypatch.setattr("qconvert.run.work.files.os.link", forbidden)
     assert "0 of them hard links" in ok(
         "split", samples / "a", tmp_path / "out", "--pp", "2,2", "--dry-run"
     )

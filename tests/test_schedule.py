@@ -15,9 +15,16 @@ from qconvert.core.graph import Output, Source
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.units import Unit
-from qconvert.run.prepare import Options, prepare
-from qconvert.run.schedule import files_of, in_file_order, peak, places_of, room_for
-from qconvert.run.shards import OutFile, ShardLayout
+from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.work.file_layout import (
+    OutFile,
+    ShardLayout,
+    disk_room,
+    files_of,
+    in_file_order,
+    peak,
+    places_of,
+)
 
 
 def layout(*files: tuple[str, ...]) -> ShardLayout:
@@ -45,7 +52,7 @@ def test_one_file_at_a_time() -> None:
     files = layout(("a", "b"), ("c",), ("d", "e", "f"))
     units = [unit(name) for name in "fedcba"]
     assert peak(units, [files]) == 30
-    room = room_for(units, [files], 5, None)
+    room = disk_room(units, [files], 5, None)
     assert (room.least, room.takes, room.rest) == (60 + 5, 65, 5), "no more than all of them"
     ordered = in_file_order(list(enumerate(units)), places_of([files]))
     assert [unit.names[0] for _, unit in ordered] == list("abcdef")

@@ -24,8 +24,8 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import RunError
 from qconvert.models.linears import quantizable
 from qconvert.plan.plan import Plan
-from qconvert.run.backend import Paused
-from qconvert.run.until import Pace
+from qconvert.run.work.backend import PausedAt
+from qconvert.run.work.deadline import Pace
 
 # Several CPUs are a team only in tests: its way through a layer, sample by sample, is tested alone.
 CPU = pytest.param("cpu", marks=pytest.mark.rest)
@@ -135,7 +135,7 @@ def test_a_paused_team_goes_on_in_another_number(
         monkeypatch.setattr(Pace, "another", (lambda _: False) if at < 2 else another)
         made = run_ranks(count, events(plan, tmp_path / "room", device))
         for some in made:
-            assert (some[-1] == Paused(at + 1, 3)) == (at < 2)
+            assert (some[-1] == PausedAt(at + 1, 3)) == (at < 2)
         assert {e.layer for e in all_of(made) if isinstance(e, Matrix)} == {at}
         found += all_of(made)
     assert_same(codes_of(found), whole)

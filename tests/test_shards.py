@@ -24,12 +24,12 @@ from qconvert.cli.main import cli
 from qconvert.cli.shards import REFUSED
 from qconvert.core.errors import OutputError, UsageError
 from qconvert.plan.plan import Plan
-from qconvert.run import leases, staging
-from qconvert.run.division import BLOCK_BYTES, LEFT_TO_FINISH, Shard, divide, parse_shard
-from qconvert.run.files import Files
-from qconvert.run.leases import SHARDS, at_work, begin_lease, journals_in
-from qconvert.run.prepare import Options, prepare
-from qconvert.run.workspace import JOURNAL, LOCK
+from qconvert.run.folder import leases, staging
+from qconvert.run.folder.leases import SHARDS, at_work, begin_lease, journals_in
+from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.workspace import JOURNAL, LOCK
+from qconvert.run.work.division import BLOCK_BYTES, LEFT_TO_FINISH, Shard, divide, parse_shard
+from qconvert.run.work.files import Files
 
 _SIZE = ("--max-shard-size", str(faults.SHARD_BYTES), "--jobs", "1")
 KINDS = sorted(faults.SHARD_SIZES)
@@ -407,8 +407,8 @@ def test_a_name_that_is_taken_by_no_journal(source: Path, tmp_path: Path) -> Non
     out = tmp_path / "out"
     how = replace(faults.options("sharded"), shard=Shard(0, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qconvert.run.sharing.begin_lease", lambda *of: None)
-        patch.setattr("qconvert.run.sharing._LISTED_AFTER", 0)
+        patch.setattr("qconvert.run.engines.shard.begin_lease", lambda *of: None)
+        patch.setattr("qconvert.run.engines.shard._LISTED_AFTER", 0)
         with pytest.raises(
             OutputError, match="what has the name of start 1 of shard 0/2 is no jour"
         ):
@@ -585,7 +585,7 @@ def test_one_start_of_many_at_once_wins(source: Path, tmp_path: Path) -> None:
 def test_a_first_line_that_qconvert_does_not_write(
     key: str, value: object, source: Path, tmp_path: Path
 ) -> None:
-    from qconvert.run.journal import lines_of
+    from qconvert.run.folder.journal import lines_of
 
     out = tmp_path / "out"
     assert _shard(source, out, "0/1").code == 0

@@ -12,7 +12,7 @@ from loaders.published import published
 
 from qconvert.checkpoint.open import open_source
 from qconvert.core.errors import PlanError
-from qconvert.hub.card.of_plan import with_card
+from qconvert.hub.readme import with_card
 from qconvert.models.calibrated import calibrated_op
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16

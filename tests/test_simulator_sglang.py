@@ -31,11 +31,10 @@ from simulated_folders import (
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.consumers import parse_consumer
-from qconvert.runtimes.loading import offering
-from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.loading.setting import BLACKWELL, Setting
+from qconvert.runtimes.loading import load_weights
+from qconvert.runtimes.loading.setting import BLACKWELL, LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.serving import NO_FUSION, Offered, loads, served
-from qconvert.runtimes.sglang.matching import (
+from qconvert.runtimes.sglang.ignore_matching import (
     Compressed,
     SkipList,
     is_layer_excluded,
@@ -578,7 +577,7 @@ def test_experts_are_offered_together_as_they_are_one_by_one(
     tensors[other.replace(".experts.3.", ".experts.999.")] = tensors[other]
     setting = Setting(tp=tp, ep=ep, rank=tp - 1)
     together = simulate(config, tensors, setting)
-    monkeypatch.setattr(offering, "_others", lambda *given: None)
+    monkeypatch.setattr(load_weights, "_others", lambda *given: None)
     assert simulate(config, tensors, setting) == together
     assert together.refused is None
     assert together.unwritten

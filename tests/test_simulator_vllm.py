@@ -31,10 +31,9 @@ from simulated_folders import (
 
 import qconvert
 from qconvert.core.dtypes import TensorType
-from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.loading.setting import BLACKWELL, Setting
+from qconvert.runtimes.loading.setting import BLACKWELL, LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.serving import SIMULATED, Offered, loads, served
-from qconvert.runtimes.vllm.matching import excluded, ignored, skipped, target
+from qconvert.runtimes.vllm.ignore_matching import excluded, ignored, skipped, target
 from qconvert.runtimes.vllm.simulator import simulate
 
 

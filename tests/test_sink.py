@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qconvert.core.errors import OutputError
-from qconvert.run.files import Files
-from qconvert.run.sink import BLOCK, MIN_WINDOW_BYTES, Sink, Underway
+from qconvert.run.work.files import Files
+from qconvert.run.work.sink import BLOCK, MIN_WINDOW_BYTES, PendingMessages, Sink
 
 _SIZE = 40 * BLOCK + 123
 _WINDOW = MIN_WINDOW_BYTES
@@ -177,7 +177,7 @@ def test_a_failed_write_is_told_of(tmp_path: Path, way: str) -> None:
 def test_what_is_underway_is_said_when_it_is_written(tmp_path: Path) -> None:
     (path,) = _files(tmp_path, 1)
     sink = Sink(InTurn(), [path], _WINDOW)
-    underway: Underway[str] = Underway(sink)
+    underway: PendingMessages[str] = PendingMessages(sink)
     _put(sink, 0, 0, b"a" * 100)
     underway.add("first")
     assert list(underway.settled()) == []

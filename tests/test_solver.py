@@ -13,12 +13,9 @@ import torch
 from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.solve import rounded, solved
 from qconvert.calibrate.solver import best as best_module
-from qconvert.calibrate.solver.descent import descended
-from qconvert.calibrate.solver.gptq import gptq
-from qconvert.calibrate.solver.order import curvature
+from qconvert.calibrate.solver.best import CLIPS, descended, gptq, nearest, refitted, searched
+from qconvert.calibrate.solver.curvature import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, Rounding, in_groups, meant, rounding
-from qconvert.calibrate.solver.refit import refitted
-from qconvert.calibrate.solver.scales import CLIPS, nearest, searched
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import IntScheme, Signs
 

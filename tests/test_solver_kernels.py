@@ -18,11 +18,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from qconvert.calibrate.kernels.choice import there
+from qconvert.calibrate.kernel_choice import there
 from qconvert.calibrate.settings import Settings
-from qconvert.calibrate.solver import best, descent, gptq, problem, refit
-from qconvert.calibrate.solver.factor import lower_inverse
-from qconvert.calibrate.solver.order import curvature
+from qconvert.calibrate.solver import best, problem
+from qconvert.calibrate.solver.curvature import curvature, lower_inverse
 from qconvert.calibrate.solver.product import by_halves, codes_by_halves, halves
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.int_scheme import IntScheme
@@ -92,17 +91,16 @@ def test_what_launches_kernels_runs_on_its_tensors_device(monkeypatch: pytest.Mo
 
 @pytest.mark.peer
 def test_all_that_launches_kernels_does_so() -> None:
-    """Every public function that has a kernel of its module in its code."""
-    from qconvert.calibrate.kernels import answers, columns, product
+    """Every public function that has a kernel in its code."""
+    from qconvert.calibrate import triton_kernels
 
     found = []
-    for module in (answers, columns, product):
-        for name, one in inspect.getmembers(module, inspect.isfunction):
-            plain = inspect.unwrap(one)
-            launches = re.search(r"^    \w+\[", inspect.getsource(plain), re.MULTILINE)
-            if one.__module__ == module.__name__ and launches:
-                found.append(name)
-                assert plain is not one, f"{module.__name__}.{name} is not decorated with `there`"
+    for name, one in inspect.getmembers(triton_kernels, inspect.isfunction):
+        plain = inspect.unwrap(one)
+        launches = re.search(r"^    \w+\[", inspect.getsource(plain), re.MULTILINE)
+        if one.__module__ == triton_kernels.__name__ and launches:
+            found.append(name)
+            assert plain is not one, f"{name} is not decorated with `there`"
     assert len(found) == 7, found
 
 
@@ -187,11 +185,10 @@ def _loss(by_tensor_cores: bool) -> float:
 
     with ExitStack() as stack:
         if by_tensor_cores:
-            for module in (problem, descent, best):
+            for module in (problem, best):
                 stack.enter_context(patch.object(module, "product", by_halves))
-            for module in (gptq, descent):
-                stack.enter_context(patch.object(module, "add_product", added))
-            stack.enter_context(patch.object(refit, "product_with_codes", codes_by_halves))
+            stack.enter_context(patch.object(best, "add_product", added))
+            stack.enter_context(patch.object(best, "product_with_codes", codes_by_halves))
         codes, kept, failed = best.best(
             weight, hessian.clone(), scale, zero, IntScheme(4, GROUP), Settings()
         )

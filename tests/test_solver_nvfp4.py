@@ -15,8 +15,8 @@ from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.solve import Quantized, rounded, solved
 from qconvert.calibrate.solver import best as best_module
 from qconvert.calibrate.solver import nvfp4
-from qconvert.calibrate.solver.blocks import around, chosen, e2m1, e4m3, number_of
-from qconvert.calibrate.solver.order import curvature
+from qconvert.calibrate.solver.curvature import curvature
+from qconvert.calibrate.solver.nvfp4 import around, chosen, e2m1, e4m3, number_of
 from qconvert.calibrate.solver.problem import in_groups, rounding
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.dtypes import TensorType
@@ -243,7 +243,7 @@ def test_each_step_pays(dialect: Dialect) -> None:
 def test_no_sweep_makes_a_row_worse() -> None:
     weights, hessians = raw(9, 2, 24, 128)
     hessian = damped(hessians)
-    own = nvfp4.own_scale(weights, "modelopt")
+    own = nvfp4.global_scale_of(weights, "modelopt")
     part = weights.float().transpose(1, 2).contiguous()
     goal, first = nvfp4.units(part, own, "modelopt"), nvfp4.plain(part, own, "modelopt")
     now = rounding(goal, first.steps, first.scale, hessian)

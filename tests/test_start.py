@@ -34,7 +34,7 @@ _UNUSED = {
     "yaml", "tqdm", "importlib.metadata", "email", "huggingface_hub", "numba", "torch",
     "qconvert.advise", "qconvert.calibrate", "qconvert.client", "qconvert.evaluate", "qconvert.repair",
     "qconvert.passes.nvfp4", "qconvert.passes.w4a16", "qconvert.recipe.llmcompressor",
-    "qconvert.run.backend", "qconvert.run.on_ray", "qconvert.run.streamed",
+    "qconvert.run.work.backend", "qconvert.run.engines.ray", "qconvert.run.engines.stream",
     "qconvert.validation.reports", "qconvert.validators.amx", "qconvert.validators.kernels",
     "qconvert.validators.weights",
 }  # fmt: skip

@@ -22,14 +22,14 @@ from s3_server import BUCKET, Server, serving
 
 from qconvert import __version__, api
 from qconvert.checkpoint import fsspec_store
-from qconvert.checkpoint.store import Stored, is_url, named, store_of
+from qconvert.checkpoint.store import StoredObject, is_url, named, store_of
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import CheckpointError, OutputError, RunError, UsageError
 from qconvert.run import executor
-from qconvert.run.journal import read_journal
-from qconvert.run.nodes import Probe, check_node
-from qconvert.run.scheduler import Node
-from qconvert.run.workspace import JOURNAL
+from qconvert.run.engines.scheduler import Node
+from qconvert.run.folder.journal import read_journal
+from qconvert.run.folder.workspace import JOURNAL
+from qconvert.run.work.cluster_node import NodeCheck, check_node
 
 SAMPLES, BLOCK, FIRST_READ = 16, 4096, 16 << 10
 WIDE = 65_536
@@ -269,7 +269,7 @@ def test_nodes_of_a_cluster_read_the_store_themselves(
     api.carry_out(planned)
     assert tree(tmp_path / "far") == tree(near.folder)
     assert engine.crew is not None
-    probe = Probe(__version__, [], planned.source.shards)
+    probe = NodeCheck(__version__, [], planned.source.shards)
     assert check_node(probe) is None
     shard = source / "model-00001-of-00002.safetensors"
     os.utime(shard, (1, 1))
@@ -380,7 +380,7 @@ def test_names_of_objects_are_not_trusted(tmp_path: Path, monkeypatch: pytest.Mo
     listed = fsspec_store.FsspecStore.listed
     for name in ("../out.txt", "a/../../out.txt", "/out.txt", "a\\b", "a//b"):
         with monkeypatch.context() as patch:
-            bad = Stored(name, 3, "m")
+            bad = StoredObject(name, 3, "m")
             patch.setattr(fsspec_store.FsspecStore, "listed", lambda s, b=bad: [*listed(s), b])
             with pytest.raises(CheckpointError, match="is no file inside the folder"):
                 api.open_checkpoint(source.as_uri())
@@ -610,7 +610,7 @@ import sys
 from pathlib import Path
 from qconvert import api
 from qconvert.run.executor import run_prepared
-from qconvert.run.prepare import prepare
+from qconvert.run.folder.prepare import prepare
 from dataclasses import replace
 planned = api.plan("dequant-fp8", sys.argv[1], sys.argv[2], jobs=int(sys.argv[3]))
 ready = planned.folders[0].ready

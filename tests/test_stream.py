@@ -18,11 +18,11 @@ from loopback_hub import Blob, LoopbackHub
 from qconvert import api
 from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import OutputError, PlanError, RunError, UsageError
-from qconvert.hub.outlet import UNFINISHED, HubOutlet
-from qconvert.run.events import Silent
-from qconvert.run.files import Files
-from qconvert.run.upload_queue import StreamSpace, seen_whole
-from qconvert.run.upload_target import Sent
+from qconvert.hub.upload_target import UNFINISHED, HubUploadTarget
+from qconvert.run.engines.upload_queue import StreamWorkspace, seen_whole
+from qconvert.run.work.events import NoEvents
+from qconvert.run.work.files import Files
+from qconvert.run.work.upload_target import SentFile
 
 # Of the client, on its way to httpx.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -216,15 +216,15 @@ class Staged:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        place = StreamSpace.make_file
+        place = StreamWorkspace.make_file
 
-        def noting(space: StreamSpace, file: Any) -> None:
+        def noting(space: StreamWorkspace, file: Any) -> None:
             place(space, file)
             self.sizes.append(
                 sum(each.stat().st_size for each in space.stage.glob("*.safetensors"))
             )
 
-        patch.setattr(StreamSpace, "make_file", noting)
+        patch.setattr(StreamWorkspace, "make_file", noting)
 
 
 def test_a_budget_is_kept(
@@ -373,16 +373,16 @@ def test_bytes_that_change_on_the_way_are_seen(
 def test_bytes_that_change_on_this_disk_are_not_sent(
     hub: LoopbackHub, source: Path, near: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload = HubOutlet.upload
+    upload = HubUploadTarget.upload
     finished: list[str] = []
 
-    def noting(self: HubOutlet, file: Path, sent: Sent) -> None:
+    def noting(self: HubUploadTarget, file: Path, sent: SentFile) -> None:
         finished.append(sent.name)
         upload(self, file, sent)
 
-    monkeypatch.setattr(HubOutlet, "upload", noting)
+    monkeypatch.setattr(HubUploadTarget, "upload", noting)
     with monkeypatch.context() as patch:
-        patch.setattr("qconvert.run.upload_queue.seen_whole", _after_damage)
+        patch.setattr("qconvert.run.engines.upload_queue.seen_whole", _after_damage)
         with pytest.raises(
             OutputError, match="has other bytes than were computed; it was not sent"
         ):
@@ -392,7 +392,7 @@ def test_bytes_that_change_on_this_disk_are_not_sent(
     assert shown(hub) == near
 
 
-def _after_damage(path: Path, *given: Any) -> Sent:
+def _after_damage(path: Path, *given: Any) -> SentFile:
     """A bit flips in the file before it is looked at."""
     with path.open("r+b") as stream:
         stream.seek(-1, 2)
@@ -407,15 +407,15 @@ def _after_damage(path: Path, *given: Any) -> Sent:
 
 def meanwhile(patch: pytest.MonkeyPatch, method: str, do: Callable[[], None]) -> None:
     """Once, right before an outlet's method."""
-    call, done = getattr(HubOutlet, method), list[bool]()
+    call, done = getattr(HubUploadTarget, method), list[bool]()
 
-    def with_it(self: HubOutlet, *given: Any) -> Any:
+    def with_it(self: HubUploadTarget, *given: Any) -> Any:
         if not done:
             done.append(True)
             do()
         return call(self, *given)
 
-    patch.setattr(HubOutlet, method, with_it)
+    patch.setattr(HubUploadTarget, method, with_it)
 
 
 def add_file(hub: LoopbackHub, name: str, data: bytes, branch: str = "main") -> None:
@@ -481,9 +481,9 @@ def test_a_shard_that_is_lost_once_is_made_again_in_the_same_run(
 ) -> None:
     """The units that write to it run a second time, and those alone; then all is shown."""
     name = weights(near)[number]
-    settle, looks = StreamSpace.missing, list[list[str]]()
+    settle, looks = StreamWorkspace.missing, list[list[str]]()
 
-    def look(space: StreamSpace) -> list[str]:
+    def look(space: StreamWorkspace) -> list[str]:
         if not looks:
             lose(hub, name)
         looks.append(settle(space))
@@ -491,11 +491,11 @@ def test_a_shard_that_is_lost_once_is_made_again_in_the_same_run(
 
     phases: list[str] = []
 
-    class Told(Silent):
+    class Told(NoEvents):
         def phase(self, text: str) -> None:
             phases.append(text)
 
-    monkeypatch.setattr(StreamSpace, "missing", look)
+    monkeypatch.setattr(StreamWorkspace, "missing", look)
     convert(source, events=Told())
     assert looks == [[name], []]
     assert phases.count("making again what was sent and is lost") == 1
@@ -512,10 +512,10 @@ def test_shards_that_are_lost_there_are_made_again(
         for ref in [ref for ref in hub.repos[REPO].refs if ref.startswith(UNFINISHED)]:
             del hub.repos[REPO].refs[ref]
 
-    settle = StreamSpace.missing
+    settle = StreamWorkspace.missing
     with monkeypatch.context() as patch:
         patch.setattr(
-            StreamSpace, "missing",
+            StreamWorkspace, "missing",
             lambda s: (lose(hub, weights(near)[0]), settle(s))[1] if s.away else [],  # type: ignore[func-returns-value]
         )  # fmt: skip
         with pytest.raises(RunError, match="lost again and again"):

@@ -20,7 +20,7 @@ from stub_tasks import Count
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Source
-from qconvert.run.reader import Reader
+from qconvert.run.work.reader import Reader
 from qconvert.validation.findings import Finding
 from qconvert.validation.workers import CHUNK, Folders, Numbered, Result, Watch, run_tasks
 

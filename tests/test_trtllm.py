@@ -37,7 +37,7 @@ from qconvert.core.errors import PlanError, RunError
 from qconvert.core.graph import Op
 from qconvert.ops.gather import Gather, Order, Scatter
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.prepare import Options, prepare
+from qconvert.run.folder.prepare import Options, prepare
 
 _AT = "model.layers.1.mlp.experts"
 _BOTH = pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])

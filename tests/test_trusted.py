@@ -27,12 +27,12 @@ from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan
-from qconvert.run.events import Silent
 from qconvert.run.executor import RunResult, execute, run_together
-from qconvert.run.files import Files
-from qconvert.run.journal import read_journal
-from qconvert.run.prepare import Options, prepare_together
-from qconvert.run.workspace import JOURNAL
+from qconvert.run.folder.journal import read_journal
+from qconvert.run.folder.prepare import Options, prepare_together
+from qconvert.run.folder.workspace import JOURNAL
+from qconvert.run.work.events import NoEvents
+from qconvert.run.work.files import Files
 
 KILLED = -signal.SIGKILL
 
@@ -347,7 +347,7 @@ def test_the_user_may_ask_for_all_hashes(
     source: Path, made: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a large result only what was written last is hashed unasked."""
-    monkeypatch.setattr("qconvert.run.resume.LOOK_BACK", 1)
+    monkeypatch.setattr("qconvert.run.folder.resume.LOOK_BACK", 1)
     out = tmp_path / "out"
     stage = _unfinished(source, kind, out, 0.9)
     file, at = _finished_bytes(out)[0]
@@ -470,7 +470,7 @@ def test_a_source_changed_between_kill_and_resume(
     assert refused + fresh == 10
 
 
-class _At(Silent):
+class _At(NoEvents):
     def __init__(self, act: Callable[[], object], at: int = 1) -> None:
         self._act, self._left = act, at
 

@@ -22,9 +22,8 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.quantize import ToInt8, ToMx
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.validation.findings import Measure
-from qconvert.validation.reports import as_html, as_json, as_text
-from qconvert.validation.reports.figures import USUAL, Group, compared
-from qconvert.validation.reports.side_by_side import side_by_side
+from qconvert.validation.reports import as_html, as_text, for_programs
+from qconvert.validation.reports.figures import USUAL, Group, compared, side_by_side
 from qconvert.validation.runner import Report
 
 W4A16 = "usual for w4a16 that is rounded (16 to 20.6 dB)"
@@ -160,9 +159,9 @@ def test_reports_show_both() -> None:
     page = as_html.render(report, RULES)
     assert page.count('<div class="box passed">') == 2
     assert page.index("Side by side") < page.index("Against the source")
-    told = as_json.to_json(report, RULES)
+    told = for_programs.to_json(report, RULES)
     assert told["beside"]["about"] == {"folder": "b"}
-    assert "beside" not in as_json.to_json(first, RULES)
+    assert "beside" not in for_programs.to_json(first, RULES)
 
 
 def test_the_command_checks_both(tmp_path: Path) -> None:

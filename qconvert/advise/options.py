@@ -17,10 +17,10 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Pass, Plan, run_passes
-from qconvert.run.options import RunOptions
-from qconvert.run.prepare import disk_bytes, prepare
+from qconvert.run.folder.prepare import disk_bytes, prepare
+from qconvert.run.work.options import RunOptions
 from qconvert.runtimes.consumers import Consumer
-from qconvert.runtimes.loading.offering import Tensors
+from qconvert.runtimes.loading.load_weights import Tensors
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
 from qconvert.runtimes.serving import Answer, NotKnown, Offered, asked
 from qconvert.validation import judgement

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate import llmcompressor_backend
-from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import check_devices, each_once, found_devices, kind_of
 from qconvert.calibrate.distributed import Launched, launched
+from qconvert.calibrate.expert_stats import begin, check_claim
 from qconvert.calibrate.gpu_workers import CalibrationArgs, WorkerPool, calibrate_with, early
 from qconvert.calibrate.library import load_shared
-from qconvert.calibrate.linear_memory import least_linear_bytes
-from qconvert.calibrate.memory import least_bytes
+from qconvert.calibrate.memory import least_bytes, least_linear_bytes
 from qconvert.calibrate.packing import Packed, Packers
+from qconvert.calibrate.progress import Clock, Work, added, has_begun, layer_work, sizes_of
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
-from qconvert.calibrate.stats import begin, check_claim
-from qconvert.calibrate.work import Work, added, has_begun, layer_work, sizes_of
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.extras import lacking, require
 from qconvert.core.int_scheme import CodePacker, IntScheme, Scheme
@@ -31,19 +29,19 @@ from qconvert.formats.registry import read_matrix
 from qconvert.models.calibrated import calibrated_op
 from qconvert.plan.plan import Calibrating, Plan
 from qconvert.plan.walk import nodes
-from qconvert.run.backend import (
+from qconvert.run.folder.workspace import check_apart, check_folders_apart
+from qconvert.run.work.backend import (
+    BackendJob,
     Barrier,
     CalibratedUnit,
     Item,
-    Job,
-    Needs,
-    Paused,
+    PausedAt,
     Phase,
     Remark,
-    Solved,
+    Requirements,
+    SolvedUnit,
 )
-from qconvert.run.files import Files
-from qconvert.run.workspace import check_apart, check_folders_apart
+from qconvert.run.work.files import Files
 from qconvert.samples.data import load_tokens
 from qconvert.samples.request import Calibration, digest_of, fact
 
@@ -92,7 +90,7 @@ class GptqBackend:
             silence_transformers()
         return load_tokens(request, self.calibration.model.checkpoint.root, remarks.append), remarks
 
-    def needs(self) -> Needs:
+    def needs(self) -> Requirements:
         dims, memory = self.calibration.model.role_index.dims, 0
         # What there is where no device was named, only torch knows: too slow to import for this.
         if self.packers and "cpu" in self.calibration.request.devices:
@@ -109,7 +107,7 @@ class GptqBackend:
                 for module, one in self._stored.items()
             }
             memory = max(memory, *(least_linear_bytes(*shape, solver) for shape in shapes))
-        return Needs(memory, work_dir_bytes(self.calibration))
+        return Requirements(memory, work_dir_bytes(self.calibration))
 
     def check(self, folders: Sequence[Path]) -> None:
         request, checkpoint = self.calibration.request, self.calibration.model.checkpoint
@@ -157,7 +155,7 @@ class GptqBackend:
             return []
         return [f"no layer was left to calibrate, so this run wrote no statistics to {folder}"]
 
-    def work(self, job: Job) -> tuple[Work, Work]:
+    def work(self, job: BackendJob) -> tuple[Work, Work]:
         first = min(unit.op.layer for unit in job.units) if has_begun(job.work_dir) else 0
         last = max(unit.op.layer for unit in job.units)
         return added(self._works[first : last + 1]), added(self._works[:first])
@@ -213,7 +211,7 @@ class GptqBackend:
         _times.append(1)
         return WorkerPool(self._launched.devices(names), self._launched, len(_times))
 
-    def get_ready(self, job: Job) -> None:
+    def get_ready(self, job: BackendJob) -> None:
         if self._launched is not None:
             _ = self._ranks
         elif early() is None:
@@ -258,7 +256,7 @@ class GptqBackend:
         self._loading.result()
         return None
 
-    def solve(self, job: Job) -> Generator[Item]:
+    def solve(self, job: BackendJob) -> Generator[Item]:
         pool = self._pool()
         try:
             yield from self._solved(job, pool)
@@ -266,10 +264,10 @@ class GptqBackend:
             if pool is not None:
                 pool.end()
 
-    def _solved(self, job: Job, pool: WorkerPool | None) -> Generator[Item]:
+    def _solved(self, job: BackendJob, pool: WorkerPool | None) -> Generator[Item]:
         request, model = self.calibration.request, self.calibration.model
         devices = ("cpu",) if pool is None else pool.devices
-        from qconvert.run.memory import free_bytes
+        from qconvert.run.work.memory import free_bytes
 
         here = 1 if self._launched is None else self._launched.local_count
         yield Phase("reading calibration data")
@@ -298,7 +296,7 @@ class GptqBackend:
             statistics=request.save_stats is not None,
             until=job.until,
         )
-        clock, works = Clock(job.told), self._works
+        clock, works = Clock(job.on_work), self._works
         packers = Packers(self.packers, self.linears)
         events: Generator[Event | Packed]
         if pool is not None:
@@ -320,7 +318,7 @@ class GptqBackend:
                         yield Barrier()
                     case Phase() | Remark():
                         yield event
-                    case Paused():
+                    case PausedAt():
                         paused = True
                         yield event
                 del event  # its codes must not live on while the next ones are computed
@@ -333,7 +331,7 @@ class GptqBackend:
             begin(Path(request.save_stats), self._about(), files)
 
     def _save_stats(self, layer: int, stats: LayerStats, files: Files) -> None:
-        from qconvert.calibrate.stats import save_layer
+        from qconvert.calibrate.expert_stats import save_layer
 
         request = self.calibration.request
         if request.save_stats is not None:
@@ -354,7 +352,7 @@ class GptqBackend:
 
     def _hotness(self, files: Files) -> Iterator[str]:
         """Write the map of hot experts next to the statistics; a remark says how to serve with it."""
-        from qconvert.calibrate.hotness import OPTIONS, save_hotness
+        from qconvert.calibrate.expert_stats import OPTIONS, save_hotness
 
         request, dims = self.calibration.request, self.calibration.model.role_index.dims
         if request.save_stats is None:
@@ -374,7 +372,7 @@ def _in_processes(devices: Sequence[str]) -> bool:
     return len(devices) > 1 or kind_of(devices) != "cpu"
 
 
-def _by_place(job: Job) -> dict[tuple[int, int | None, str], CalibratedUnit]:
+def _by_place(job: BackendJob) -> dict[tuple[int, int | None, str], CalibratedUnit]:
     """Units by layer, expert and kind."""
     return {(unit.op.layer, unit.op.expert, unit.op.kind): unit for unit in job.units}
 
@@ -405,10 +403,10 @@ def _named(linears: Mapping[str, tuple[CodePacker, ...]]) -> dict[str, list[str]
     return found
 
 
-def _solved(unit: CalibratedUnit, found: Matrix | Packed, packers: Packers) -> Solved:
+def _solved(unit: CalibratedUnit, found: Matrix | Packed, packers: Packers) -> SolvedUnit:
     """A matrix as the results of its unit."""
     packed = found if isinstance(found, Packed) else packers.pack(found)
-    return Solved(unit.number, packed.buffers(), packed.sources)
+    return SolvedUnit(unit.number, packed.buffers(), packed.sources)
 
 
 def silence_llm_compressor() -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from qconvert.calibrate.activation_store import InFiles
 from qconvert.calibrate.distributed import Communicator
-from qconvert.calibrate.rows import InFiles
 
 if TYPE_CHECKING:
     import torch
@@ -54,14 +54,14 @@ class BackgroundWriter:
         self._pool.shutdown()
 
 
-class Held:
+class WrittenBehind:
     """Rows in an accelerator's memory (`there`) or in the host's, and in `file`, if they are kept, which
     is written behind. `before` are rows that lie in the same memory, and whose file must be whole
     before it is written over."""
 
     def __init__(
-        self, rows: torch.Tensor, file: InFiles | None, behind: BackgroundWriter, before: Held | None, *,
-        there: bool,
+        self, rows: torch.Tensor, file: InFiles | None, behind: BackgroundWriter,
+        before: WrittenBehind | None, *, there: bool,
     ) -> None:  # fmt: skip
         import torch
 

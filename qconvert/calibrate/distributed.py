@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from qconvert.calibrate.activation_store import TokenRows
 from qconvert.calibrate.devices import kind_of
-from qconvert.calibrate.rows import Rows
 from qconvert.core.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +93,9 @@ def broadcast_from_rank0(comm: Communicator, value: T) -> T:
     return comm.gathered(value)[0]
 
 
-def share(comm: Communicator, rows: Rows, cuts: Sequence[tuple[int, int]], device: str) -> None:
+def share(
+    comm: Communicator, rows: TokenRows, cuts: Sequence[tuple[int, int]], device: str
+) -> None:
     """Give all processes the rows that each has of its own tokens, cuts[rank]."""
     import torch
 

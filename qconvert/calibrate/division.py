@@ -1,4 +1,5 @@
-"""Division of a calibration into batches, and which process of a team has which of it.
+"""Division of a calibration into batches, which process of a team has which of it, and the order in
+which each reads experts.
 
 What is computed must not depend on how many processes there are: samples go through attention in the
 same batches, and experts are solved in the same ones, each whole in one process.
@@ -6,10 +7,14 @@ same batches, and experts are solved in the same ones, each whole in one process
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import TypeVar
+
+from qconvert.calibrate.reading import Weights
+from qconvert.formats.base import Stored
+from qconvert.models.experts import PROJECTIONS, Projection
 
 T = TypeVar("T")
 
@@ -87,3 +92,33 @@ def divided(
             if mine:
                 group.append([number for run in mine for number in run])
         yield group
+
+
+# Order in which a process reads experts: what its reader needs to read ahead.
+
+
+@dataclass(eq=False)
+class ExpertReadOrder:
+    """Has `reader` read ahead, up to `room` bytes. Which experts a process has is taken from the layer
+    before: it changes only where groups do, which depend on which experts see every token. `stop` is
+    the end of the layers."""
+
+    matrices: Mapping[int, Mapping[tuple[int, str], Projection]]
+    reader: Weights
+    room: int
+    stop: int
+    _experts: list[int] = field(default_factory=list)
+
+    def set_experts(self, layer: int, experts: Sequence[int]) -> None:
+        """From this layer on it is these experts, in this order."""
+        if list(experts) != self._experts:
+            self._experts = list(experts)
+            self.reader.expect(self._order(range(layer, self.stop), self._experts), self.room)
+
+    def _order(self, layers: range, experts: Sequence[int]) -> Iterator[tuple[str, Stored]]:
+        for layer in layers:
+            found = self.matrices.get(layer, {})
+            for expert in experts if found else ():
+                for kind in PROJECTIONS:
+                    one = found[expert, kind]
+                    yield one.module, one.weight

@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qconvert.calibrate import llmcompressor_backend
+from qconvert.calibrate.activation_store import PAGE_LOCKED
 from qconvert.calibrate.background_writer import BackgroundWriter
-from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import use_device
 from qconvert.calibrate.distributed import SINGLE_PROCESS, Communicator, broadcast_from_rank0
-from qconvert.calibrate.division import divided, shares
-from qconvert.calibrate.expert_read_order import ExpertReadOrder
+from qconvert.calibrate.division import ExpertReadOrder, divided, shares
 from qconvert.calibrate.layers import Layers, Matrices
 from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed, together_on
 from qconvert.calibrate.model import Model
-from qconvert.calibrate.page_locked import PAGE_LOCKED
-from qconvert.calibrate.propagated import States
+from qconvert.calibrate.progress import Clock
+from qconvert.calibrate.propagated_error import HiddenStates
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import (
     ExpertSchemes,
@@ -44,9 +43,9 @@ from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.core.shown import count
 from qconvert.models.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
-from qconvert.run.backend import Paused, Phase, Remark
-from qconvert.run.files import Files
-from qconvert.run.until import Pace, Until
+from qconvert.run.work.backend import PausedAt, Phase, Remark
+from qconvert.run.work.deadline import Pace, Until
+from qconvert.run.work.files import Files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +57,7 @@ _HELD = 0.7  # of what an accelerator or the host has for rows of tokens, at the
 # Bytes of matrices that are read ahead, at the most.
 _AHEAD = 2 << 30
 
-Event = Matrix | LayerDone | Phase | Remark | Paused
+Event = Matrix | LayerDone | Phase | Remark | PausedAt
 
 
 def calibrate(
@@ -154,7 +153,7 @@ def calibrate(
             down = next((found[0, "down_proj"] for found in layers.matrices.values()), None)
             batch = 1 if down is None else layers.batch(down.weight)
             fair = divided(range(layers.experts), [layers.experts] * comm.count, batch)
-            layers.read_order.settle(first, [e for group in fair for e in layers.mine(group)])
+            layers.read_order.set_experts(first, [e for group in fair for e in layers.mine(group)])
         yield from _run(layers, kept, tokens, stop, Pace(until), works)
     finally:
         if behind is not None:
@@ -266,15 +265,15 @@ def _run(
                 layers.clock.layer_done(works[number], before)
             if number + 1 < stop and not broadcast_from_rank0(layers.comm, pace.another()):
                 kept.keep(number + 1, states)
-                kept.settle()
-                yield Paused(number + 1, stop)
+                kept.flush()
+                yield PausedAt(number + 1, stop)
                 return
-        kept.settle()
+        kept.flush()
     finally:
         kept.let_go(states)
 
 
-def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) -> States:
+def _embedded(layers: Layers, kept: CalibrationDir, tokens: Sequence[Tokens]) -> HiddenStates:
     """Return what goes into the first layer."""
     import numpy as np
 

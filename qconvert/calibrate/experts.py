@@ -8,18 +8,16 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.activation_store import TokenRows, prefetched
 from qconvert.calibrate.distributed import Communicator
 from qconvert.calibrate.memory import solved_together
 from qconvert.calibrate.model import Layer
-from qconvert.calibrate.prefetch import prefetched
-from qconvert.calibrate.propagated import Plain, corrected, corrected_together
+from qconvert.calibrate.progress import Clock, accumulation_cost, matrix_cost
+from qconvert.calibrate.propagated_error import UnquantizedInputs, corrected, corrected_together
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.rows import Rows
 from qconvert.calibrate.settings import ExpertSchemes, Matrix, Settings
 from qconvert.calibrate.solve import Quantized, rounded, solved
 from qconvert.calibrate.token_dispatch import TokenDispatch, add_answers, dispatch_of
-from qconvert.calibrate.work import look_cost, matrix_cost
 from qconvert.core.errors import RunError
 from qconvert.core.int_scheme import Codes
 from qconvert.models.experts import PROJECTIONS, Projection
@@ -48,9 +46,9 @@ class RoutedInputs:
     `chunks` are the ranges of tokens that are looked at together, counts [E] the tokens routed to
     each."""
 
-    inputs: Rows
-    experts: Rows
-    weights: Rows
+    inputs: TokenRows
+    experts: TokenRows
+    weights: TokenRows
     chunks: Sequence[tuple[int, int]]
     counts: Sequence[int]
 
@@ -59,13 +57,13 @@ class RoutedInputs:
         return self.chunks[-1][1]
 
 
-def looked_together(hidden: int) -> int:
+def tokens_together(hidden: int) -> int:
     """Tokens that an expert on an accelerator sees at a time."""
     return max(1, _LOOKED // hidden // _TALL) * _TALL
 
 
 @dataclass(eq=False)
-class Inputs:
+class InputStats:
     """Sums over the inputs of a matrix: Hessian float32 [K, K], being 2 x x^T, and absmax [K]; `cross`
     [K, K] is 2 dx x^T, dx being what the unquantized model's inputs have more, None where none are
     kept."""
@@ -108,7 +106,7 @@ class Inputs:
         return self.hessian.diagonal() / (2 * max(1, self.tokens))
 
 
-def inputs_of(columns: int, device: str, *, paired: bool = False) -> Inputs:
+def input_stats(columns: int, device: str, *, paired: bool = False) -> InputStats:
     """Nothing seen yet; `paired`, of the unquantized model neither."""
     import torch
 
@@ -116,7 +114,7 @@ def inputs_of(columns: int, device: str, *, paired: bool = False) -> Inputs:
         return torch.zeros(shape, device=device)
 
     cross = zeros(columns, columns) if paired else None
-    return Inputs(zeros(columns, columns), zeros(columns), cross=cross)
+    return InputStats(zeros(columns, columns), zeros(columns), cross=cross)
 
 
 @dataclass(eq=False)
@@ -129,8 +127,8 @@ class Expert:
     down: torch.Tensor
     every: bool
     sources: Mapping[str, Sequence[Mapping[str, Any]]]
-    inputs: Inputs | None = None
-    middle: Inputs | None = None
+    inputs: InputStats | None = None
+    middle: InputStats | None = None
 
 
 def broadcast_experts(comm: Communicator, source: int, experts: Sequence[Expert]) -> None:
@@ -138,7 +136,7 @@ def broadcast_experts(comm: Communicator, source: int, experts: Sequence[Expert]
     import torch
 
     for name in NAMES if experts else ():
-        for first, last in _lent_together(len(experts), getattr(experts[0], name).nbytes):
+        for first, last in _broadcast_together(len(experts), getattr(experts[0], name).nbytes):
             comm.send(torch.stack([getattr(one, name) for one in experts[first:last]]), source)
 
 
@@ -151,7 +149,7 @@ def receive_experts(
     found: dict[str, list[torch.Tensor]] = {}
     for name, shape in zip(NAMES, ((2 * middle, hidden), (hidden, middle)), strict=True):
         found[name] = []
-        for first, last in _lent_together(len(numbers), 2 * shape[0] * shape[1]):
+        for first, last in _broadcast_together(len(numbers), 2 * shape[0] * shape[1]):
             stack = torch.empty(last - first, *shape, dtype=torch.bfloat16, device=device)
             comm.send(stack, source)
             found[name].extend(stack)
@@ -159,7 +157,7 @@ def receive_experts(
     return [Expert(number, gate_up, down, False, {}) for number, gate_up, down in weights]
 
 
-def _lent_together(count: int, size: int) -> Iterator[tuple[int, int]]:
+def _broadcast_together(count: int, size: int) -> Iterator[tuple[int, int]]:
     """Ranges of matrices of `size` bytes that are sent at once."""
     step = max(1, _LENT // size)
     for first in range(0, count, step):
@@ -167,7 +165,7 @@ def _lent_together(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(eq=False)
-class Found:
+class ExpertSums:
     """Sums that a layer's statistics are made of, by expert."""
 
     rounded: list[int] = field(default_factory=list)
@@ -176,11 +174,11 @@ class Found:
     rows: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
 
 
-def joined_found(parts: Sequence[Found]) -> Found:
+def joined_sums(parts: Sequence[ExpertSums]) -> ExpertSums:
     """Return what several processes found, each of its own experts."""
     if len(parts) == 1:
         return parts[0]
-    found = Found(sorted({expert for part in parts for expert in part.rounded}))
+    found = ExpertSums(sorted({expert for part in parts for expert in part.rounded}))
     for part in parts:
         found.fallbacks += part.fallbacks
         found.dead.update(part.dead)
@@ -260,8 +258,10 @@ class ExpertQuantizer:
             f"on {self.device}, and none as they are read: its memory is broken"
         )
 
-    def look(self, experts: Sequence[Expert], seen: RoutedInputs, shared: Inputs | None,
-             names: Sequence[str] = NAMES, plain: Plain | None = None) -> None:  # fmt: skip
+    def accumulate(
+        self, experts: Sequence[Expert], routed: RoutedInputs, shared: InputStats | None,
+        names: Sequence[str] = NAMES, plain: UnquantizedInputs | None = None,
+    ) -> None:  # fmt: skip
         """Let experts see their tokens, and count what goes into each matrix of these names. `shared` is
         what those that see every token have in common. `plain` is the unquantized model, to be counted
         beside."""
@@ -272,23 +272,23 @@ class ExpertQuantizer:
             each = 0.0
             if experts:
                 sides = experts[0].gate_up.shape[1], experts[0].down.shape[1]
-                each = look_cost(*sides, into=into, down="down" in names, paired=paired)
+                each = accumulation_cost(*sides, into=into, down="down" in names, paired=paired)
             for expert in experts:
                 hidden, middle = expert.gate_up.shape[1], expert.down.shape[1]
                 if into:
                     every = expert.every
                     expert.inputs = (
-                        shared if every else inputs_of(hidden, self.device, paired=paired)
+                        shared if every else input_stats(hidden, self.device, paired=paired)
                     )
                 if "down" in names:
-                    expert.middle = inputs_of(middle, self.device, paired=paired)
+                    expert.middle = input_stats(middle, self.device, paired=paired)
             if experts and into:
-                self.check(experts[0], seen)
-            given = [seen.experts, seen.weights, seen.inputs]
+                self.check(experts[0], routed)
+            given = [routed.experts, routed.weights, routed.inputs]
             if plain is not None:
                 given.append(plain.inputs)
-            for routes, shares, *both in prefetched(given, seen.chunks, self.device):
-                slots = dispatch_of(routes, shares, len(seen.counts))
+            for routes, shares, *both in prefetched(given, routed.chunks, self.device):
+                slots = dispatch_of(routes, shares, len(routed.counts))
                 for number, expert in enumerate(experts):
                     tokens = None if expert.every else slots.of(expert.number)
                     for count, (mine, *theirs) in self._looked(tokens, both):
@@ -304,26 +304,28 @@ class ExpertQuantizer:
                             expert.middle.add(within, other, count)
                         tick(each * count)
 
-    def check(self, expert: Expert, seen: RoutedInputs) -> None:
+    def check(self, expert: Expert, routed: RoutedInputs) -> None:
         """That the class's own experts answer what `answer` computes."""
         import torch
 
-        rows = seen.inputs.read(0, min(_CHECKED, seen.chunks[0][1])).to(self.device)
+        rows = routed.inputs.read(0, min(_CHECKED, routed.chunks[0][1])).to(self.device)
         made = torch.nn.functional.linear(self._middle(expert, rows), expert.down)
         self.layer.check(made, rows, expert.gate_up, expert.down)
 
-    def look_at_all(self, seen: RoutedInputs, columns: int, plain: Rows | None = None) -> Inputs:
+    def accumulate_all(
+        self, routed: RoutedInputs, columns: int, plain: TokenRows | None = None
+    ) -> InputStats:
         """Return what an expert sees that sees every token; `plain` is what goes into the unquantized
         one."""
         with self.clock("hessian", self.device):
-            found = inputs_of(columns, self.device, paired=plain is not None)
-            given = [seen.inputs] if plain is None else [seen.inputs, plain]
-            for both in prefetched(given, seen.chunks, self.device):
+            found = input_stats(columns, self.device, paired=plain is not None)
+            given = [routed.inputs] if plain is None else [routed.inputs, plain]
+            for both in prefetched(given, routed.chunks, self.device):
                 for count, (mine, *theirs) in self._looked(None, both):
                     found.add(mine, theirs[0] if theirs else None, count)
             return found
 
-    def quantize(self, experts: Sequence[Expert], calls: int, found: Found,
+    def quantize(self, experts: Sequence[Expert], calls: int, found: ExpertSums,
                  names: Sequence[str] = NAMES) -> Iterator[Matrix]:  # fmt: skip
         """Solve for codes of the matrices of these names, and put what the first target's mean in the
         place of the weights. `calls` is what llm-compressor divides Hessians by: how often each was
@@ -385,7 +387,7 @@ class ExpertQuantizer:
         import torch
 
         whole = streams[0].shape[0] if tokens is None else tokens.shape[0]
-        step = max(1, whole) if self.device == "cpu" else looked_together(streams[0].shape[1])
+        step = max(1, whole) if self.device == "cpu" else tokens_together(streams[0].shape[1])
         for start in range(0, whole, step):
             count = min(step, whole - start)
             if tokens is None:
@@ -403,7 +405,7 @@ class ExpertQuantizer:
 
         return self.middle(torch.nn.functional.linear(rows, expert.gate_up))
 
-    def _note(self, expert: Expert, found: Found, names: Sequence[str]) -> None:
+    def _note(self, expert: Expert, found: ExpertSums, names: Sequence[str]) -> None:
         silent = False
         for name in names:
             inputs = _sums(expert, name)
@@ -429,7 +431,7 @@ class ExpertQuantizer:
             yield list(batch)
 
     def _solve(
-        self, batch: Sequence[Expert], name: str, calls: int, found: Found
+        self, batch: Sequence[Expert], name: str, calls: int, found: ExpertSums
     ) -> list[list[Quantized]]:
         """For each expert its results for each target. What propagated errors are corrected by is of
         the first target alone, whose answers go on: one calibration has one quantized stream."""
@@ -497,7 +499,7 @@ def _kinds(name: str) -> tuple[str, ...]:
     return PROJECTIONS[:2] if name == "gate_up" else PROJECTIONS[2:]
 
 
-def _sums(expert: Expert, name: str) -> Inputs:
+def _sums(expert: Expert, name: str) -> InputStats:
     found = expert.inputs if name == "gate_up" else expert.middle
     assert found is not None
     return found

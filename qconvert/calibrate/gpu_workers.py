@@ -39,21 +39,19 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from threading import Lock, Thread
 from typing import IO, TYPE_CHECKING, Any
 
-from qconvert.calibrate.apart import apart
-from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.devices import Machine, each_once, guessed_devices, kind_of
 from qconvert.calibrate.distributed import Launched, LostError
-from qconvert.calibrate.packing import Packed, Packers
+from qconvert.calibrate.packing import Packed, Packers, run_in_thread
+from qconvert.calibrate.progress import Clock, Work, added
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings
-from qconvert.calibrate.work import Work, added
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core import errors, own_process
 from qconvert.core.errors import QConvertError, RunError
 from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.plan.plan import Plan
-from qconvert.run.backend import Phase
-from qconvert.run.forkserver import cannot_start, undisturbed
-from qconvert.run.until import Until
+from qconvert.run.work.backend import Phase
+from qconvert.run.work.deadline import Until
+from qconvert.run.work.forkserver import cannot_start, undisturbed
 
 if TYPE_CHECKING:
     from qconvert.calibrate.distributed import Communicator, Rendezvous
@@ -107,14 +105,14 @@ class _Begin:
 
 
 @dataclass(frozen=True)
-class _Others:
+class _AwaitPeers:
     """So many processes of other hosts will connect."""
 
     count: int
 
 
 @dataclass(frozen=True)
-class _Over:
+class _AllDone:
     """All processes are done."""
 
 
@@ -123,7 +121,7 @@ class _WorkerMessage:
     """Message of a process: an event, None once it is done; how many bytes follow, by result of a packed
     matrix; and the work since it last said something: kinds, amounts and seconds."""
 
-    event: Event | Packed | _Others | None
+    event: Event | Packed | _AwaitPeers | None
     sizes: Sequence[int]
     work: Sequence[tuple[str, float, float]]
 
@@ -147,7 +145,7 @@ class WorkerPool:
         self.devices = tuple(devices)
         self._meeting = TemporaryDirectory(prefix="qconvert-team-")
         self._all: list[_Worker] = []
-        self._door = _Door() if launched is not None and launched.leads else None
+        self._door = _Listener() if launched is not None and launched.leads else None
         try:
             for rank in range(len(self.devices)):
                 self._all.append(_Worker(rank, self.devices, self._meeting.name, launched, times))
@@ -188,7 +186,7 @@ class WorkerPool:
             raise
         else:
             for other in others:
-                other.send(_Over())
+                other.send(_AllDone())
         finally:
             for other in others:
                 other.connection.close()
@@ -236,7 +234,7 @@ def early() -> WorkerPool | None:
 def _heard(
     own: Sequence[_Worker],
     others: list[_Other],
-    door: _Door | None,
+    door: _Listener | None,
     clock: Clock,
     works: Sequence[Work],
 ) -> Generator[Event | Packed]:
@@ -256,7 +254,7 @@ def _heard(
                 raise _cause(raised.failed, worker, [*own, *others]) from None
             if event is None:
                 del listened[worker.connection]
-            elif isinstance(event, _Others):
+            elif isinstance(event, _AwaitPeers):
                 assert door is not None
                 for other in door.accepted(event.count):
                     others.append(other)
@@ -315,21 +313,21 @@ class _Peer:
     def ends_within(self, seconds: float) -> bool:
         raise NotImplementedError
 
-    def send(self, what: _Begin | _Failed | _Over | None) -> None:
+    def send(self, what: _Begin | _Failed | _AllDone | None) -> None:
         try:
             self.connection.send(what)
         except OSError:
             raise self.died() from None
 
-    def hear(self, clock: Clock) -> Event | Packed | _Others | None:
+    def hear(self, clock: Clock) -> Event | Packed | _AwaitPeers | None:
         """The next thing it says; None once it is done."""
         said = self._receive()
         if isinstance(said, _Failed):
             raise _Raised(said)
         for kind, amount, seconds in said.work:
-            clock.told(kind, amount, seconds)
+            clock.worked(kind, amount, seconds)
         if not isinstance(said.event, Packed):
-            event: Event | _Others | None = said.event
+            event: Event | _AwaitPeers | None = said.event
             return event
         data = [bytearray(size) for size in said.sizes]
         for one in data:
@@ -369,7 +367,7 @@ class _Other(_Peer):
         )
 
 
-class _Door:
+class _Listener:
     """Address where processes of other hosts connect to the one that leads."""
 
     def __init__(self) -> None:
@@ -436,7 +434,7 @@ class _Worker(_Peer):
         try:
             self._said = TemporaryFile()  # noqa: SIM115 - closed by `end`
             self.connection, theirs = Pipe()
-            about = _Place(
+            about = _ProcessArgs(
                 theirs.fileno(), os.getpid(), rank, tuple(devices), meeting, launched, times
             )
             names = "Launched, _Place, main"
@@ -524,7 +522,7 @@ class _Notes:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ProcessArgs:
     """A process among others: the descriptor of its pipe, who started it, its number, the devices of all
     of them, and a folder to meet in; or how those of several hosts meet."""
 
@@ -537,7 +535,7 @@ class _Place:
     times: int
 
 
-class _Line:
+class _Connection:
     """A connection to who listens to this process: its own thread and others say things."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
@@ -554,11 +552,11 @@ class _Line:
         return self.connection.recv()
 
 
-class _Leader(_Line):
+class _Leader(_Connection):
     """The process that leads, on another host. A thread hears it: where it is lost, or says that another
     one is, this process ends, whatever it waits for."""
 
-    def __init__(self, connection: Connection[Any, Any], home: _Line, where: str) -> None:
+    def __init__(self, connection: Connection[Any, Any], home: _Connection, where: str) -> None:
         super().__init__(connection)
         self._home, self._where = home, where
         self._words: Queue[Any] = Queue()
@@ -577,7 +575,7 @@ class _Leader(_Line):
 
     def _hear(self) -> None:
         word: Any = None
-        while not isinstance(word, _Over):
+        while not isinstance(word, _AllDone):
             try:
                 word = self.connection.recv()
             except (EOFError, OSError):
@@ -593,15 +591,15 @@ class _Leader(_Line):
             self._words.put(word)
 
 
-def main(place: _Place) -> None:
+def main(place: _ProcessArgs) -> None:
     """Calibrate what is asked for at the other end of an inherited pipe."""
-    from qconvert.run.worker import die_with
+    from qconvert.run.work.worker import die_with
 
     own_process.declare()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     die_with(place.parent)
-    home = _Line(Connection(place.descriptor))
+    home = _Connection(Connection(place.descriptor))
     lines = [home]
     # The other end is closed where the main process is ended while this one imports.
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -630,7 +628,7 @@ _NETWORK = {"NCCL_NVLS_ENABLE": "0"}
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def _serve(lines: list[_Line], place: _Place) -> None:
+def _serve(lines: list[_Connection], place: _ProcessArgs) -> None:
     home = lines[0]
     device, launched = place.devices[place.rank], place.launched
     _set_network(launched)
@@ -652,7 +650,7 @@ def _serve(lines: list[_Line], place: _Place) -> None:
     else:
         assert begin.given is not None
         _calibrate(begin.given, begin.packers, device, comm, lines)
-    while not isinstance(to.recv(), _Over):  # until then none must lose another
+    while not isinstance(to.recv(), _AllDone):  # until then none must lose another
         pass
     home.say(_WorkerMessage(None, (), ()))
     home.recv()
@@ -663,13 +661,13 @@ def _calibrate(
     packers: Packers,
     device: str,
     comm: Communicator,
-    lines: Sequence[_Line],
+    lines: Sequence[_Connection],
 ) -> None:
     home, to = lines[0], lines[-1]
     notes = _Notes()
     events = calibrate_with(given, device, clock=Clock(notes.add), comm=comm)
     # Codes are packed and sent by this thread while another one computes.
-    events = apart(events, _AHEAD, lambda event: isinstance(event, LayerDone))
+    events = run_in_thread(events, _AHEAD, lambda event: isinstance(event, LayerDone))
     with closing(events):
         for event in events:
             if isinstance(event, Matrix):
@@ -697,7 +695,7 @@ def _set_network(launched: Launched | None) -> None:
         os.environ.setdefault(name, value)
 
 
-def _import(device: str, home: _Line) -> None:
+def _import(device: str, home: _Connection) -> None:
     """Import what solving needs, and say what is found of it."""
     from qconvert.calibrate.backend import silence_transformers
     from qconvert.calibrate.devices import get_ready, this_machine
@@ -709,7 +707,7 @@ def _import(device: str, home: _Line) -> None:
     silence_transformers()
 
 
-def _met_here(place: _Place) -> Communicator:
+def _met_here(place: _ProcessArgs) -> Communicator:
     """The team of one host."""
     from qconvert.calibrate.devices import use_device
     from qconvert.calibrate.distributed import SINGLE_PROCESS, ProcessGroup, file_store
@@ -722,7 +720,11 @@ def _met_here(place: _Place) -> Communicator:
 
 
 def _met(
-    rendezvous: Rendezvous, launched: Launched, place: _Place, begin: _Begin, lines: list[_Line]
+    rendezvous: Rendezvous,
+    launched: Launched,
+    place: _ProcessArgs,
+    begin: _Begin,
+    lines: list[_Connection],
 ) -> Communicator:
     """The team of all hosts. One of another host than the first connects to that, which is then the last
     of `lines`."""
@@ -738,7 +740,7 @@ def _met(
     rank = rendezvous.first + place.rank
     if launched.leads:
         if rank == 0:
-            lines[0].say(_WorkerMessage(_Others(len(found) - len(place.devices)), (), ()))
+            lines[0].say(_WorkerMessage(_AwaitPeers(len(found) - len(place.devices)), (), ()))
     else:
         said = rendezvous.get("door", "the first one").decode().split()
         try:

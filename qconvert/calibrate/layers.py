@@ -10,29 +10,27 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.activation_store import InFile, ScratchRows, TokenRows, prefetched
 from qconvert.calibrate.distributed import SINGLE_PROCESS, Communicator, share
-from qconvert.calibrate.division import Batch, batches, chunks_of, divided, shares
-from qconvert.calibrate.expert_read_order import ExpertReadOrder
+from qconvert.calibrate.division import Batch, ExpertReadOrder, batches, chunks_of, divided, shares
 from qconvert.calibrate.experts import (
     NAMES,
     Expert,
     ExpertQuantizer,
-    Found,
-    Inputs,
+    ExpertSums,
+    InputStats,
     RoutedInputs,
     broadcast_experts,
-    joined_found,
-    looked_together,
+    joined_sums,
     receive_experts,
+    tokens_together,
 )
 from qconvert.calibrate.linears import Linear, LinearQuantizer, Linears
 from qconvert.calibrate.memory import Budget, experts_together, solved_together, trim
 from qconvert.calibrate.model import Layer, Model
-from qconvert.calibrate.prefetch import prefetched
-from qconvert.calibrate.propagated import Kept, Plain, States
+from qconvert.calibrate.progress import Clock
+from qconvert.calibrate.propagated_error import HiddenStates, Kept, UnquantizedInputs
 from qconvert.calibrate.reading import Weights
-from qconvert.calibrate.rows import InFile, Rows, Scratch
 from qconvert.calibrate.settings import ExpertSchemes, LayerStats, Matrix, Settings
 from qconvert.calibrate.token_dispatch import dispatch_of
 from qconvert.core.errors import PlanError
@@ -40,8 +38,8 @@ from qconvert.core.shown import count
 from qconvert.formats.base import Stored
 from qconvert.layouts.derived.running import Call
 from qconvert.models.experts import PROJECTIONS, Projection
-from qconvert.run.backend import Phase, Remark
-from qconvert.run.files import Files
+from qconvert.run.work.backend import Phase, Remark
+from qconvert.run.work.files import Files
 
 if TYPE_CHECKING:
     import torch
@@ -56,15 +54,15 @@ Matrices = Mapping[int, Mapping[tuple[int, str], Projection]]
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class LayerStream:
     """A model's way through a layer: what goes into its experts, and what they answer [T, H]."""
 
-    seen: RoutedInputs
-    answers: Rows
+    routed: RoutedInputs
+    answers: TokenRows
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class LoadedExperts:
     """Experts of one device in memory, and as they were read where the unquantized model runs too."""
 
     experts: list[Expert] = field(default_factory=list)
@@ -150,7 +148,7 @@ class Layers:
         return bool(self.targets) and self.settings.corrects and not self.linears
 
     def run(
-        self, number: int, states: States, following: States
+        self, number: int, states: HiddenStates, following: HiddenStates
     ) -> Generator[Phase | Matrix | Remark, None, LayerStats | None]:
         """Compute `following`, what goes into the next layer, and yield the matrices of this one.
         Returns statistics of its experts, None for a dense layer and where they only answer."""
@@ -168,7 +166,7 @@ class Layers:
                 f"layer {number}: {type(layer.module).__name__} has routed experts, and the checkpoint "
                 "none there; calibrate the model as it was published"
             )
-        scratch = Scratch(self.folder, self.budget.states, self.files, self.comm.rank)
+        scratch = ScratchRows(self.folder, self.budget.states, self.files, self.comm.rank)
         try:
             return (yield from self._sparse(layer, states, following, scratch))
         finally:
@@ -191,7 +189,7 @@ class Layers:
         return parts[self.comm.rank] if self.comm.rank < len(parts) else ()
 
     def _forward(
-        self, layer: Layer, states: States, following: States,
+        self, layer: Layer, states: HiddenStates, following: HiddenStates,
         run: Callable[[int, torch.Tensor, Call, Batch], torch.Tensor],
     ) -> None:  # fmt: skip
         """Compute what goes into the next layer. `run` has the number of a stream, and what goes into
@@ -226,18 +224,18 @@ class Layers:
                     layer.forward(hidden, call)
 
         longest = max(batch.stop - batch.start for part in self.batches for batch in part)
-        bench = LinearQuantizer(
+        quantizer = LinearQuantizer(
             layer, self.device, self.budget, self.settings, self.reader, self.clock,
             samples=len(self.lengths), tokens=self.total, chunk=longest,
         )  # fmt: skip
-        for event in bench.quantize(
+        for event in quantizer.quantize(
             linears, lambda: run(1), lambda: given.pop()() if given else run()
         ):
             if self.comm.rank == 0:
                 yield event
 
     def _sparse(
-        self, layer: Layer, states: States, following: States, scratch: Scratch
+        self, layer: Layer, states: HiddenStates, following: HiddenStates, scratch: ScratchRows
     ) -> Generator[Phase | Matrix | Remark, None, LayerStats | None]:
         import torch
 
@@ -261,8 +259,8 @@ class Layers:
             kept.append(self.attend(layer, states.quantized, scratch, "after."))
         else:
             attend()
-        seen = kept[0]
-        plain: Rows | None = None
+        routed = kept[0]
+        plain: TokenRows | None = None
         given = [kept[-1]]
         if states.plain is not None:
             given.append(self.attend(layer, states.plain, scratch, "plain."))
@@ -273,9 +271,9 @@ class Layers:
             scratch.rows(name, self.total, self.hidden, torch.bfloat16)
             for name in ("answers", "plain.answers")[: len(given)]
         ]
-        streams = [Stream(*both) for both in zip(given, answers, strict=True)]
-        found = Found()
-        few = [e for e, count in enumerate(seen.counts) if count < self.settings.min_tokens]
+        streams = [LayerStream(*both) for both in zip(given, answers, strict=True)]
+        found = ExpertSums()
+        few = [e for e, count in enumerate(routed.counts) if count < self.settings.min_tokens]
         every: frozenset[int] = frozenset()
         if not looks:
             few = []
@@ -285,28 +283,32 @@ class Layers:
             every = frozenset(few)
         else:
             found.rounded += few
-        bench = ExpertQuantizer(
+        quantizer = ExpertQuantizer(
             self.device, layer, layer.middle(self.device), self.targets, self.settings, self.reader,
             self.clock,
         )  # fmt: skip
-        common = bench.look_at_all(seen, self.hidden, plain) if every else None
+        common = quantizer.accumulate_all(routed, self.hidden, plain) if every else None
         matrices = self.matrices[layer.number]
 
         left = scratch.left(self.device)
         roomy = replace(self, budget=self.budget.with_rest(self.device, left))
         groups = list(roomy.groups(layer, matrices, every, streams))
         if self.read_order is not None:
-            self.read_order.settle(layer.number, [e for group in groups for e in self.mine(group)])
+            self.read_order.set_experts(
+                layer.number, [e for group in groups for e in self.mine(group)]
+            )
         for group in groups:
             yield Phase(f"{where}: experts {group[0][0]} to {group[-1][-1]} of {self.experts}")
-            mine, taken = self.mine(group), Taken()
+            mine, loaded = self.mine(group), LoadedExperts()
             if mine and looks:
-                yield from _work(bench, mine, matrices, every, seen, plain, common, found, taken)
+                yield from _quantize_experts(
+                    quantizer, mine, matrices, every, routed, plain, common, found, loaded
+                )
             elif mine:
-                taken.experts.extend(bench.take(mine, matrices, every))
-                bench.check(taken.experts[0], seen)
-            self._answer(bench, group, taken, streams, matrices, first=group is groups[0])
-            del taken
+                loaded.experts.extend(quantizer.take(mine, matrices, every))
+                quantizer.check(loaded.experts[0], routed)
+            self._answer(quantizer, group, loaded, streams, matrices, first=group is groups[0])
+            del loaded
             trim()
 
         def joined(stream: int, hidden: torch.Tensor, call: Call, batch: Batch) -> torch.Tensor:
@@ -314,44 +316,44 @@ class Layers:
             return layer.joined(hidden, call, answer)
 
         self._forward(layer, states, following, joined)
-        found = joined_found(self.comm.gathered(found))
-        return _stats(seen.counts, few, found) if looks else None
+        found = joined_sums(self.comm.gathered(found))
+        return _stats(routed.counts, few, found) if looks else None
 
-    def _share(self, seen: RoutedInputs, routes: Rows | None = None) -> None:
+    def _share(self, routed: RoutedInputs, routes: TokenRows | None = None) -> None:
         """Give all processes what goes into experts, and `routes`, which experts that are."""
         with self.clock("forward", self.device):
-            for rows in (seen.inputs, routes):
+            for rows in (routed.inputs, routes):
                 if rows is not None:
                     share(self.comm, rows, self.cuts, self.device)
 
     def _answer(
-        self, bench: ExpertQuantizer, group: Sequence[Sequence[int]], taken: Taken,
-        streams: Sequence[Stream], matrices: Mapping[tuple[int, str], Projection], *, first: bool,
+        self, quantizer: ExpertQuantizer, group: Sequence[Sequence[int]], loaded: LoadedExperts,
+        streams: Sequence[LayerStream], matrices: Mapping[tuple[int, str], Projection], *, first: bool,
     ) -> None:  # fmt: skip
         """Let a group's experts answer this process's tokens, in the order of their numbers: add that to
         the quantized stream, and what they answer as they were read to the plain one. Before the `first`
-        group there is nothing to add to. `taken` are this process's of them, which the others are
-        lent."""
+        group there is nothing to add to. `loaded` are this process's of them, which the others
+        receive."""
         parts = self.mine(shares(self.parts, self.comm.count))
         for source in range(len(group)):
-            held = self._lent(bench, group, source, taken, matrices, len(streams))
-            with self.clock("forward", bench.device) as tick:
+            held = self._broadcast(quantizer, group, source, loaded, matrices, len(streams))
+            with self.clock("forward", quantizer.device) as tick:
                 for stream, experts in zip(streams, held, strict=True):
-                    self._add(bench, experts, stream, parts, tick, new=first and source == 0)
-            del held, experts  # before the next ones are lent
+                    self._add(quantizer, experts, stream, parts, tick, new=first and source == 0)
+            del held, experts  # before the next ones are received
 
-    def _lent(
-        self, bench: ExpertQuantizer, group: Sequence[Sequence[int]], source: int, taken: Taken,
-        matrices: Mapping[tuple[int, str], Projection], streams: int,
+    def _broadcast(
+        self, quantizer: ExpertQuantizer, group: Sequence[Sequence[int]], source: int,
+        loaded: LoadedExperts, matrices: Mapping[tuple[int, str], Projection], streams: int,
     ) -> Sequence[Sequence[Expert]]:  # fmt: skip
         """For one or two streams the experts of a process of the team, and as they were read: this
-        one's, which it lends the others, or what is lent."""
-        own = [taken.experts, taken.plain][:streams]
+        one's, which it sends the others, or what it receives."""
+        own = [loaded.experts, loaded.plain][:streams]
         if self.comm.count == 1:
             return own
         down = matrices[0, "down_proj"].weight
-        sides = down.rows, down.columns, bench.device
-        with self.clock("forward", bench.device):
+        sides = down.rows, down.columns, quantizer.device
+        with self.clock("forward", quantizer.device):
             if source == self.comm.rank:
                 for experts in own:
                     broadcast_experts(self.comm, source, experts)
@@ -359,30 +361,30 @@ class Layers:
             return [receive_experts(self.comm, source, group[source], *sides) for _ in own]
 
     def _add(
-        self, bench: ExpertQuantizer, experts: Sequence[Expert], stream: Stream,
+        self, quantizer: ExpertQuantizer, experts: Sequence[Expert], stream: LayerStream,
         parts: Sequence[tuple[int, int]], tick: Callable[[float], None], *, new: bool,
     ) -> None:  # fmt: skip
         """Add what some experts answer to a stream's tokens; `new`: nothing answers before them."""
         import torch
 
-        seen = stream.seen
-        given = [seen.experts, seen.weights, seen.inputs] + ([] if new else [stream.answers])
+        routed = stream.routed
+        given = [routed.experts, routed.weights, routed.inputs] + ([] if new else [stream.answers])
         for (start, _), (routes, weights, inputs, *answers) in zip(
-            parts, prefetched(given, parts, bench.device), strict=True
+            parts, prefetched(given, parts, quantizer.device), strict=True
         ):
             rows = answers[0] if answers else torch.zeros_like(inputs)
-            slots = dispatch_of(routes, weights, len(seen.counts))
-            bench.answer(experts, rows, inputs, slots, tick)
+            slots = dispatch_of(routes, weights, len(routed.counts))
+            quantizer.answer(experts, rows, inputs, slots, tick)
             stream.answers.write(start, rows)
 
     def attend(
-        self, layer: Layer, states: Kept | InFile, scratch: Scratch, prefix: str = ""
+        self, layer: Layer, states: Kept | InFile, scratch: ScratchRows, prefix: str = ""
     ) -> RoutedInputs:
         """Run attention and router over all samples of this process. `prefix` is of the names of what is
         kept. Tokens that experts get are counted of all processes."""
         import torch
 
-        def routes(width: int, dtype: torch.dtype) -> tuple[Rows, Rows]:
+        def routes(width: int, dtype: torch.dtype) -> tuple[TokenRows, TokenRows]:
             """Return what is kept of the router, once it is known how wide that is."""
             return (
                 scratch.rows(f"{prefix}routes", self.total, width, torch.int32),
@@ -391,7 +393,7 @@ class Layers:
 
         inputs = scratch.rows(f"{prefix}inputs", self.total, self.hidden, torch.bfloat16)
         form: tuple[int, torch.dtype] | None = None
-        kept: tuple[Rows, Rows] | None = None
+        kept: tuple[TokenRows, TokenRows] | None = None
         counts = torch.zeros(self.experts, dtype=torch.int64)
         own = _own(layer)
         with self.clock("forward", self.device) as tick:
@@ -417,14 +419,14 @@ class Layers:
         layer: Layer,
         matrices: Mapping[tuple[int, str], Projection],
         every: frozenset[int],
-        streams: Sequence[Stream],
+        streams: Sequence[LayerStream],
     ) -> Iterator[list[list[int]]]:
         """Numbers of experts that are in memory together, by process, in their order."""
         down = matrices[0, "down_proj"].weight
-        chunk = max(stop - start for start, stop in streams[0].seen.chunks)
+        chunk = max(stop - start for start, stop in streams[0].routed.chunks)
         most, device = None, self.device
         if device != "cpu":
-            most = min(chunk, looked_together(down.rows))
+            most = min(chunk, tokens_together(down.rows))
         size = experts_together(
             self.budget, self.device, hidden=down.rows, middle=down.columns,
             own_hessians=len(every) < self.experts, schemes=len(self.targets),
@@ -434,8 +436,8 @@ class Layers:
             chunk=chunk,
             corrects=self.corrects,
             most=most,
-            hosted=sum(one.seen.inputs.device != device for one in streams),
-            lent=self.comm.count > 1,
+            hosted=sum(one.routed.inputs.device != device for one in streams),
+            receives=self.comm.count > 1,
         )  # fmt: skip
         # How many experts fit is known to each process of its own device.
         yield from divided(range(self.experts), self.comm.gathered(size), self.batch(down))
@@ -451,27 +453,29 @@ def _own(layer: Layer) -> float:
     return float(sum(p.numel() for p in layer.module.parameters() if not p.is_meta))
 
 
-def _work(bench: ExpertQuantizer, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],
-          every: frozenset[int], seen: RoutedInputs, plain: Rows | None, shared: Inputs | None,
-          found: Found, taken: Taken) -> Iterator[Matrix]:  # fmt: skip
-    """Read some experts, let them see their tokens, and solve them. They are added to `taken`. `plain`
+def _quantize_experts(
+    quantizer: ExpertQuantizer, numbers: Sequence[int],
+    matrices: Mapping[tuple[int, str], Projection], every: frozenset[int], routed: RoutedInputs,
+    plain: TokenRows | None, shared: InputStats | None, found: ExpertSums, loaded: LoadedExperts,
+) -> Iterator[Matrix]:  # fmt: skip
+    """Read some experts, let them see their tokens, and solve them. They are added to `loaded`. `plain`
     is what goes into the unquantized experts, where propagated errors are corrected."""
-    experts = taken.experts
-    experts += bench.take(numbers, matrices, every)
-    beside: Plain | None = None
+    experts = loaded.experts
+    experts += quantizer.take(numbers, matrices, every)
+    beside: UnquantizedInputs | None = None
     stages: list[tuple[str, ...]] = [NAMES]
     if plain is not None:
-        taken.plain.extend(replace(expert) for expert in experts)
+        loaded.plain.extend(replace(expert) for expert in experts)
         # What goes into down follows from the codes of gate and up.
-        beside, stages = Plain(plain, taken.plain), [(name,) for name in NAMES]
+        beside, stages = UnquantizedInputs(plain, loaded.plain), [(name,) for name in NAMES]
     for names in stages:
-        bench.look(experts, seen, shared, names, beside)
-        yield from bench.quantize(experts, len(seen.chunks), found, names)
+        quantizer.accumulate(experts, routed, shared, names, beside)
+        yield from quantizer.quantize(experts, len(routed.chunks), found, names)
         for expert in experts:
             expert.inputs = expert.middle = None
 
 
-def _stats(counts: Sequence[int], few: Sequence[int], found: Found) -> LayerStats:
+def _stats(counts: Sequence[int], few: Sequence[int], found: ExpertSums) -> LayerStats:
     import numpy as np
 
     def stacked(name: str, which: int) -> Any:

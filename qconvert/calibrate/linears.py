@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from qconvert.calibrate.clock import Clock
-from qconvert.calibrate.experts import Inputs, inputs_of
-from qconvert.calibrate.linear_memory import rounds
-from qconvert.calibrate.memory import Budget, trim
+from qconvert.calibrate.experts import InputStats, input_stats
+from qconvert.calibrate.memory import Budget, rounds, trim
 from qconvert.calibrate.model import Layer, Model
+from qconvert.calibrate.progress import Clock
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import Matrix, Settings
 from qconvert.calibrate.solve import Quantized, rounded, solved
@@ -27,7 +26,7 @@ from qconvert.core.shown import count
 from qconvert.formats.base import Stored
 from qconvert.formats.registry import read_matrix
 from qconvert.plan.plan import Plan
-from qconvert.run.backend import Remark
+from qconvert.run.work.backend import Remark
 
 if TYPE_CHECKING:
     import torch
@@ -131,10 +130,10 @@ def sets_of(layer: Layer, linears: Sequence[Linear], run: Callable[[], None]) ->
 def inputs_counted(
     layer: Layer, sets: Sequence[Sequence[Linear]], run: Callable[[], None], *,
     tokens: int, device: str,
-) -> list[Inputs]:  # fmt: skip
+) -> list[InputStats]:  # fmt: skip
     """Sums over what goes into each set while `run` runs the layer on all tokens. Raises RunError where
     linears of a set are given different tensors after all, or other than all tokens."""
-    found = [inputs_of(some[0].weight.columns, device) for some in sets]
+    found = [input_stats(some[0].weight.columns, device) for some in sets]
     number_of = {one.module: number for number, some in enumerate(sets) for one in some}
     last: dict[int, tuple[int, ...]] = {}
 
@@ -161,7 +160,7 @@ def inputs_counted(
 
 
 @dataclass(eq=False)
-class Noted:
+class LinearRemarks:
     """Remarks on a layer's linears, by module."""
 
     rounded: list[str] = field(default_factory=list)
@@ -219,7 +218,7 @@ class LinearQuantizer:
             keeps=self.layer.sparse,
             layer_bytes=sum(p.nbytes for p in self.layer.module.parameters()),
         )  # fmt: skip
-        noted = Noted()
+        noted = LinearRemarks()
         meant: dict[str, torch.Tensor] = {}
         for group in groups:
             some = [sets[number] for number in group]
@@ -238,9 +237,9 @@ class LinearQuantizer:
     def _solve(
         self,
         members: Sequence[Linear],
-        inputs: Inputs,
+        inputs: InputStats,
         meant: dict[str, torch.Tensor],
-        noted: Noted,
+        noted: LinearRemarks,
     ) -> Iterator[Matrix]:
         """Linears that share an input, one after the other: their rows do not depend on one another, and
         this is what llm-compressor does."""

@@ -2,7 +2,7 @@
 
 Of llmcompressor the memoryless_minmax observer and `quantize_weight` (modifiers/gptq/) with its
 parts, of compressed-tensors `quantize`. Importing them takes 1 to 4 s and 110 MB: on a GPU, and
-for other solvers, `integers.py` and `solver/` compute the same. What is added are narrow codes (-7 to
+for other solvers, `solve.py` and `solver/` compute the same. What is added are narrow codes (-7 to
 7), which compressed-tensors has no name for.
 """
 

@@ -209,7 +209,7 @@ class Model:
         settled(self._decoder, [inputs])
         for key, buffer in inputs._buffers.items():
             inputs._buffers[key] = None if buffer is None else buffer.to(device)
-        self._settle(device, weights)
+        self._fill_around_layers(device, weights)
 
         def embed(samples: Tokens) -> torch.Tensor:
             places = torch.from_numpy(np.searchsorted(unique, samples)).to(device)
@@ -227,7 +227,7 @@ class Model:
         key = batch, length, device
         if self._calls is None or self._calls[0] != key:
             self._calls = None  # masks are large: two are never held
-            self._settle(device, weights)
+            self._fill_around_layers(device, weights)
             states = torch.zeros(
                 batch, length, self.config.hidden_size, dtype=torch.bfloat16, device=device
             )
@@ -246,7 +246,7 @@ class Model:
         named = self._decoder.module.named_parameters()
         return next(str(n) for n, p in named if p is wanted)
 
-    def _settle(self, device: str, weights: Weights) -> None:
+    def _fill_around_layers(self, device: str, weights: Weights) -> None:
         """Fill what is around the layers, and bring it to a device."""
         if self._around is None:
             modules = around_layers(self._decoder)

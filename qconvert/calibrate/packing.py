@@ -1,10 +1,15 @@
-"""Codes of a matrix as what formats store for it."""
+"""Codes of a matrix as what formats store for it, packed in a thread beside what computes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from contextvars import copy_context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from queue import Queue
+from threading import Event
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer
@@ -51,3 +56,59 @@ class Packers:
             types += parts
             made += some
         return Packed(matrix.layer, matrix.expert, matrix.kind, types, made, matrix.sources)
+
+
+# A stream computed in a thread of its own, so that what it gives is packed and written while a GPU
+# goes on: half a second a layer of a hundred experts.
+
+
+T = TypeVar("T")
+
+
+class _Item(Generic[T]):
+    """An item on its way; None in its place says that the stream has ended."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+
+def run_in_thread(stream: Generator[T], most: int, waits: Callable[[T], bool]) -> Generator[T]:
+    """The items of a stream, in order. It goes on while they are worked on, `most` of them ahead;
+    after one that it `waits` for only once the item after that is asked for. Closed early, it is
+    closed too."""
+    ready: Queue[_Item[T] | None] = Queue(most)
+    asked, stopped = Event(), Event()
+
+    def run() -> None:
+        try:
+            with closing(stream):
+                for item in stream:
+                    if stopped.is_set():
+                        return
+                    last = waits(item)
+                    asked.clear()
+                    ready.put(_Item(item))
+                    del item
+                    if last:
+                        asked.wait()
+        finally:
+            ready.put(None)
+
+    with ThreadPoolExecutor(1, "qconvert-calibrate") as pool:
+        job = pool.submit(copy_context().run, run)
+        ended = False
+        try:
+            while (found := ready.get()) is not None:
+                value = found.value
+                yield value
+                if waits(value):
+                    asked.set()
+                del found, value
+            ended = True
+        finally:
+            stopped.set()
+            asked.set()
+            while not ended:  # it must not wait for ever for somebody to take its item
+                ended = ready.get() is None
+                asked.set()
+        job.result()

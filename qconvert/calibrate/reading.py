@@ -15,14 +15,14 @@ from functools import partial
 from threading import Lock, local
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from qconvert.calibrate.clock import Clock
+from qconvert.calibrate.progress import Clock
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Apply, Buffer, Output, Source, whole
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.plan.plan import Plan
-from qconvert.run.reader import Reader
-from qconvert.run.unit_runner import SourceHashes
+from qconvert.run.work.reader import Reader
+from qconvert.run.work.unit_runner import SourceHashes
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ def decode(found: Fetched, there: torch.Tensor) -> None:
     there.copy_(codes.float().mul_(spread))
 
 
-class Ahead(Generic[T]):
+class ReadAhead(Generic[T]):
     """Matrices read before they are asked for, while a GPU works on those before: threads wait for
     files, hash and decode outside of the lock of Python. `order` says a name, its bytes in memory and
     what reads it. No more than `room` bytes are read and not taken, but always one; what is asked for
@@ -110,7 +110,7 @@ class Weights:
     def __init__(self, plan: Plan, clock: Clock | None = None) -> None:
         self._reader = Reader(plan.checkpoint.shards)
         self._plan, self._clock = plan, clock
-        self._ahead: Ahead[Fetched] | None = None
+        self._ahead: ReadAhead[Fetched] | None = None
         self._others: list[Weights] = []
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Weights:
             weights: Weights = mine.weights
             return weights.fetch(module, stored)
 
-        self._ahead = Ahead(
+        self._ahead = ReadAhead(
             (
                 (module, 2 * stored.rows * stored.columns, partial(fetched, module, stored))
                 for module, stored in order

@@ -40,7 +40,7 @@ class Settings:
     codes, and codes found anew, `descent` how many sweeps of coordinate descent follow; of NVFP4 sweeps
     are over blocks, and in the first `refit` of them scales are chosen anew too. `propagated_error`
     "correct" keeps hidden states of the unquantized model too, and solves against weights that make up
-    for half of what layers before lost (calibrate/propagated.py).
+    for half of what layers before lost (calibrate/propagated_error.py).
     """
 
     dampening_frac: float = 0.01

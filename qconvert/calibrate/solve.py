@@ -12,29 +12,97 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate import llmcompressor_backend
-from qconvert.calibrate.integers import coded, dtype_of, grouped, meaning, observed
 from qconvert.calibrate.settings import CLIPS, Settings
 from qconvert.calibrate.solver import nvfp4
 from qconvert.calibrate.solver.best import best, least_squares
 from qconvert.calibrate.solver.parity import parity
-from qconvert.core.int_scheme import Codes, IntScheme, Nvfp4Scheme, Scheme
+from qconvert.core.int_scheme import Codes, IntScheme, Nvfp4Scheme, ScaleDtype, Scheme
 
 if TYPE_CHECKING:
     import torch
 
 
+# Integer codes of matrices: scales by the largest weight, the codes of values, and what codes mean.
+# What compressed-tensors computes for integers (`quantization/utils/helpers.py`, calculate_qparams;
+# `quantization/lifecycle/forward_helpers.py`, _quantize and _dequantize), step by step in its dtypes,
+# so to the last bit; tests/test_integers.py compares. Written anew because importing it takes 1 to 4 s
+# of a calibration's start: datasets, pandas and llm-compressor come along.
+
+
+def dtype_of(name: ScaleDtype) -> torch.dtype:
+    import torch
+
+    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
+
+
+def grouped(values: torch.Tensor, width: int) -> torch.Tensor:
+    """[..., K] -> [..., K / width, width]."""
+    return values.reshape(*values.shape[:-1], -1, width)
+
+
+def observed(
+    weight: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales, computed in `dtype`, and zero points int8 [..., G] of weights [..., K], whose dtype is no
+    wider: the range from the least to the largest weight of a group, or as far to both sides as the
+    larger magnitude, in all codes. A group of zeros has the dtype's eps for a scale."""
+    import torch
+
+    cut = grouped(weight, scheme.width(weight.shape[-1]))
+    low = torch.amin(cut, -1).to(dtype).clamp_(max=0)
+    high = torch.amax(cut, -1).to(dtype).clamp_(min=0)
+
+    def number(value: float) -> torch.Tensor:
+        # On the device: a GPU divides by a number of the CPU by multiplying with its reciprocal.
+        return torch.full((), value, dtype=dtype, device=weight.device)
+
+    steps = (1 << scheme.bits) - 1
+    if scheme.symmetric:
+        scale = torch.maximum(low.abs(), high.abs()) / number(steps / 2)
+        zero = torch.zeros_like(scale, dtype=torch.int8)
+    else:
+        first, last = -(1 << (scheme.bits - 1)), (1 << (scheme.bits - 1)) - 1
+        scale = (high - low) / number(steps)
+        # Of a group of zeros it is the code of NaN, which torch makes 0.
+        zero = (number(first) - low / scale).clamp_(first, last).round_().to(torch.int8)
+    return torch.where(scale == 0, torch.finfo(dtype).eps, scale), zero
+
+
+def coded(
+    values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: IntScheme
+) -> torch.Tensor:
+    """The nearest codes int8 [..., K] of values [..., K], divided in the values' dtype, under scales and
+    zero points [..., G]."""
+    import torch
+
+    cut = grouped(values, scheme.width(values.shape[-1])) / scale.to(values.dtype).unsqueeze(-1)
+    if zero is not None:
+        cut += zero.to(values.dtype).unsqueeze(-1)
+    return cut.clamp_(scheme.low, scheme.high).round_().to(torch.int8).flatten(-2)
+
+
+def meaning(
+    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: IntScheme
+) -> torch.Tensor:
+    """Return what codes int8 [..., K] mean, in the dtype of the scales [..., G]."""
+    cut = grouped(codes, scheme.width(codes.shape[-1])).to(scale.dtype)
+    if zero is not None:
+        cut = cut - zero.to(scale.dtype).unsqueeze(-1)
+    return (cut * scale.unsqueeze(-1)).flatten(-2)
+
+
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A matrix [N, K] on its device: int8 codes, scale [N, groups] in the scheme's dtype, zero int8 or
-    None, g_idx int32 [K] or None; `weight` is what the codes mean, BF16 [N, K]; `own` is NVFP4's scale
-    of the whole matrix."""
+    None, g_idx int32 [K] or None; `weight` is what the codes mean, BF16 [N, K]; `global_scale` is the
+    scale of the whole matrix in NVFP4."""
 
     codes: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
     g_idx: torch.Tensor | None
     weight: torch.Tensor
-    own: float | None = None
+    global_scale: float | None = None
 
     def rows(self, start: int, stop: int) -> Quantized:
         zero = None if self.zero is None else self.zero[start:stop]
@@ -44,7 +112,7 @@ class Quantized:
             zero,
             self.g_idx,
             self.weight[start:stop],
-            self.own,
+            self.global_scale,
         )
 
     def numpy(self) -> Codes:
@@ -57,7 +125,7 @@ class Quantized:
             return into.copy_(tensor).numpy()
 
         scale, zero, g_idx = down(self.scale.float()), down(self.zero), down(self.g_idx)
-        return Codes(down(self.codes), scale, zero, g_idx, self.own)
+        return Codes(down(self.codes), scale, zero, g_idx, self.global_scale)
 
 
 def _scales(
@@ -74,7 +142,7 @@ def _scales(
         largest = torch.maximum(cut.amax(-1), -cut.amin(-1))
         scale = largest.float() / scheme.high
         zero = torch.zeros_like(scale, dtype=torch.int8)
-    elif _are_theirs(settings, weight):
+    elif _by_llmcompressor(settings, weight):
         pairs = [llmcompressor_backend.observed(one.to(within), scheme) for one in weight]
         scale, zero = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     else:
@@ -88,7 +156,7 @@ def _scales(
     return scale, zero
 
 
-def _are_theirs(settings: Settings, weight: torch.Tensor) -> bool:
+def _by_llmcompressor(settings: Settings, weight: torch.Tensor) -> bool:
     """Return whether llm-compressor's own functions are called for a matrix."""
     return llmcompressor_backend.are_asked(settings.solver, weight.device.type)
 
@@ -123,15 +191,15 @@ def rounded(weight: torch.Tensor, scheme: Scheme, settings: Settings) -> Quantiz
     scale, zero = (parts[0] for parts in _scales(weight[None], alike, scheme, settings))
     if settings.solver == "best" and settings.scales == "search" and scheme.symmetric:
         scale = least_squares(weight, scale, scheme, settings.signs)
-    own = _are_theirs(settings, weight)
+    by_llmcompressor = _by_llmcompressor(settings, weight)
     # llm-compressor divides in the weight's dtype on a CPU: 3 to 9 % of codes are not the nearest then.
     # On a GPU its kernel divides in float32 (compressed-tensors, forward_helpers.py, _quantize_kernel).
-    wide = weight if own and scheme.scale_dtype == "BF16" else weight.float()
+    wide = weight if by_llmcompressor and scheme.scale_dtype == "BF16" else weight.float()
     g_idx = None
     if scheme.actorder == "group":
         g_idx = torch.arange(weight.shape[1], device=weight.device) // scheme.width(weight.shape[1])
         g_idx = g_idx.to(torch.int32)
-    codes = (llmcompressor_backend.coded if own else coded)(
+    codes = (llmcompressor_backend.coded if by_llmcompressor else coded)(
         wide, scale, None if scheme.symmetric else zero, scheme
     )
     return _meaning(codes, scale, zero, scheme, g_idx)
@@ -194,8 +262,8 @@ def solved(
     return made, [bool(flag) for flag in bad.tolist()]
 
 
-def _fp4(made: nvfp4.Found) -> Quantized:
-    return Quantized(made.steps, made.scale, None, None, made.weight, float(made.own))
+def _fp4(made: nvfp4.Nvfp4Solution) -> Quantized:
+    return Quantized(made.steps, made.scale, None, None, made.weight, float(made.global_scale))
 
 
 def _matrices(
@@ -214,7 +282,7 @@ def _matrices(
         codes, scale, failed = best(
             weight, hessians, scale, zero, scheme, settings, ordered=ordered
         )
-    elif _are_theirs(settings, weight):
+    elif _by_llmcompressor(settings, weight):
         values, failed = llmcompressor_backend.gptq(
             weight.float(), hessians, scale, zero, scheme, settings
         )

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.kernels.choice import by_triton
+from qconvert.calibrate.kernel_choice import by_triton
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def add_answers(
     router. Products are rounded to the rows' dtype, and so is each sum, in the order of slots: as
     transformers' own experts do it, one after the other."""
     if by_triton(rows):
-        from qconvert.calibrate.kernels import answers as kernel
+        from qconvert.calibrate import triton_kernels as kernel
 
         kernel.add_answers(rows, answers, slots.of_token, slots.weights, start)
         return

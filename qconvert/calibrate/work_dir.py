@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qconvert.calibrate.background_writer import BackgroundWriter, Held
+from qconvert.calibrate.activation_store import PAGE_LOCKED, InFiles
+from qconvert.calibrate.background_writer import BackgroundWriter, WrittenBehind
 from qconvert.calibrate.distributed import SINGLE_PROCESS, Communicator, broadcast_from_rank0
-from qconvert.calibrate.page_locked import PAGE_LOCKED
-from qconvert.calibrate.propagated import Kept, States
-from qconvert.calibrate.rows import InFiles
+from qconvert.calibrate.propagated_error import HiddenStates, Kept
 from qconvert.core.errors import RunError
 from qconvert.core.json_text import parse_object
-from qconvert.core.regular import read_regular
-from qconvert.run.files import Files
+from qconvert.core.links import read_regular
+from qconvert.run.work.files import Files
 
 _STATE = "state.json"
 _ROWS = 1 << 14  # read from a file at a time
@@ -62,18 +61,20 @@ class CalibrationDir:
         return broadcast_from_rank0(self.comm, time.monotonic() - self._since >= _EVERY)
 
     def states(
-        self, layer: int, *, new: bool, before: States | None = None, keeps: bool = True
-    ) -> States:
+        self, layer: int, *, new: bool, before: HiddenStates | None = None, keeps: bool = True
+    ) -> HiddenStates:
         """Return what goes into a layer; `before` is what went into the one before, in whose memory this
         is held, and nowhere else unless it `keeps`. Raises RunError for a file that is damaged."""
         if not keeps:
             assert before is not None
-            return States(*(self._held(None, old, new=True) for old in before.all))
+            return HiddenStates(*(self._held(None, old, new=True) for old in before.all))
         opened = self._opened(layer, new=new)
         if self.behind is None:
-            return States(*opened)
+            return HiddenStates(*opened)
         olds: list[Kept | None] = [None] * len(opened) if before is None else [*before.all]
-        return States(*(self._held(*pair, new=new) for pair in zip(opened, olds, strict=True)))
+        return HiddenStates(
+            *(self._held(*pair, new=new) for pair in zip(opened, olds, strict=True))
+        )
 
     def _opened(self, layer: int, *, new: bool) -> list[InFiles]:
         import torch
@@ -98,8 +99,8 @@ class CalibrationDir:
 
         assert self.behind is not None
         there = self.device != "cpu"
-        if isinstance(old, Held):
-            return Held(old.rows, file, self.behind, old, there=there)
+        if isinstance(old, WrittenBehind):
+            return WrittenBehind(old.rows, file, self.behind, old, there=there)
         assert file is not None
         if there:
             rows = torch.empty(self.count, self.width, dtype=torch.bfloat16, device=self.device)
@@ -109,25 +110,25 @@ class CalibrationDir:
         for start in range(first, first if new else last, _ROWS):
             stop = min(start + _ROWS, last)
             rows[start:stop] = file.read(start, stop).to(self.device)
-        return Held(rows, file, self.behind, None, there=there)
+        return WrittenBehind(rows, file, self.behind, None, there=there)
 
-    def let_go(self, states: States) -> None:
+    def let_go(self, states: HiddenStates) -> None:
         """Close states that are no longer read."""
         if self.behind is None:
             states.close()
         else:
             self.behind.later(states.close)
 
-    def keep(self, layer: int, states: States) -> None:
+    def keep(self, layer: int, states: HiddenStates) -> None:
         """Keep what goes into a layer where it was not: a run ends before it."""
         if self.behind is None or self._kept == layer:
             return
         for file, one in zip(self._opened(layer, new=True), states.all, strict=True):
-            assert isinstance(one, Held)
+            assert isinstance(one, WrittenBehind)
             one.keep(file, *self._own)
         self.remember(layer, states)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for what is written behind, and raise what went wrong there."""
         if self.behind is not None:
             self.behind.wait()
@@ -193,7 +194,7 @@ class CalibrationDir:
             self.files.sync_folder(self.path)
         return layer, cuts
 
-    def remember(self, layer: int, states: States) -> None:
+    def remember(self, layer: int, states: HiddenStates) -> None:
         """The next layer to do is this one, and these are its states, which were kept. Those before are
         removed."""
         before, self._kept, self._since = self._kept, layer, time.monotonic()
@@ -202,7 +203,7 @@ class CalibrationDir:
         else:
             self.behind.later(lambda: self._remember(layer, states, before))
 
-    def _remember(self, layer: int, states: States, last: int | None) -> None:
+    def _remember(self, layer: int, states: HiddenStates, last: int | None) -> None:
         states.sync()
         self.comm.background_barrier()
         if self.comm.rank:

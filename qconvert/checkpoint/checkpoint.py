@@ -23,15 +23,22 @@ from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
 from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
-from qconvert.checkpoint.store import Remote, Store, Stored, mirrored_at, named
+from qconvert.checkpoint.store import RemoteObject, Store, StoredObject, mirrored_at, named
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.family import Family, RoleIndex, role_index
 from qconvert.core.graph import Source
 from qconvert.core.json_text import parse_object
-from qconvert.core.links import is_inside, open_inside, read_inside, resolved
+from qconvert.core.links import (
+    PER_TENSOR,
+    SMALL,
+    is_inside,
+    open_inside,
+    open_regular,
+    read_inside,
+    resolved,
+)
 from qconvert.core.manifest_keys import DRAFT, parse_manifest
 from qconvert.core.names import parse
-from qconvert.core.regular import PER_TENSOR, SMALL, open_regular
 from qconvert.core.roles import Kind
 from qconvert.core.shown import count
 
@@ -81,7 +88,7 @@ class Shard:
     ctime_ns: int = 0
     inode: int = 0
     real: Path | None = None
-    remote: Remote | None = None
+    remote: RemoteObject | None = None
 
     @property
     def name(self) -> str:
@@ -495,7 +502,9 @@ def _shard(file: Path, size: int | None, status: os.stat_result, real: Path | No
     return Shard(file, size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, real)
 
 
-def _far(shard: Shard, remote: Remote, now: Mapping[tuple[Store, str], Stored]) -> Shard:
+def _far(
+    shard: Shard, remote: RemoteObject, now: Mapping[tuple[Store, str], StoredObject]
+) -> Shard:
     """A shard in a store as it is now."""
     found = now.get((remote.store, remote.object.name))
     if found is None:

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from qconvert.checkpoint.store import Stored, has_changed
+from qconvert.checkpoint.store import StoredObject, has_changed
 from qconvert.core.errors import CheckpointError, QConvertError, RunError, UsageError
 from qconvert.core.extras import pip_line
 from qconvert.core.shown import shortened
@@ -55,7 +55,7 @@ class FsspecStore:
 
     url: str
 
-    def listed(self) -> Sequence[Stored]:
+    def listed(self) -> Sequence[StoredObject]:
         def once() -> dict[str, dict[str, Any]]:
             fs, root = _file_system(self.url)
             fs.invalidate_cache()
@@ -71,7 +71,7 @@ class FsspecStore:
         ]
         return [stored(name, info) for name, info in sorted(files)]
 
-    def read(self, found: Stored, start: int, stop: int) -> bytes:
+    def read(self, found: StoredObject, start: int, stop: int) -> bytes:
         if stop <= start:
             return b""
         name = found.name
@@ -95,8 +95,8 @@ class FsspecStore:
 
         return patiently(once, f"reading {self.url}/{name}")
 
-    def look(self, name: str) -> Stored | None:
-        def once() -> Stored | None:
+    def look(self, name: str) -> StoredObject | None:
+        def once() -> StoredObject | None:
             fs, path = self._path(name)
             fs.invalidate_cache()
             try:
@@ -178,17 +178,17 @@ def _s3_range(fs: Any, path: str, mark: str, start: int, stop: int) -> tuple[str
     return found
 
 
-def _is_same(found: Stored, info: Mapping[str, Any]) -> bool:
+def _is_same(found: StoredObject, info: Mapping[str, Any]) -> bool:
     """Return whether an object is the one that was found: by its mark, or where times stand for one by
     all of them."""
     now = stored(found.name, info)
     return now == found if not _first(info, _MARKS) else replace(now, time=found.time) == found
 
 
-def stored(name: str, info: Mapping[str, Any]) -> Stored:
+def stored(name: str, info: Mapping[str, Any]) -> StoredObject:
     """An object by what a store says of it. Where it has no mark, a time stands for one."""
     mark = _first(info, _MARKS) or _first(info, _MODIFIED)
-    return Stored(name, int(info["size"]), mark, _first(info, _WRITTEN))
+    return StoredObject(name, int(info["size"]), mark, _first(info, _WRITTEN))
 
 
 def _first(info: Mapping[str, Any], keys: Sequence[str]) -> str:

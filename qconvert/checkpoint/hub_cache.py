@@ -7,6 +7,9 @@ that cannot be anything else.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,3 +104,23 @@ def cached_id(folder: Path) -> str | None:
         return None
     match = _CACHED.fullmatch(folder.parent.parent.name)
     return None if match is None else f"{match[1]}/{match[2]}"
+
+
+# The commits that a command reads of repos on the Hub. Apart from their store (hub_store.py), whose
+# client a command on a folder does not need.
+
+PINNED: ContextVar[dict[Repo, str] | None] = ContextVar("pinned", default=None)
+
+
+@contextmanager
+def pinned() -> Iterator[None]:
+    """Within this a revision stands for the commit that it stood for when it was first asked for: a
+    command reads one commit, whatever happens to the branch."""
+    if PINNED.get() is not None:
+        yield
+        return
+    token = PINNED.set({})
+    try:
+        yield
+    finally:
+        PINNED.reset(token)

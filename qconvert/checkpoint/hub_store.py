@@ -14,14 +14,12 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
-from qconvert.checkpoint.hub_cache import Repo, parse_repo
-from qconvert.checkpoint.pinned import PINNED
-from qconvert.checkpoint.store import Stored
-from qconvert.client.download import client
+from qconvert.checkpoint.hub_cache import PINNED, Repo, parse_repo
+from qconvert.checkpoint.store import StoredObject
 from qconvert.client.http import library
 from qconvert.client.listing import HubFile, commit_at, files_of
 from qconvert.client.ranges import ranges_of
-from qconvert.client.retries import READING, Refused, patiently
+from qconvert.client.retries import READING, HubRefused, client, patiently
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.links import open_inside
 
@@ -44,11 +42,11 @@ class HubStore:
     def url(self) -> str:
         return f"hf://{self.repo}@{self.commit}"
 
-    def listed(self) -> Sequence[Stored]:
+    def listed(self) -> Sequence[StoredObject]:
         """All files of the commit, asked for once a process."""
         return _listed(self)
 
-    def read(self, found: Stored, start: int, stop: int) -> bytes:
+    def read(self, found: StoredObject, start: int, stop: int) -> bytes:
         """Of a commit's files, which never change."""
         name = found.name
         if stop <= start:
@@ -58,7 +56,7 @@ class HubStore:
             return data
         try:
             return ranges_of(self.endpoint, self.repo, self.commit).read(name, start, stop)
-        except Refused as error:
+        except HubRefused as error:
             raise CheckpointError(str(error)) from error
 
     def cached(self, name: str, start: int, stop: int) -> bytes | None:
@@ -128,7 +126,7 @@ def commit_of(repo: Repo, where: str) -> str | None:
         commit = patiently(look, f"looking for {repo}", why=READING)
     except _OutOfReach:
         return None
-    except Refused as error:
+    except HubRefused as error:
         raise CheckpointError(
             f"{where} is neither a folder nor a repo that can be read: {error}"
         ) from error
@@ -138,19 +136,19 @@ def commit_of(repo: Repo, where: str) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _listed(store: HubStore) -> tuple[Stored, ...]:
+def _listed(store: HubStore) -> tuple[StoredObject, ...]:
     try:
         files = patiently(
             lambda: files_of(store.endpoint, store.repo, store.commit), f"listing {store.repo}",
             why=READING,
         )  # fmt: skip
-    except Refused as error:
+    except HubRefused as error:
         raise CheckpointError(str(error)) from error
     return tuple(_stored(file) for file in sorted(files, key=lambda file: file.path))
 
 
-def _stored(file: HubFile) -> Stored:
+def _stored(file: HubFile) -> StoredObject:
     """A file as the Hub lists it: its size, and a hash of its content for a mark."""
     if file.lfs is None:
-        return Stored(file.path, file.size, file.blob_id)
-    return Stored(file.path, file.lfs.size, file.lfs.sha256)
+        return StoredObject(file.path, file.size, file.blob_id)
+    return StoredObject(file.path, file.lfs.size, file.lfs.sha256)

@@ -26,14 +26,14 @@ from qconvert.checkpoint.store import (
     MOST_OBJECTS,
     OBJECTS,
     Store,
-    Stored,
+    StoredObject,
     check_name,
     objects_text,
     place_of,
 )
 from qconvert.core.errors import CheckpointError, OutputError
+from qconvert.core.links import writing
 from qconvert.core.own_process import make_private
-from qconvert.core.regular import writing
 from qconvert.core.shown import count, format_size
 
 # Most headers end within this, so most shards take one request.
@@ -89,7 +89,7 @@ def mirror(store: Store) -> Mirror:
     return Mirror(place / FILES, nbytes, requests + 2)
 
 
-def _listed(store: Store) -> list[Stored]:
+def _listed(store: Store) -> list[StoredObject]:
     """The objects that are the checkpoint's."""
     found = []
     for each in store.listed():
@@ -117,7 +117,7 @@ def _is_shard(name: str) -> bool:
     return name.lower().endswith(".safetensors")
 
 
-def _is_whole(file: Stored) -> bool:
+def _is_whole(file: StoredObject) -> bool:
     return not file.name.lower().endswith(DENIED_SUFFIXES)
 
 
@@ -133,7 +133,7 @@ def write_headers(store: Store, folder: Path) -> tuple[str, ...]:
     return tuple(sorted(holes))
 
 
-def _check_sizes(store: Store, objects: Sequence[Stored]) -> None:
+def _check_sizes(store: Store, objects: Sequence[StoredObject]) -> None:
     """Raise CheckpointError for a file that is no weights and too large to be fetched."""
     for file in objects:
         if _is_whole(file) and file.size > MOST_WHOLE:
@@ -144,7 +144,7 @@ def _check_sizes(store: Store, objects: Sequence[Stored]) -> None:
 
 
 def _fetch(
-    store: Store, objects: Sequence[Stored], folder: Path, holes: Collection[str] = ()
+    store: Store, objects: Sequence[StoredObject], folder: Path, holes: Collection[str] = ()
 ) -> tuple[int, int]:
     """Write every object, whole, as a header, or as a hole. Returns bytes and requests."""
     whole = [file for file in objects if _is_whole(file) and file.name not in holes]
@@ -158,7 +158,7 @@ def _fetch(
         parent.mkdir(parents=True, exist_ok=True)
     # The first alone: what may not be read is refused once, and not by as many requests as threads.
 
-    def write(file: Stored) -> tuple[int, int]:
+    def write(file: StoredObject) -> tuple[int, int]:
         return _write(store, file, folder / file.name, budget, hole=file.name in holes)
 
     counts = [write(file) for file in objects[:1]]
@@ -185,7 +185,7 @@ class _Budget:
 
 
 def _write(
-    store: Store, file: Stored, target: Path, budget: _Budget, *, hole: bool
+    store: Store, file: StoredObject, target: Path, budget: _Budget, *, hole: bool
 ) -> tuple[int, int]:
     nbytes = requests = 0
     with writing(target), target.open("xb") as stream:
@@ -203,7 +203,7 @@ def _write(
     return nbytes, requests
 
 
-def _header(store: Store, file: Stored, budget: _Budget) -> Iterator[bytes]:
+def _header(store: Store, file: StoredObject, budget: _Budget) -> Iterator[bytes]:
     """A shard's header bytes, some at a time: 8 of length, the JSON. Of a file that is none, what there
     is: whoever reads it says so."""
     start = store.read(file, 0, min(file.size, _FIRST_READ))

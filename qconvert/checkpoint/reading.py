@@ -20,8 +20,8 @@ from typing import Any
 
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.family import Config, Family, generic, role_index
+from qconvert.core.links import read_regular
 from qconvert.core.names import parse
-from qconvert.core.regular import read_regular
 from qconvert.layouts.derived.find import architecture as architecture_of
 from qconvert.layouts.derived.find import family_for
 

@@ -23,8 +23,7 @@ import xxhash
 
 from qconvert.core.errors import CheckpointError, QConvertError
 from qconvert.core.json_text import parse_json
-from qconvert.core.links import is_inside
-from qconvert.core.regular import PER_TENSOR, open_regular, read_regular
+from qconvert.core.links import PER_TENSOR, is_inside, open_regular, read_regular
 
 # Whether a seal is present and matches.
 Seal = Literal["sound", "broken", "none"]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from qconvert.core.dtypes import DTYPE_BITS, TensorType, known_type
 from qconvert.core.errors import CheckpointError, PlanError
-from qconvert.core.regular import open_regular
+from qconvert.core.links import open_regular
 from qconvert.core.shown import shortened
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")

@@ -18,9 +18,8 @@ from typing import ClassVar, Protocol
 
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.json_text import parse_object
-from qconvert.core.links import is_inside
+from qconvert.core.links import PER_TENSOR, SMALL, is_inside, read_regular
 from qconvert.core.own_process import cache_root
-from qconvert.core.regular import PER_TENSOR, SMALL, read_regular
 
 # The mirror's list of objects. It lies beside the folder that stands for the store, not in it.
 OBJECTS = "objects.json"
@@ -34,7 +33,7 @@ _MOST_LIST = SMALL + PER_TENSOR * MOST_OBJECTS
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredObject:
     """An object: its name below the store's folder, its size in bytes, its mark, and when it was
     written, in the store's words."""
 
@@ -56,10 +55,10 @@ class Store(Protocol):
     def url(self) -> str:
         """Return what the user named it by."""
 
-    def listed(self) -> Sequence[Stored]:
+    def listed(self) -> Sequence[StoredObject]:
         """All objects below the folder, as they are now."""
 
-    def read(self, found: Stored, start: int, stop: int) -> bytes:
+    def read(self, found: StoredObject, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of an object that was found. Raises CheckpointError where it has another
         mark now: what its header says is not of these bytes."""
 
@@ -67,7 +66,7 @@ class Store(Protocol):
 class WritableStore(Store, Protocol):
     """A store that takes objects. An object is there whole or not at all, and is named at the end."""
 
-    def look(self, name: str) -> Stored | None:
+    def look(self, name: str) -> StoredObject | None:
         """An object as it is now, None where there is none."""
 
     def put(self, name: str, data: bytes) -> None:
@@ -85,11 +84,11 @@ class WritableStore(Store, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class RemoteObject:
     """Place of a shard's bytes: an object of a store, as it was when its header was read."""
 
     store: Store
-    object: Stored
+    object: StoredObject
 
     @property
     def url(self) -> str:
@@ -181,21 +180,21 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Mirrored:
+class MirroredStore:
     """A store and its objects as a mirror knows them. `below` is the part of the store that a folder
     stands for: empty, or ends in a slash."""
 
     store: Store
-    objects: Mapping[str, Stored]
+    objects: Mapping[str, StoredObject]
     below: str
 
-    def remote(self, name: str) -> Remote | None:
+    def remote(self, name: str) -> RemoteObject | None:
         """The object that a file of the folder stands for."""
         found = self.objects.get(self.below + name)
-        return None if found is None else Remote(self.store, found)
+        return None if found is None else RemoteObject(self.store, found)
 
 
-def mirrored_at(root: Path) -> Mirrored | None:
+def mirrored_at(root: Path) -> MirroredStore | None:
     """The store that a folder stands for, as a whole or in part; None for any other folder. Only folders
     in the user's own cache can be such: what a downloaded folder says of itself is not asked. Raises
     CheckpointError where the mirror is broken."""
@@ -215,16 +214,18 @@ def mirrored_at(root: Path) -> Mirrored | None:
     url, listed = table.get("url"), table.get("objects")
     if not isinstance(url, str) or not isinstance(listed, list):
         raise CheckpointError(f"{file}: is not a list of objects; remove {folder.parent}")
-    objects = [Stored(str(n), int(size), str(mark), str(time)) for n, size, mark, time in listed]
+    objects = [
+        StoredObject(str(n), int(size), str(mark), str(time)) for n, size, mark, time in listed
+    ]
     below = real.relative_to(folder).as_posix()
-    return Mirrored(
+    return MirroredStore(
         source_store(url),
         {each.name: each for each in objects},
         "" if below == "." else f"{below}/",
     )
 
 
-def objects_text(url: str, objects: Sequence[Stored]) -> bytes:
+def objects_text(url: str, objects: Sequence[StoredObject]) -> bytes:
     """Return what a mirror's list of objects holds."""
     listed = [[each.name, each.size, each.mark, each.time] for each in objects]
     return (json.dumps({"url": url, "objects": listed}) + "\n").encode()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from qconvert.api import Planned, Result
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.cli.convert import CommandOptions
-    from qconvert.run.prepare import Prepared
+    from qconvert.run.folder.prepare import Prepared
     from qconvert.validation.runner import Report
 
 

@@ -25,7 +25,7 @@ from qconvert.cli.options import (
 )
 from qconvert.cli.profile import PROFILE, profile_json
 from qconvert.cli.progress import Bar
-from qconvert.core.regular import writing
+from qconvert.core.links import writing
 from qconvert.core.say import say, say_all, say_json, say_report
 from qconvert.validation.options import ValidateOptions
 

@@ -38,7 +38,7 @@ from qconvert.cli.options import (
 from qconvert.cli.profile import PROFILE, without_profile
 from qconvert.core.options import option
 from qconvert.core.say import say, say_all, say_json
-from qconvert.run.options import PlanOptions, RunOptions
+from qconvert.run.work.options import PlanOptions, RunOptions
 
 if TYPE_CHECKING:
     from qconvert.api import Planned, Share
@@ -278,7 +278,7 @@ def uncollected() -> Iterator[None]:
 def workers_ahead(source: Checkpoint, options: CommandOptions) -> AbstractContextManager[None]:
     """Within this, what workers import is imported while the plan is made."""
     from qconvert.checkpoint.checkpoint import imports_of
-    from qconvert.run.forkserver import started_early
+    from qconvert.run.work.forkserver import started_early
 
     return (
         nullcontext()
@@ -301,7 +301,7 @@ def gpu_workers_ahead(
 
 def plan_options(options: CommandOptions) -> PlanOptions:
     """The options for planning. A dry run shows the plan before it refuses."""
-    from qconvert.core.command_line import without_option
+    from qconvert.run.engines.shard import without_option
 
     started = Started.now()
     words: Sequence[str] = without_profile(started.words)
@@ -340,7 +340,7 @@ def show_plan(planned: Planned, options: CommandOptions) -> None:
     refuse."""
     from qconvert.api import check_dry_run
     from qconvert.cli.plan_report import Rates, dry_run_json, dry_run_lines, plan_json, plan_lines
-    from qconvert.run.probe import read_rate, write_rate
+    from qconvert.run.work.estimate import read_rate, write_rate
 
     dry = options.dry_run
     if options.as_json and not dry:

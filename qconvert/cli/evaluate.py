@@ -21,7 +21,7 @@ from qconvert.cli.options import (
     report,
 )
 from qconvert.cli.progress import Bar
-from qconvert.core.regular import writing
+from qconvert.core.links import writing
 from qconvert.core.say import say, say_json, say_report
 from qconvert.samples.request import Calibration, DataSpec
 from qconvert.validation.options import ValidateOptions
@@ -136,8 +136,8 @@ def _check_forms(files: Sequence[Path]) -> None:
 
 
 def _rendered(found: Evaluation, form: str) -> str:
-    from qconvert.evaluate import as_html, as_text
+    from qconvert.evaluate import report
 
     if form == ".json":
         return json.dumps(found.as_object(), indent=2)
-    return as_html.render(found) if form == ".html" else as_text.render(found)
+    return report.as_html(found) if form == ".html" else report.as_text(found)

@@ -13,7 +13,7 @@ from qconvert.core.shown import count, format_size
 from qconvert.formats.base import Folder
 from qconvert.formats.registry import label as label_of
 from qconvert.hub.card.front import base_model_of
-from qconvert.hub.card.of_plan import source_front
+from qconvert.hub.readme import source_front
 from qconvert.plan.pass_options import recipe_line
 
 

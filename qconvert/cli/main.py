@@ -14,7 +14,7 @@ from types import FrameType
 import click
 
 from qconvert import __version__
-from qconvert.checkpoint.pinned import pinned
+from qconvert.checkpoint.hub_cache import pinned
 from qconvert.cli.carry_out import Started
 from qconvert.core.errors import QConvertError, UsageError
 from qconvert.core.own_process import open_standard_streams

@@ -11,7 +11,7 @@ from qconvert.cli import completion
 from qconvert.cli.command import Command
 from qconvert.cli.options import DRY_RUN, Folder, option_of
 from qconvert.core.say import say
-from qconvert.run.options import RunOptions
+from qconvert.run.work.options import RunOptions
 
 
 @click.group()

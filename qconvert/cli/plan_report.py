@@ -15,7 +15,7 @@ from qconvert.core.shown import count, exact_size, format_size
 from qconvert.formats.base import Folder
 from qconvert.formats.registry import OF_CODES, label
 from qconvert.plan.plan import Plan
-from qconvert.run.prepare import Prepared, side_bytes
+from qconvert.run.folder.prepare import Prepared, side_bytes
 from qconvert.validation.findings import NO_FINDINGS, Verdict
 
 if TYPE_CHECKING:

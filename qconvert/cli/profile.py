@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from qconvert.cli.options import rare
+from qconvert.core.links import writing
 from qconvert.core.profiling import phase
-from qconvert.core.regular import writing
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
-    from qconvert.run.profile import Profile, Profiling, Row
+    from qconvert.run.profile import Profile, ProfileRow, Profiling
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -167,7 +167,7 @@ def profile_lines(profile: Profile) -> list[str]:
     return lines
 
 
-def _table(title: str, rows: Sequence[Row], width: int) -> list[str]:
+def _table(title: str, rows: Sequence[ProfileRow], width: int) -> list[str]:
     from qconvert.core.shown import format_size
 
     width = max(width, len(title))

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from qconvert.cli.command import is_quiet, is_verbose
-from qconvert.core.regular import writing
+from qconvert.core.links import writing
 from qconvert.core.say import log_line, say, say_log, shown_line
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Bar:
     def __init__(
         self, unit: str = "B", *, log: str | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        from qconvert.run.estimate import Estimate
+        from qconvert.run.work.estimate import Estimate
 
         self._unit, self._log, self._now = unit, log, now
         self._estimate = Estimate(now)
@@ -136,7 +136,7 @@ class Bar:
             self._show()
 
     def wrote(self, nbytes: int) -> None:
-        from qconvert.run.estimate import WRITE
+        from qconvert.run.work.estimate import WRITE
 
         with self._lock:
             self._done += nbytes

@@ -16,7 +16,7 @@ from qconvert.cli.profile import PROFILE
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
-    from qconvert.run.status import FolderStatus
+    from qconvert.run.folder.status import FolderStatus
 
 # What a folder that is anyone's must not ask for: to run a file of Python, to read beyond a source, to
 # write elsewhere (commands are noted without --profile, --log-json), to take orders of a cluster. A
@@ -47,8 +47,8 @@ def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
     from qconvert import api
     from qconvert.cli.carry_out import Started
     from qconvert.core.errors import OutputError
-    from qconvert.run.sharing import without_shard
-    from qconvert.run.status import finished_in, folders_of, recorded
+    from qconvert.run.engines.shard import without_shard
+    from qconvert.run.folder.status import finished_in, folders_of, recorded
 
     if finished_in(out):
         api.clean(out)  # of what a process left that was killed as it removed its work folder

@@ -21,11 +21,11 @@ from qconvert.cli.options import (
 )
 from qconvert.cli.progress import Bar
 from qconvert.core.say import say, say_json
-from qconvert.run.options import RunOptions
+from qconvert.run.work.options import RunOptions
 from qconvert.validation.options import ValidateOptions
 
 if TYPE_CHECKING:
-    from qconvert.hub.upload import Arrived, Pending
+    from qconvert.hub.upload import UploadPlan, UploadResult
     from qconvert.validation.runner import Report
 
 
@@ -161,7 +161,7 @@ def _considered(repo: str, files: Mapping[str, int], hidden: Sequence[str]) -> d
     }
 
 
-def _done(pending: Pending, arrived: Arrived) -> list[str]:
+def _done(pending: UploadPlan, arrived: UploadResult) -> list[str]:
     from qconvert.core.shown import count, format_size
 
     files, size = count(len(pending.files), "file"), format_size(pending.nbytes)
@@ -196,7 +196,7 @@ def _validated(report: Report) -> dict[str, Any]:
     return {"errors": report.errors, "warnings": report.warnings, "findings": listed}
 
 
-def _pending(repo: str, pending: Pending, hidden: Sequence[str]) -> dict[str, Any]:
+def _pending(repo: str, pending: UploadPlan, hidden: Sequence[str]) -> dict[str, Any]:
     return {
         "repo": repo,
         "files": len(pending.files),
@@ -207,7 +207,7 @@ def _pending(repo: str, pending: Pending, hidden: Sequence[str]) -> dict[str, An
     }
 
 
-def _arrived(arrived: Arrived) -> dict[str, Any]:
+def _arrived(arrived: UploadResult) -> dict[str, Any]:
     return {
         "commit": arrived.commit,
         "url": arrived.url,

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from qconvert.client.download import client
 from qconvert.client.http import is_at, library, own_headers
 from qconvert.client.listing import MOST_HOPS, TIMEOUT
-from qconvert.client.retries import READING, fault_of, patiently
+from qconvert.client.retries import READING, client, fault_of, patiently
 from qconvert.core.errors import CheckpointError
 from qconvert.core.shown import shortened
 

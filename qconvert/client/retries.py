@@ -8,16 +8,21 @@ fails however often one retries: users lost hours to clients that kept retrying.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from qconvert.client.http import library
 from qconvert.core.errors import OutputError, QConvertError, RunError
 from qconvert.core.say import say
 from qconvert.core.shown import shortened
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -54,7 +59,7 @@ def to_stderr(text: str) -> None:
     say(text, err=True)
 
 
-class Refused(OutputError):
+class HubRefused(OutputError):
     """The Hub refused a request, and would again. `status` is HTTP's."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -158,7 +163,7 @@ def patiently(
             if fault is None:
                 raise _translated(error, what) from error
             if not fault.is_transient:
-                raise Refused(fault.status or 0, _refusal(fault, what, why)) from error
+                raise HubRefused(fault.status or 0, _refusal(fault, what, why)) from error
             if once is not None and once in fault.path and fault.status not in _NOT_DONE:
                 raise RunError(
                     f"{what}: {fault}; the Hub may have carried it out: look at the repo, and if a pull "
@@ -208,3 +213,29 @@ def _in_client(error: Exception) -> bool:
 
 def _refusal(fault: Fault, what: str, why: Mapping[int, str]) -> str:
     return f"{what}: {fault}; {why.get(fault.status or 0, 'a retry would not help')}"
+
+
+# huggingface_hub's client, as this package uses it.
+
+
+class _WithoutUserinfo(logging.Filter):
+    """Takes secrets out of the URLs that the client names in warnings when it retries."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = without_userinfo(record.getMessage()), ()
+        return True
+
+
+_FILTER = _WithoutUserinfo()
+
+
+def client() -> HfApi:
+    """The client, which knows from the environment where the Hub is and with which token."""
+    from huggingface_hub import HfApi
+
+    from qconvert import __version__
+
+    logging.getLogger("huggingface_hub.utils._http").addFilter(
+        _FILTER
+    )  # adding it twice adds it once
+    return HfApi(library_name="qconvert", library_version=__version__)

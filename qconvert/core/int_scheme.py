@@ -123,14 +123,15 @@ class Codes:
     codes int8 [N, K], -8 to 7 or -128 to 127, asymmetric ones too; scale float32 [N, groups], each
     exactly a value of the scheme's scale_dtype; zero int8 [N, groups], None if symmetric (all
     0); g_idx int32 [K], the group of each column, None if groups are adjacent columns. Of NVFP4 codes
-    are twice E2M1 numbers (-12 to 12), scales E4M3 numbers above 0, `own` the matrix's float32 scale.
+    are twice E2M1 numbers (-12 to 12), scales E4M3 numbers above 0, `global_scale` the float32 scale of
+    the matrix.
     """
 
     codes: Int8s
     scale: Float32s
     zero: Int8s | None = None
     g_idx: Int32s | None = None
-    own: float | None = None
+    global_scale: float | None = None
 
 
 Scheme = IntScheme | Nvfp4Scheme

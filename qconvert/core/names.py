@@ -73,7 +73,7 @@ _OWN_TOO = (".scale", "_proj_scale")
 _BY_LENGTH = sorted(ACTIVATIONS, key=len, reverse=True)
 
 
-class Parsed(NamedTuple):
+class ParsedName(NamedTuple):
     """A name's template and numbers. `layer` and `expert` are None where the name has none."""
 
     template: str
@@ -89,7 +89,7 @@ def is_number(part: str) -> bool:
     return part.isascii() and part.isdecimal() and len(part) <= 9
 
 
-def parse(name: str) -> Parsed:
+def parse(name: str) -> ParsedName:
     """Take the numbers out of a dotted name.
 
     A number after a component `experts` becomes `{E}`; the first other number `{L}`; any further
@@ -102,7 +102,7 @@ def parse(name: str) -> Parsed:
         if is_number(number):
             template, layer = around_expert(before, after[len(number) :])
             if template:
-                return Parsed(template, layer, int(number))
+                return ParsedName(template, layer, int(number))
     return _parse(name)
 
 
@@ -127,7 +127,7 @@ def around_expert(before: str, after: str) -> tuple[str, int | None]:
     return (parsed.template, parsed.layer) if parsed.expert == int(number) else ("", None)
 
 
-def _parse(name: str) -> Parsed:
+def _parse(name: str) -> ParsedName:
     layer: int | None = None
     expert: int | None = None
     parts = name.split(".")
@@ -142,7 +142,7 @@ def _parse(name: str) -> Parsed:
             parts[i] = "{L}"
         else:
             parts[i] = "{I}"
-    return Parsed(".".join(parts), layer, expert)
+    return ParsedName(".".join(parts), layer, expert)
 
 
 def layer_template(name: str) -> str:
@@ -393,3 +393,44 @@ class _Keys(dict[str, str]):
 
 
 _KEYS = _Keys()
+
+
+# Names that runtimes give to modules they fuse of several, at load. A runtime looks a module up in a
+# quantization config under its own name. Classes with a `packed_modules_mapping` find the parts' names
+# too, others do not (read in sglang and vLLM).
+
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "q_a_proj": "fused_qkv_a_proj_with_mqa",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj_with_mqa",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
+}
+
+
+def with_fused_names(modules: Iterable[str]) -> list[str]:
+    """The modules in their order, each followed by the name of what it is fused to, once."""
+    found: dict[str, None] = {}
+    for module in modules:
+        parent, dot, last = module.rpartition(".")
+        found[module] = None
+        if last in _FUSED:
+            found[f"{parent}{dot}{_FUSED[last]}"] = None
+    return list(found)
+
+
+def with_vllms_name(modules: Iterable[str]) -> list[str]:
+    """The modules, and behind each q_a_proj what vLLM calls it with kv_a_proj_with_mqa: its
+    DeepSeek class finds the parts' names, its draft class, which has no mapping, the whole's alone."""
+    found: dict[str, None] = {}
+    for module in modules:
+        found[module] = None
+        if module.endswith(".q_a_proj"):
+            found[f"{module.removesuffix('q_a_proj')}fused_qkv_a_proj"] = None
+    return list(found)

@@ -83,14 +83,14 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-class Start(TypedDict):
+class InterpreterArgs(TypedDict):
     """Arguments by which `subprocess` starts an interpreter."""
 
     args: list[str]
     env: dict[str, str]
 
 
-def python(*words: str, **variables: str) -> Start:
+def python(*words: str, **variables: str) -> InterpreterArgs:
     """Return how an interpreter is started that imports what this one imports, and nothing from the
     current folder; `variables` are set in its environment."""
     path = os.pathsep.join(_import_path())

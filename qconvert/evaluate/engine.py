@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.activation_store import InFile, ScratchRows, TokenRows
+from qconvert.calibrate.experts import Expert, ExpertQuantizer, RoutedInputs
 from qconvert.calibrate.memory import keep_nothing_freed, trim
-from qconvert.calibrate.rows import InFile
-from qconvert.core.errors import RunError
-from qconvert.evaluate.forward import forward
+from qconvert.calibrate.model import Layer
+from qconvert.calibrate.token_dispatch import dispatch_of
+from qconvert.core.errors import PlanError, RunError
 from qconvert.evaluate.head import scored
 from qconvert.evaluate.memory import CHUNK, Budget, Sizes
 from qconvert.evaluate.result import Logits, distance, logits_of
-from qconvert.evaluate.side import Opened, Side
-from qconvert.run.events import Events
+from qconvert.evaluate.side import Experts, LoadedSide, Side
+from qconvert.models.experts import PROJECTIONS
+from qconvert.run.work.events import Events
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,8 +35,131 @@ if TYPE_CHECKING:
     Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
+# One decoder layer of one model over all samples: attention and router, then its experts, some at a
+# time, as calibration runs them, but that nothing is counted or solved.
+
+# Tokens that the class's own experts answer too.
+_CHECKED = 16
+
+Tell = Callable[[int], None]
+
+
+def forward(
+    opened: LoadedSide,
+    number: int,
+    states: InFile,
+    following: InFile,
+    *,
+    together: Sequence[int],
+    tell: Tell,
+) -> None:
+    """Compute `following`, what goes into the next layer, of `states`, what goes into this one.
+    `together` is how many experts each device has at a time; `tell` is called with samples as they are
+    done."""
+    import torch
+
+    layers = opened.layers
+    device = layers.device
+    layer = layers.model.layer(number, opened.weights, device)
+    if not layer.sparse:
+        for batch, hidden, call in layers.through(number, states):
+            following.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
+            tell(batch.count)
+        return
+    if opened.experts is None:
+        raise PlanError(
+            f"layer {number}: {type(layer.module).__name__} has routed experts, and the checkpoint none "
+            "there; evaluate the model as it was published"
+        )
+    scratch = ScratchRows(layers.folder, {}, layers.files)
+    try:
+        answers = scratch.rows("answers", layers.total, layers.hidden, torch.bfloat16)
+        routed = layers.attend(layer, states, scratch)
+        with torch.no_grad():
+            _answer(opened, opened.experts, layer, routed, answers, together, tell)
+            for batch, hidden, call in layers.through(number, states):
+                answer = answers.read(batch.start, batch.stop).to(device)
+                following.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
+    finally:
+        scratch.close()
+    del layer, routed
+    trim()
+
+
+def _answer(
+    opened: LoadedSide,
+    experts: Experts,
+    layer: Layer,
+    routed: RoutedInputs,
+    answers: TokenRows,
+    together: Sequence[int],
+    tell: Tell,
+) -> None:
+    """Return what every expert answers to its tokens, added up in the order of their numbers."""
+    layers = opened.layers
+    quantizers = [
+        ExpertQuantizer(
+            device, layer, layer.middle(device), (), layers.settings, layers.reader, layers.clock
+        )
+        for device in opened.devices
+    ]
+    used = [number for number, tokens in enumerate(routed.counts) if tokens]
+    at = told = 0
+    while at < len(used):
+        first, groups = at == 0, []
+        for quantizer, most in zip(quantizers, together, strict=True):
+            mine = used[at : at + most]
+            groups.append(list(_read(experts, layer.number, mine, quantizer.device)))
+            at += len(mine)
+        if first:
+            _check(layer, quantizers[0], groups[0][0], routed)
+        for start, stop in routed.chunks:
+            rows = answers.read(start, stop)
+            for quantizer, group in zip(quantizers, groups, strict=True):
+                with quantizer.clock("forward", quantizer.device) as tick:
+                    routes, weights, inputs, rows = (
+                        one.to(quantizer.device)
+                        for one in (
+                            routed.experts.read(start, stop),
+                            routed.weights.read(start, stop),
+                            routed.inputs.read(start, stop),
+                            rows,
+                        )
+                    )
+                    quantizer.answer(
+                        group, rows, inputs, dispatch_of(routes, weights, len(routed.counts)), tick
+                    )
+            answers.write(start, rows)
+        done = len(layers.lengths) * at // len(used)
+        tell(done - told)
+        told = done
+        del groups
+        trim()
+
+
+def _check(layer: Layer, quantizer: ExpertQuantizer, expert: Expert, routed: RoutedInputs) -> None:
+    """That the class's own experts answer what is computed here. Hidden states that are not finite are
+    found after the layer."""
+    import torch
+
+    linear = torch.nn.functional.linear
+    rows = routed.inputs.read(0, min(_CHECKED, routed.chunks[0][1])).to(quantizer.device)
+    if not bool(rows.isfinite().all()):
+        return
+    made = linear(quantizer.middle(linear(rows, expert.gate_up)), expert.down)
+    layer.check(made, rows, expert.gate_up, expert.down)
+
+
+def _read(experts: Experts, layer: int, numbers: Sequence[int], device: str) -> Iterator[Expert]:
+    import torch
+
+    for number in numbers:
+        gate, up, down = (experts.matrix(layer, number, kind).to(device) for kind in PROJECTIONS)
+        yield Expert(number, torch.cat([gate, up]), down, False, {})
+
+
 @dataclass(frozen=True)
-class Compared:
+class LayerErrors:
     """Relative errors of hidden states by layer, and of logits, None where not all layers were run."""
 
     hidden: tuple[float, ...]
@@ -49,7 +175,7 @@ def compare(
     memory: int | None,
     devices: Sequence[str],
     events: Events,
-) -> Compared:
+) -> LayerErrors:
     """Run samples of token ids, each int64 [length], through the first `layers` of both models (None:
     all, and the head) on devices of torch, the first of which does all but experts.
 
@@ -84,7 +210,7 @@ def compare(
         finally:
             for file in states:
                 file.close()
-    return Compared(tuple(hidden), logits)
+    return LayerErrors(tuple(hidden), logits)
 
 
 def _sizes(source: Side, repo: Side, longest: int) -> Sizes:
@@ -125,7 +251,7 @@ def _check_disk(folder: Path, tokens: int, hidden: int) -> None:
         )
 
 
-def _file(opened: Opened, name: str, rows: int) -> InFile:
+def _file(opened: LoadedSide, name: str, rows: int) -> InFile:
     import torch
 
     layers = opened.layers
@@ -133,7 +259,7 @@ def _file(opened: Opened, name: str, rows: int) -> InFile:
     return InFile(path, rows, layers.hidden, torch.bfloat16, layers.files, new=True)
 
 
-def _embedded(opened: Opened, tokens: Sequence[Tokens]) -> InFile:
+def _embedded(opened: LoadedSide, tokens: Sequence[Tokens]) -> InFile:
     """Return what goes into the first layer."""
     states = _file(opened, "hidden.0", opened.layers.total)
     at = 0
@@ -144,7 +270,7 @@ def _embedded(opened: Opened, tokens: Sequence[Tokens]) -> InFile:
 
 
 def _advanced(
-    sides: Sequence[Opened], number: int, states: list[InFile], budget: Budget, events: Events
+    sides: Sequence[LoadedSide], number: int, states: list[InFile], budget: Budget, events: Events
 ) -> list[InFile]:
     """Return what goes into the next layer of each side."""
     together = [budget.experts(device) for device in sides[0].devices]
@@ -166,7 +292,7 @@ def _chunks(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _apart(
-    sides: Sequence[Opened], states: Sequence[InFile], number: int, lengths: Sequence[int]
+    sides: Sequence[LoadedSide], states: Sequence[InFile], number: int, lengths: Sequence[int]
 ) -> float:
     total = sum(lengths)
     off = sum(
@@ -190,7 +316,7 @@ def _apart(
 
 
 def _logits(
-    sides: Sequence[Opened], states: Sequence[InFile], tokens: Sequence[Tokens], budget: Budget
+    sides: Sequence[LoadedSide], states: Sequence[InFile], tokens: Sequence[Tokens], budget: Budget
 ) -> Logits:
     """Of the tokens that are followed by one."""
     import torch
@@ -206,7 +332,7 @@ def _logits(
     return logits_of(scores, predicting)
 
 
-def _finals(opened: Opened, states: InFile, tokens: Sequence[Tokens]) -> InFile:
+def _finals(opened: LoadedSide, states: InFile, tokens: Sequence[Tokens]) -> InFile:
     """Return what goes into the head, of all tokens but the last of each sample."""
     layers = opened.layers
     finals = _file(opened, "finals", sum(sample.size - 1 for sample in tokens))

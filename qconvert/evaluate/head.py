@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.rows import InFile
+from qconvert.calibrate.activation_store import InFile
 from qconvert.evaluate.memory import CHUNK, SLICE
-from qconvert.evaluate.side import Opened
+from qconvert.evaluate.side import LoadedSide
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,10 @@ class _Pair:
 
 
 def scored(
-    source: tuple[Opened, InFile], repo: tuple[Opened, InFile], targets: torch.Tensor, together: int
+    source: tuple[LoadedSide, InFile],
+    repo: tuple[LoadedSide, InFile],
+    targets: torch.Tensor,
+    together: int,
 ) -> Scores:
     """Scores of tokens whose final hidden states [P, H] are in two files, and which are followed by
     `targets` int64 [P]. `together` tokens are in memory while both heads are read once."""
@@ -143,7 +146,7 @@ def joined(parts: Sequence[Scores]) -> Scores:
     return Scores(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
 
-def _logits(opened: Opened, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _logits(opened: LoadedSide, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Logits float64 [P, v] of hidden states and rows of the head, both float32."""
     logits = hidden @ weight.T
     model = opened.side.model

@@ -13,10 +13,10 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import CheckpointError, DataError, UsageError
 from qconvert.core.extras import require
 from qconvert.core.family import text_config
-from qconvert.core.regular import read_regular
+from qconvert.core.links import read_regular
 from qconvert.evaluate.result import WEIGHTS_ONLY, Evaluation
 from qconvert.evaluate.side import Side, side_of
-from qconvert.run.events import Events, Silent
+from qconvert.run.work.events import Events, NoEvents
 from qconvert.samples.data import digest, load_tokens
 from qconvert.samples.request import DataSpec
 from qconvert.samples.tokenizer import MOST_TOKENIZER, tokenizer_files
@@ -85,7 +85,7 @@ def evaluate(
 
     found = compare(
         theirs, ours, tokens, layers=layers, memory=memory,
-        devices=tuple(dict.fromkeys(devices)) or found_devices(), events=events or Silent(),
+        devices=tuple(dict.fromkeys(devices)) or found_devices(), events=events or NoEvents(),
     )  # fmt: skip
     if layers is not None:
         notes.append(

@@ -5,27 +5,30 @@ form they are stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from qconvert.calibrate.clock import Clock
 from qconvert.calibrate.layers import Layers
 from qconvert.calibrate.memory import Budget as CalibrationBudget
+from qconvert.calibrate.model import Model
+from qconvert.calibrate.progress import Clock
 from qconvert.calibrate.reading import Weights
 from qconvert.calibrate.settings import Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.errors import CheckpointError
-from qconvert.evaluate.model import Whole
+from qconvert.core.errors import CheckpointError, PlanError
+from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.mx.format import stacks
-from qconvert.formats.registry import encoded
+from qconvert.formats.registry import encoded, read_matrix
+from qconvert.layouts.derived.running import CannotRun, experts_in, finished, replaced
 from qconvert.models.experts import Projection, check_described, routed_experts
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.files import Files
-from qconvert.run.reader import Reader
+from qconvert.run.work.files import Files
+from qconvert.run.work.reader import Reader
 from qconvert.validation.runner import NotChecked
 from qconvert.validators.amx.reading import Block, sound_block
 from qconvert.validators.amx.reading import weights as amx_weights
@@ -33,6 +36,150 @@ from qconvert.validators.reading.experts import Kind
 
 if TYPE_CHECKING:
     import torch
+
+
+# A model that is run to its logits: calibration's, with the final norm and the head. The head is a
+# matrix of its own or the embeddings' (tied). It is read some rows at a time, in whatever form it is
+# stored, so that neither it nor a row of logits is ever whole in memory.
+
+
+@dataclass(frozen=True)
+class Head:
+    """The matrix [vocabulary, H] that makes logits of hidden states, and the module that it is stored
+    as."""
+
+    module: str
+    stored: Stored
+
+    @property
+    def rows(self) -> int:
+        return self.stored.rows
+
+    def slice(self, start: int, stop: int, weights: Weights, device: str) -> torch.Tensor:
+        """Rows [start, stop), float32."""
+        part = self.stored.cut(start, stop)
+        return weights.matrix(self.module, part)[0].to(device).float()
+
+
+class _Outputs:
+    """Result of a model without its head: hidden states, and nothing else that anybody asks for."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[number]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class TextModel(Model):
+    """The text model of `plan`, whose weights but those of routed experts are numbers, made from
+    `stored`, which has them as they are stored. Raises PlanError as Model does."""
+
+    def __init__(self, plan: Plan, stored: Plan) -> None:
+        super().__init__(plan, "sdpa")
+        self._as_stored = stored
+
+    def layer_bytes(self) -> tuple[int, int]:
+        """Of the largest layer without routed experts, in memory; and of its largest parameter."""
+        sizes = []
+        for layer in self._meta:
+            experts = experts_in(layer)
+            routed = set() if experts is None else {id(p) for p in experts.parameters()}
+            sizes.append([p.nbytes for p in layer.parameters() if id(p) not in routed])
+        return max(map(sum, sizes)), max(max(one, default=0) for one in sizes)
+
+    def widest(self) -> int:
+        """Outputs of the widest linear layer outside routed experts."""
+        return max(
+            int(p.shape[0]) for layer in self._meta for p in layer.parameters() if p.dim() == 2
+        )
+
+    def finished(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Return what goes into the head [B, T, H], of the last layer's result. Raises PlanError for a
+        class that does more than a norm of each token."""
+        self._fill_around_layers(str(states.device), weights)
+        try:
+            found: torch.Tensor = finished(self._decoder, states)
+        except (CannotRun, RuntimeError) as error:
+            raise PlanError(
+                f"{error}, so its logits cannot be computed; evaluate hidden states alone "
+                "(--first-layers N)"
+            ) from error
+        return found
+
+    @cached_property
+    def head(self) -> Head:
+        """Raises PlanError for a class without one, or with one that is no matrix alone."""
+        import torch
+
+        whole = self._class.model
+        made = whole.get_output_embeddings()
+        if not isinstance(made, torch.nn.Linear) or made.bias is not None:
+            raise PlanError(
+                f"{type(whole).__name__}: expected a head that is a matrix without bias, found "
+                f"{type(made).__name__}; evaluate hidden states alone (--first-layers N)"
+            )
+        name = next(n for n, p in whole.named_parameters() if p is made.weight)
+        if name not in self._sources and self._ties(whole):
+            inputs = self._decoder.module.get_input_embeddings()
+            name = self._decoder.name + self._name_of(inputs)
+        _, module = self._stored(name)
+        stored, _ = read_matrix(self._as_stored, module)
+        if stored.columns != self.config.hidden_size:
+            raise PlanError(
+                f"{module}: expected {self.config.hidden_size} columns by the config's hidden_size, "
+                f"found {stored.columns}"
+            )
+        return Head(module, stored)
+
+    def _ties(self, whole: Any) -> bool:
+        return bool(
+            getattr(whole.config, "tie_word_embeddings", False)
+            or getattr(self.config, "tie_word_embeddings", False)
+        )
+
+    def shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return what the class makes of its head's result [T, V]: a scale or a cap, in some; itself, in
+        most."""
+        import torch
+
+        whole = self._class.model
+        base = getattr(whole, whole.base_model_prefix)
+        states = torch.zeros(1, logits.shape[0], self.config.hidden_size, device=logits.device)
+        with ExitStack() as stack:
+            stack.enter_context(replaced(base, lambda *_, **__: _Outputs(states)))
+            stack.enter_context(
+                replaced(whole.get_output_embeddings(), lambda *_, **__: logits[None])
+            )
+            stack.enter_context(torch.no_grad())
+            made: torch.Tensor = whole(inputs_embeds=states, use_cache=False).logits[0]
+        return made
+
+    @cached_property
+    def shapes(self) -> bool:
+        """Return whether `shaped` does anything. Raises PlanError where it is not done to each logit
+        alone."""
+        import torch
+
+        probe = torch.linspace(-60, 60, 128).reshape(2, 64)
+        try:
+            made = self.shaped(probe)
+            parts = torch.cat([self.shaped(probe[:, :10]), self.shaped(probe[:, 10:])], 1)
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            # Whatever a class raises where its parts are not called as everywhere else.
+            raise PlanError(
+                f"{type(self._class.model).__name__} does not make logits of hidden states alone "
+                f"({error}); evaluate hidden states (--first-layers N)"
+            ) from error
+        if made.shape != probe.shape or not torch.equal(made, parts):
+            raise PlanError(
+                f"{type(self._class.model).__name__} makes logits that depend on one another; evaluate "
+                "hidden states alone (--first-layers N)"
+            )
+        return not torch.equal(made, probe)
 
 
 class Experts(Protocol):
@@ -80,7 +227,7 @@ class Side:
     rest: Checkpoint
     amx: Block | None
     stored: Plan
-    model: Whole
+    model: TextModel
 
     @property
     def name(self) -> str:
@@ -93,7 +240,7 @@ class Side:
     @contextmanager
     def opened(
         self, lengths: Sequence[int], folder: Path, devices: Sequence[str]
-    ) -> Iterator[Opened]:
+    ) -> Iterator[LoadedSide]:
         """The model with its files open, and a folder for hidden states."""
         weights = Weights(self.stored)
         amx = None if self.amx is None else Reader(self.checkpoint.shards)
@@ -114,7 +261,7 @@ class Side:
                 files=Files(), reader=weights, clock=Clock(),
                 experts=self.stored.role_index.dims.num_experts,
             )  # fmt: skip
-            yield Opened(self, layers, experts, weights, devices)
+            yield LoadedSide(self, layers, experts, weights, devices)
         finally:
             weights.close()
             if amx is not None:
@@ -122,7 +269,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedSide:
     """A side at work, on devices of which the first does all but experts."""
 
     side: Side
@@ -168,7 +315,7 @@ def side_of(
     check_described(stored)
     if block is not None:
         _check_fits(block, stored, checkpoint)
-    return Side(checkpoint, here, block, stored, Whole(plain_plan(stored), stored))
+    return Side(checkpoint, here, block, stored, TextModel(plain_plan(stored), stored))
 
 
 def _check_fits(block: Block, rest: Plan, folder: Checkpoint) -> None:

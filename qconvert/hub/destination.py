@@ -16,10 +16,10 @@ from qconvert.checkpoint.store import stores_root
 from qconvert.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qconvert.hub.outlet import HubOutlet
+    from qconvert.hub.upload_target import HubUploadTarget
     from qconvert.plan.plan import Plan
-    from qconvert.run.cluster import EngineName
-    from qconvert.run.prepare import Prepared
+    from qconvert.run.folder.prepare import Prepared
+    from qconvert.run.work.options import EngineName
 
 _SCHEME = "hf://"
 _BRANCH = re.compile(r"[^\s~^:?*\[\\\x00-\x1f\x7f]{1,200}")
@@ -63,15 +63,15 @@ def hub_work_folder(repo: Repo, below: str | Path | None) -> Path:
     return root / "hf" / f"{repo.id}{branch}"
 
 
-def outlet_of(ready: Prepared, url: str, *, private: bool = False) -> HubOutlet:
+def outlet_of(ready: Prepared, url: str, *, private: bool = False) -> HubUploadTarget:
     """The repo as what a prepared plan is sent to."""
     from qconvert.client.retries import to_stderr
-    from qconvert.hub.outlet import HubOutlet
-    from qconvert.run.staging import identity_of, publish_order
-    from qconvert.run.workspace import lasting
+    from qconvert.hub.upload_target import HubUploadTarget
+    from qconvert.run.folder.staging import identity_of, publish_order
+    from qconvert.run.folder.workspace import lasting
 
     steps = ", ".join(entry.name for entry in ready.plan.log)
-    return HubOutlet(
+    return HubUploadTarget(
         hub_destination(url),
         publish_order(ready),
         {file.name: file.size for file in ready.layout.files},

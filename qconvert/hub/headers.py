@@ -18,8 +18,8 @@ from qconvert.checkpoint.hub_cache import cached_folder, cached_id
 from qconvert.checkpoint.hub_store import HubStore, commit_of
 from qconvert.checkpoint.mirror import MOST_WHOLE, mirror, write_headers
 from qconvert.checkpoint.open import local, named_repo
-from qconvert.checkpoint.store import Stored, is_url, named, store_of
-from qconvert.client.download import client
+from qconvert.checkpoint.store import StoredObject, is_url, named, store_of
+from qconvert.client.retries import client
 from qconvert.core.errors import CheckpointError
 from qconvert.core.shown import count, format_size
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OpenedAt:
     """Place where a checkpoint can be opened, and what to call it. For headers from the Hub `folder` is
     one that goes with the context, `name` the repo with its commit; with the bytes and requests they
     took, and the files that were left as holes."""
@@ -64,7 +64,7 @@ def _naming_the_store() -> Iterator[None]:
 
 
 @contextmanager
-def place_of(where: str, *, weights: bool = False) -> Iterator[Place]:
+def place_of(where: str, *, weights: bool = False) -> Iterator[OpenedAt]:
     """Return where to open what a user named. What lies in a store is opened through its mirror, which
     knows where the weights are. A repo's headers are fetched at its current commit, whatever of it is in
     the client's cache taken from there; offline, and where the Hub is out of reach, it is the snapshot
@@ -76,27 +76,27 @@ def place_of(where: str, *, weights: bool = False) -> Iterator[Place]:
     if is_url(where):
         found = mirror(store_of(where))
         with _naming_the_store():
-            yield Place(found.folder, where.rstrip("/"), found.nbytes, found.requests)
+            yield OpenedAt(found.folder, where.rstrip("/"), found.nbytes, found.requests)
         return
     repo = named_repo(where)
     if repo is None:
-        yield Place(where, where)
+        yield OpenedAt(where, where)
         return
     if weights:
         folder = local(where)
         with _naming_the_store():
-            yield Place(folder, where if cached_id(folder) else named(str(folder)))
+            yield OpenedAt(folder, where if cached_id(folder) else named(str(folder)))
         return
     commit = commit_of(repo, where)
     if commit is None:
-        yield Place(cached_folder(repo, where), where)
+        yield OpenedAt(cached_folder(repo, where), where)
         return
     with tempfile.TemporaryDirectory(prefix="qconvert-headers-") as scratch:
         folder = Path(scratch)
         store = _Counted(HubStore(repo.id, commit, client().endpoint))
         holes = write_headers(store, folder)
         name = f"{repo.id}@{commit[:12]}"
-        place = Place(folder, name, store.nbytes, store.requests, holes)
+        place = OpenedAt(folder, name, store.nbytes, store.requests, holes)
         try:
             yield place
         except CheckpointError as error:
@@ -117,10 +117,10 @@ class _Counted:
     def url(self) -> str:
         return self.store.url
 
-    def listed(self) -> Sequence[Stored]:
+    def listed(self) -> Sequence[StoredObject]:
         return self.store.listed()
 
-    def read(self, found: Stored, start: int, stop: int) -> bytes:
+    def read(self, found: StoredObject, start: int, stop: int) -> bytes:
         data = self.store.cached(found.name, start, stop) if stop > start else b""
         if data is None:
             data = self.store.read(found, start, stop)
@@ -129,7 +129,7 @@ class _Counted:
         return data
 
 
-def about_repo(report: Report, place: Place) -> Report:
+def about_repo(report: Report, place: OpenedAt) -> Report:
     """A report on a folder of headers, as one on the repo or the store they are of."""
 
     def said(text: str) -> str:

@@ -11,6 +11,7 @@ from qconvert.checkpoint.hub_cache import Repo, parse_repo
 from qconvert.checkpoint.open import stage_folders
 from qconvert.core.errors import OutputError, QConvertError, UsageError
 from qconvert.core.shown import count
+from qconvert.hub.compare import hidden_files, local_files
 from qconvert.hub.readme import (
     account_for_readme,
     new_card,
@@ -19,9 +20,8 @@ from qconvert.hub.readme import (
     without_readme,
     write_card,
 )
-from qconvert.hub.trees import hidden_files, local_files
-from qconvert.hub.upload import Arrived, Destination, Pending, Upload, considered
-from qconvert.run.events import Events
+from qconvert.hub.upload import Destination, Upload, UploadPlan, UploadResult, considered
+from qconvert.run.work.events import Events
 from qconvert.validation.runner import Level, Report, Request, validate_folder
 
 
@@ -52,8 +52,8 @@ class Uploaded:
     """A finished upload: what was sent, and what arrived. `base_model` is the one that the card names;
     None: it names none, so that the Hub lists the repo under no model."""
 
-    pending: Pending
-    arrived: Arrived
+    pending: UploadPlan
+    arrived: UploadResult
     base_model: str | None
 
     @property

@@ -14,22 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.hub_cache import Repo
-from qconvert.client.download import client
 from qconvert.client.listing import files_of
 from qconvert.client.ranges import ranges_of
-from qconvert.client.retries import Refused, Say, patiently, without_userinfo
+from qconvert.client.retries import HubRefused, Say, client, patiently, without_userinfo
 from qconvert.core.errors import OutputError
-from qconvert.hub.trees import (
+from qconvert.hub.compare import (
     MISSING,
     Difference,
     Digests,
-    Remote,
+    RemoteFile,
     differences,
     local_files,
     remote_files,
     stale_weights,
 )
-from qconvert.run.events import Events, Silent
+from qconvert.run.work.events import Events, NoEvents
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -49,7 +48,7 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class UploadPlan:
     """Plan of an upload: `files` of the folder with their sizes, `changed` those that the repo
     lacks or has with other content, `stale` weights that only the repo has. `exists` and `private` are
     the repo's."""
@@ -68,7 +67,7 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class UploadResult:
     """A finished upload: the commit, its page, the pull request's page, and files that differ on the Hub
     from the folder's. `read_back` files were fetched again and compared byte for byte."""
 
@@ -103,7 +102,7 @@ class Upload:
     ) -> None:
         self.folder, self.target = folder, target
         self._follow_links = follow_links
-        self._events = events or Silent()
+        self._events = events or NoEvents()
         self._say = say
         self._api: HfApi = client()
         self._digests = Digests(folder, self._events.wrote, follow_links=follow_links)
@@ -113,14 +112,14 @@ class Upload:
         then = "what was sent is kept; run the same command again to continue"
         return patiently(call, what, say=self._say, once=once, then=then)
 
-    def pending(self) -> Pending:
+    def pending(self) -> UploadPlan:
         """Compare the folder with the repo as it is now. Raises OutputError where the repo is public
         and `private` was asked for."""
         repo, target = self.target.repo, self.target
         info = self._look(None)
         if info is None:
             changed = tuple(Difference(path, MISSING) for path in self._files)
-            return Pending(self._files, changed, (), False, target.private, None)
+            return UploadPlan(self._files, changed, (), False, target.private, None)
         if target.private and not info.private:
             raise OutputError(
                 f"{repo.id} already exists and is public, and --private applies to new repos only; make "
@@ -132,7 +131,7 @@ class Upload:
         self._events.start(_same_size(self._files, there), 0)
         changed = tuple(differences(self._files, there, self._digests))
         stale = tuple(stale_weights(self._files, there))
-        return Pending(self._files, changed, stale, True, bool(info.private), str(info.sha))
+        return UploadPlan(self._files, changed, stale, True, bool(info.private), str(info.sha))
 
     def _look(self, revision: str | None) -> Any:
         """Return what the Hub knows of the repo, None where it has none of that name."""
@@ -141,16 +140,16 @@ class Upload:
             return self._ask(
                 lambda: self._api.repo_info(name, revision=revision), f"looking for {name}"
             )
-        except Refused as error:
+        except HubRefused as error:
             if error.status == 404:
                 return None
             raise
 
-    def _tree(self, commit: str) -> dict[str, Remote]:
+    def _tree(self, commit: str) -> dict[str, RemoteFile]:
         name, endpoint = self.target.repo.id, self._api.endpoint
         return remote_files(self._ask(lambda: files_of(endpoint, name, commit), f"listing {name}"))
 
-    def send(self, pending: Pending) -> Arrived:
+    def send(self, pending: UploadPlan) -> UploadResult:
         """Create the repo and branch where they are missing, and send what is pending; nothing pending
         is no request. The result is not verified yet."""
         if not pending.exists:
@@ -160,7 +159,7 @@ class Upload:
             return self._commit([change.path for change in pending.changed])
         name = self.target.repo.id
         url = without_userinfo(f"{self._api.endpoint}/{name}/commit/{pending.commit}")
-        return Arrived(str(pending.commit), url, None, (), pending.stale, 0)
+        return UploadResult(str(pending.commit), url, None, (), pending.stale, 0)
 
     def _create_repo(self) -> None:
         name, private = self.target.repo.id, self.target.private or None
@@ -181,7 +180,7 @@ class Upload:
             f"creating the branch {revision} of {name}",
         )
 
-    def _commit(self, paths: Sequence[str]) -> Arrived:
+    def _commit(self, paths: Sequence[str]) -> UploadResult:
         """Send files as one commit, or as the client cuts it."""
         target, name = self.target, self.target.repo.id
         self._events.phase("uploading")
@@ -200,9 +199,9 @@ class Upload:
             once="/commit/" if target.create_pr else None,
         )
         pull = without_userinfo(str(info.pr_url)) if info.pr_url else None
-        return Arrived(str(info.oid), without_userinfo(str(info.commit_url)), pull, (), (), 0)
+        return UploadResult(str(info.oid), without_userinfo(str(info.commit_url)), pull, (), (), 0)
 
-    def verify(self, arrived: Arrived, *, read_back: bool = False) -> Arrived:
+    def verify(self, arrived: UploadResult, *, read_back: bool = False) -> UploadResult:
         """Compare what the Hub lists at that commit with the folder, hashing what was not hashed
         before; with `read_back` fetch every file and compare the hash of its bytes."""
         there = self._tree(arrived.commit)
@@ -239,6 +238,6 @@ class Upload:
         return found
 
 
-def _same_size(here: Mapping[str, int], there: Mapping[str, Remote]) -> int:
+def _same_size(here: Mapping[str, int], there: Mapping[str, RemoteFile]) -> int:
     """Bytes that have to be hashed to tell whether they are equal."""
     return sum(size for path, size in here.items() if path in there and there[path].size == size)

@@ -9,9 +9,8 @@ from typing import Any
 
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
-from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output
-from qconvert.core.names import parse, split_parameter
+from qconvert.core.names import parse, split_parameter, with_fused_names
 from qconvert.core.roles import SHARED
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.plan.plan import Plan

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from qconvert.checkpoint.ignore import renamed_modules
+from qconvert.checkpoint.quantization_config import renamed_modules
 from qconvert.core.errors import PlanError
 from qconvert.core.family import is_tied
 from qconvert.core.graph import Output, Source

@@ -16,15 +16,14 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, Checkpoint
-from qconvert.checkpoint.grafted import Grafted
+from qconvert.checkpoint.open import Grafted
 from qconvert.checkpoint.quantization_config import Entries
 from qconvert.core.errors import PlanError
 from qconvert.core.family import without_quantization
-from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output
 from qconvert.core.json_text import parse_object
 from qconvert.core.manifest_keys import DRAFT
-from qconvert.core.names import split_parameter
+from qconvert.core.names import split_parameter, with_fused_names
 from qconvert.core.roles import Kind
 from qconvert.models.unquantized import ignored_globs, ignored_names
 from qconvert.ops.cast import FLOAT_DTYPES

@@ -12,8 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from qconvert.checkpoint.ignore import complete_ignore_lists, renamed_modules
-from qconvert.checkpoint.quantization_config import fp8_scheme
+from qconvert.checkpoint.quantization_config import (
+    complete_ignore_lists,
+    fp8_scheme,
+    renamed_modules,
+)
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Dims
 from qconvert.core.graph import Output, Source, Value, apply

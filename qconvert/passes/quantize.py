@@ -16,9 +16,9 @@ from re import escape
 from typing import Any, ClassVar, Literal
 
 from qconvert.core.errors import PlanError
-from qconvert.core.fused_names import with_fused_names
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import CodePacker
+from qconvert.core.names import with_fused_names
 from qconvert.core.roles import SHARED
 from qconvert.formats.base import Format, Stored
 from qconvert.formats.fp8.config import fp8_group_config

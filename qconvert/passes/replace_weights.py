@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG
-from qconvert.checkpoint.ignore import complete_ignore_lists
+from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.core.errors import PlanError
 from qconvert.core.family import without_quantization
 from qconvert.core.graph import Output, Source

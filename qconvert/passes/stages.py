@@ -15,12 +15,12 @@ from qconvert.core.graph import Output, Source
 from qconvert.models.skip_reasons import check_experts
 from qconvert.plan.plan import Plan
 from qconvert.plan.walk import nodes
-from qconvert.runtimes.balance import Weights
 from qconvert.runtimes.pipeline import (
     HEAD_EVERYWHERE,
     VARIABLE,
     Runtime,
     Stage,
+    StageWeights,
     check_partition,
     default_partition,
     one_stage,
@@ -65,7 +65,7 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
     ]
 
 
-def weights_of(plan: Plan, stages: int, runtime: Runtime) -> Weights:
+def weights_of(plan: Plan, stages: int, runtime: Runtime) -> StageWeights:
     """Bytes of each layer, and of what each of so many stages holds beside its layers for a runtime: all
     that its folder holds, and a head that its class builds there for nothing. Raises PlanError as
     `split_plan` does."""
@@ -88,7 +88,7 @@ def weights_of(plan: Plan, stages: int, runtime: Runtime) -> Weights:
     if runtime == "sglang" and head is not None and plan.family.name in HEAD_EVERYWHERE:
         for number in range(stages - 1):
             beside[number] += plan.tensors[head].type.nbytes
-    return Weights(tuple(layers), tuple(beside))
+    return StageWeights(tuple(layers), tuple(beside))
 
 
 def _stage_plan(

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from re import escape
 from typing import Any, ClassVar
 
-from qconvert.checkpoint.ignore import renamed_modules
-from qconvert.checkpoint.text_class import ALWAYS, SAME_MODEL, text_model_type
+from qconvert.checkpoint.quantization_config import renamed_modules
 from qconvert.core.errors import PlanError
-from qconvert.core.family import is_tied
+from qconvert.core.family import ALWAYS, SAME_MODEL, is_tied, text_model_type
 from qconvert.core.graph import Output
 from qconvert.core.names import parse
 from qconvert.core.roles import Kind

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.core.errors import DataError, PlanError, RecipeError, UsageError
+from qconvert.core.links import read_regular
 from qconvert.core.patterns import compiled
-from qconvert.core.regular import read_regular
 from qconvert.core.shown import parse_size
 from qconvert.plan.plan import Pass
 

@@ -33,7 +33,7 @@ _SIZES = tuple(1 << power for power in range(4, 11))  # blocks of FP8 scales tha
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
+class MendedConfig:
     """A changed config.json, and what was changed for what reason."""
 
     config: Mapping[str, Any]
@@ -102,7 +102,7 @@ def methods_of(checkpoint: Checkpoint) -> frozenset[str] | None:
     return frozenset({"fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"})
 
 
-def without_stale_blocks(checkpoint: Checkpoint) -> Mended | None:
+def without_stale_blocks(checkpoint: Checkpoint) -> MendedConfig | None:
     """config.json without blocks that describe no tensor of the folder, where one that does is left or
     none is needed."""
     methods = methods_of(checkpoint)
@@ -120,10 +120,10 @@ def without_stale_blocks(checkpoint: Checkpoint) -> Mended | None:
         why.append(
             f"{': '.join(path)} states {one.method or 'no method'}, and no tensor is stored so"
         )
-    return Mended(config, tuple(why))
+    return MendedConfig(config, tuple(why))
 
 
-def with_root_block(checkpoint: Checkpoint) -> Mended | None:
+def with_root_block(checkpoint: Checkpoint) -> MendedConfig | None:
     """The quantization block of text_config at the root, where every runtime and transformers look for
     it; not of a class whose own config takes it from there."""
     config = checkpoint.config
@@ -134,10 +134,10 @@ def with_root_block(checkpoint: Checkpoint) -> Mended | None:
     why = (
         "quantization_config stood in text_config alone, where sglang and transformers do not look"
     )
-    return Mended({**moved, "quantization_config": block}, (why,))
+    return MendedConfig({**moved, "quantization_config": block}, (why,))
 
 
-def with_true_numbers(checkpoint: Checkpoint) -> Mended | None:
+def with_true_numbers(checkpoint: Checkpoint) -> MendedConfig | None:
     """Numbers that config.json leaves out, or states otherwise than the tensors' shapes or
     qconvert.json."""
     config: Mapping[str, Any] = checkpoint.config
@@ -150,7 +150,7 @@ def with_true_numbers(checkpoint: Checkpoint) -> Mended | None:
             f"{': '.join(number.path)} {number.value!r} instead of "
             f"{'nothing' if number.stated is None else repr(number.stated)}: {number.proof}"
         )
-    return Mended(config, tuple(why)) if why else None
+    return MendedConfig(config, tuple(why)) if why else None
 
 
 def _with(config: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _with(config: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[st
     return {**config, first: _with(config[first], rest, value) if rest else value}
 
 
-def with_fp8_linears(checkpoint: Checkpoint) -> Mended | None:
+def with_fp8_linears(checkpoint: Checkpoint) -> MendedConfig | None:
     """A statement of the block FP8 of linears beside packed experts, where nothing says so: a group for
     all linears where their scales are called `weight_scale`, `linear_fp8_config` where every linear is
     FP8 and has a `weight_scale_inv`. The block is the one power of two that fits the scales of every
@@ -205,7 +205,7 @@ def with_fp8_linears(checkpoint: Checkpoint) -> Mended | None:
             },
         }  # fmt: skip
         why = f"linear_fp8_config: {beside}"
-    return Mended({**checkpoint.config, "quantization_config": stated}, (why,))
+    return MendedConfig({**checkpoint.config, "quantization_config": stated}, (why,))
 
 
 def _with_group(block: Mapping[str, Any], size: tuple[int, int]) -> dict[str, Any] | None:
@@ -220,7 +220,7 @@ def _with_group(block: Mapping[str, Any], size: tuple[int, int]) -> dict[str, An
     return {**block, "config_groups": {**groups, name: fp8_group_config(size)}}
 
 
-def with_mixed_precision(checkpoint: Checkpoint) -> Mended | None:
+def with_mixed_precision(checkpoint: Checkpoint) -> MendedConfig | None:
     """modelopt's MIXED_PRECISION with an entry for each layer, in place of block FP8 with a
     `moe_quant_algo` beside it, which sglang reads for NVFP4 with input scales alone."""
     block = checkpoint.config.get("quantization_config")
@@ -240,7 +240,7 @@ def with_mixed_precision(checkpoint: Checkpoint) -> Mended | None:
         own, with_draft_names(plan, ignored_linears(plan, others)), sorted(packed, key=natural_key),
         with_draft_names(plan, fp8), inputs="input_scale" in _ends(checkpoint),
     )  # fmt: skip
-    return Mended(
+    return MendedConfig(
         {**checkpoint.config, "quantization_config": mixed},
         ("quant_algo MIXED_PRECISION with an entry for each layer, which sglang reads",),
     )

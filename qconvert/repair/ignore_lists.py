@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
-from qconvert.checkpoint.ignore import complete_ignore_lists
-from qconvert.core.fused_names import with_fused_names
-from qconvert.core.names import split_parameter
+from qconvert.checkpoint.quantization_config import complete_ignore_lists
+from qconvert.core.names import split_parameter, with_fused_names
 from qconvert.core.shown import count
 from qconvert.models.unquantized import (
     ignored,
@@ -24,13 +23,13 @@ from qconvert.models.unquantized import (
 )
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.plan.plan import Plan
-from qconvert.repair.blocks import Mended, fp8_modules, int8_modules, packed_modules
+from qconvert.repair.blocks import MendedConfig, fp8_modules, int8_modules, packed_modules
 from qconvert.validators.reading.quantization import LISTS, Listed
 
 _KEY = "quantization_config"
 
 
-def true_ignore_list(checkpoint: Checkpoint, *, every: bool = False) -> Mended | None:
+def true_ignore_list(checkpoint: Checkpoint, *, every: bool = False) -> MendedConfig | None:
     """config.json with the list of its block mended; None where it is right, or where the block is of
     a method whose lists are not known here. `every`: each unquantized linear by its own name, and by
     that of the module that runtimes fuse it to, whatever patterns name."""
@@ -66,7 +65,7 @@ def true_ignore_list(checkpoint: Checkpoint, *, every: bool = False) -> Mended |
         config = complete_ignore_lists(config, ())
         if config != checkpoint.config and not why:
             why.append(f"{key}: names that runtimes look up together are listed together")
-    return Mended(config, tuple(why)) if why else None
+    return MendedConfig(config, tuple(why)) if why else None
 
 
 def _own_block(checkpoint: Checkpoint) -> QuantConfig | None:

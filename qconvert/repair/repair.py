@@ -32,7 +32,7 @@ from qconvert.core.links import read_inside, resolved
 from qconvert.core.shown import count
 from qconvert.hub.card import README, card
 from qconvert.repair.blocks import (
-    Mended,
+    MendedConfig,
     as_json,
     hf_quant_config,
     with_fp8_linears,
@@ -125,7 +125,7 @@ CONFIG = "config.json"
 # All that a repair, or an evaluation that is noted, ever writes or removes.
 METADATA = frozenset({INDEX, CONFIG, HF_QUANT_CONFIG, README, MANIFEST, RECEIPT})
 # In this order, and the ignore list last: it is mended for the block that is left.
-_MENDS: tuple[Callable[[Checkpoint], Mended | None], ...] = (
+_MENDS: tuple[Callable[[Checkpoint], MendedConfig | None], ...] = (
     with_root_block,
     without_stale_blocks,
     with_true_numbers,
@@ -232,7 +232,7 @@ def _changes(
         change(INDEX, index.data, index.why)
     checkpoint = Checkpoint.open(copy, follow_links=True)
     why: list[str] = []
-    lists: Callable[[Checkpoint], Mended | None] = partial(true_ignore_list, every=every)
+    lists: Callable[[Checkpoint], MendedConfig | None] = partial(true_ignore_list, every=every)
     for mend in (*_MENDS, lists):
         mended = mend(checkpoint)
         if mended is not None:

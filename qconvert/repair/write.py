@@ -18,7 +18,7 @@ from pathlib import Path
 from qconvert.checkpoint.checkpoint import INDEX, REPAIR_DIR
 from qconvert.core.errors import OutputError
 from qconvert.core.json_text import parse_object
-from qconvert.core.regular import SMALL, read_regular
+from qconvert.core.links import SMALL, read_regular
 from qconvert.repair.repair import METADATA, MOST, Change
 from qconvert.repair.sealed import hash_of
 

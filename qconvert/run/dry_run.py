@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Literal
 
 from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.core.errors import OutputError, QConvertError
-from qconvert.run.events import Silent
-from qconvert.run.files import Files, existing_parent
-from qconvert.run.lock import refuse_locked
-from qconvert.run.preflight import check_backend, check_parts
-from qconvert.run.repair import look_over_all
-from qconvert.run.resume import is_resumable
-from qconvert.run.sharing import SharedWorkspace
-from qconvert.run.target import Parts, Target, opened
-from qconvert.run.workspace import LOCK, Workspace
+from qconvert.run.engines.shard import SharedWorkspace
+from qconvert.run.folder.leases import refuse_locked
+from qconvert.run.folder.resume import is_resumable, look_over_all
+from qconvert.run.folder.target import Parts, Target, check_backend, check_parts, opened
+from qconvert.run.folder.workspace import LOCK, Workspace
+from qconvert.run.work.events import NoEvents
+from qconvert.run.work.files import Files, existing_parent
 
 if TYPE_CHECKING:
-    from qconvert.run.backend import Backend
+    from qconvert.run.work.backend import Backend
 
 State = Literal["new", "unfinished", "finished"]
 
@@ -109,7 +107,7 @@ def dry_run(parts: Parts, *, backend: Backend | None = None) -> list[DryRun]:
     if len(targets) == len(parts):
         with _noted(common):
             if targets[0].space.finished:
-                damaged = [tuple(target.faults) for target in look_over_all(targets, Silent())]
+                damaged = [tuple(target.faults) for target in look_over_all(targets, NoEvents())]
             else:
                 is_resumable(targets)
             if not all(target.space.finished for target in targets):

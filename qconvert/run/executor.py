@@ -11,23 +11,29 @@ from typing import TYPE_CHECKING
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core.profiling import phase
 from qconvert.plan.plan import Plan
-from qconvert.run.engine import Begun, Engine
-from qconvert.run.events import Events, Silent
-from qconvert.run.files import Files
-from qconvert.run.local import LocalEngine
-from qconvert.run.memory import Share
-from qconvert.run.options import RunOptions
-from qconvert.run.preflight import check_backend, check_parts, is_finished
-from qconvert.run.prepare import Prepared
-from qconvert.run.resume import Progress
+from qconvert.run.engines.base import ClaimedRun, Engine
+from qconvert.run.engines.local import LocalEngine
+from qconvert.run.folder.prepare import Prepared
+from qconvert.run.folder.resume import RunProgress
+from qconvert.run.folder.staging import Judge, Staged, publish_order, stage_the_rest
+from qconvert.run.folder.target import (
+    Parts,
+    Target,
+    check_backend,
+    check_parts,
+    claimed,
+    is_finished,
+)
+from qconvert.run.folder.verify import check_sources, seen, touched
 from qconvert.run.run_units import follow, run_units
-from qconvert.run.staging import Judge, Staged, publish_order, stage_the_rest
-from qconvert.run.target import Parts, Target, claimed
-from qconvert.run.upload_target import UploadTarget
-from qconvert.run.verify import check_sources, seen, touched
+from qconvert.run.work.events import Events, NoEvents
+from qconvert.run.work.files import Files
+from qconvert.run.work.memory import MemoryShare
+from qconvert.run.work.options import RunOptions
+from qconvert.run.work.upload_target import UploadTarget
 
 if TYPE_CHECKING:
-    from qconvert.run.backend import Backend
+    from qconvert.run.work.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class RunResult:
     already_done: bool = False
     repaired: Mapping[str, str] = field(default_factory=dict)
     published: bool = True
-    share: Share | None = field(default=None, compare=False)
+    share: MemoryShare | None = field(default=None, compare=False)
     left_units: int = 0
     left_bytes: int = 0
 
@@ -69,7 +75,7 @@ def execute(
     disk), CheckpointError (the source changed), RunError (invalid data), PlanError (memory too
     small). Nothing is published unless all of it is.
     """
-    from qconvert.run.prepare import prepare
+    from qconvert.run.folder.prepare import prepare
 
     ready = prepare(plan, options or RunOptions())
     return run_prepared(ready, out, events=events, files=files, backend=backend)
@@ -103,23 +109,23 @@ def run_together(
     the folders are published there; what was prepared is `streamed`. `judge` is shown all folders before
     any is published, and raises for one that must not be. Raises as `execute` does.
     """
-    told: Events = events or Silent()
+    events = events or NoEvents()
     disk = files or Files()
     check_parts(parts, backend)
     if not is_finished(parts):
         check_backend(parts, backend)
     with nullcontext() if backend is None else backend.at_work():
         if backend is not None and backend.follows:
-            follow(parts, told, disk, backend)
+            follow(parts, events, disk, backend)
             return [
                 RunResult(out, ready.fingerprint, (), 0, published=False) for ready, out in parts
             ]
-        return _run_together(parts, told, disk, backend, outlets, judge)
+        return _run_together(parts, events, disk, backend, outlets, judge)
 
 
 def _run_together(
     parts: Parts,
-    told: Events,
+    events: Events,
     disk: Files,
     backend: Backend | None,
     outlets: Sequence[UploadTarget],
@@ -128,11 +134,11 @@ def _run_together(
     first = parts[0][0]
     _as_planned(first)
     engine = engine_of(first.options, outlets)
-    with claimed(parts, disk, told.phase, engine.space) as targets:
-        with engine.begin(targets, told, disk, backend) as begun:
+    with claimed(parts, disk, events.phase, engine.space) as targets:
+        with engine.begin(targets, events, disk, backend) as begun:
             if begun is None:
                 return [_already(target, backend) for target in targets]
-            _fill(begun, told, disk, backend, engine, judge)
+            _fill(begun, events, disk, backend, engine, judge)
         publishes = engine.publishes and not _left(begun)
         if publishes:
             for target in reversed(begun.targets):
@@ -145,15 +151,15 @@ def engine_of(options: RunOptions, outlets: Sequence[UploadTarget] = ()) -> Engi
     """Return what runs the units, as the options have it. Each engine is imported where it is used: with
     the others a start took 20 ms more."""
     if outlets:
-        from qconvert.run.streamed import StreamEngine
+        from qconvert.run.engines.stream import StreamEngine
 
         return StreamEngine(outlets)
     if options.shard is not None:
-        from qconvert.run.sharing import ShardEngine
+        from qconvert.run.engines.shard import ShardEngine
 
         return ShardEngine(options.shard)
     if options.engine == "ray":
-        from qconvert.run.on_ray import RayEngine
+        from qconvert.run.engines.ray import RayEngine
 
         return RayEngine(options.address, options.memory, options.jobs)
     return LocalEngine()
@@ -169,8 +175,8 @@ def _already(target: Target, backend: Backend | None) -> RunResult:
 
 
 def _fill(
-    begun: Begun,
-    told: Events,
+    begun: ClaimedRun,
+    events: Events,
     files: Files,
     backend: Backend | None,
     engine: Engine,
@@ -180,24 +186,24 @@ def _fill(
     targets, progress = begun.targets, begun.progress
     now: Sequence[Shard] | None = None
     if not any(target.publishing for target in targets):
-        now = _look_at_source(targets[0], progress, told)
-        run_units(targets, progress, told, files, backend, engine)
-        while not _left(begun) and (lost := engine.settle(begun, told)):
+        now = _look_at_source(targets[0], progress, events)
+        run_units(targets, progress, events, files, backend, engine)
+        while not _left(begun) and (lost := engine.finish_units(begun, events)):
             for number in lost:
                 del progress.kept[number]
-            run_units(targets, progress, told, files, backend, engine)
+            run_units(targets, progress, events, files, backend, engine)
         targets[0].ready.plan.checkpoint.check_unchanged(now)
     if engine.publishes and not _left(begun):
-        told.phase("publishing")
+        events.phase("publishing")
         _publish(targets, progress, now, judge)
 
 
-def _left(begun: Begun) -> list[int]:
+def _left(begun: ClaimedRun) -> list[int]:
     """Units that are left to the same run again."""
     return begun.progress.left(len(begun.targets[0].ready.units))
 
 
-def _results(begun: Begun, *, published: bool) -> list[RunResult]:
+def _results(begun: ClaimedRun, *, published: bool) -> list[RunResult]:
     targets, progress = begun.targets, begun.progress
     left = [targets[0].ready.units[number].write for number in _left(begun)]
     remarks = tuple(dict.fromkeys(progress.remarks))
@@ -223,7 +229,7 @@ def _as_planned(ready: Prepared) -> Sequence[Shard]:
     return ready.plan.checkpoint.check_unchanged(linked=ready.options.link_near is not None)
 
 
-def _look_at_source(first: Target, progress: Progress, told: Events) -> Sequence[Shard]:
+def _look_at_source(first: Target, progress: RunProgress, events: Events) -> Sequence[Shard]:
     """The source's shards as they are now. Where they were touched since units were made from them, what
     those of this run were made from is hashed again: raises CheckpointError where it is not the same."""
     checkpoint = first.ready.plan.checkpoint
@@ -231,7 +237,7 @@ def _look_at_source(first: Target, progress: Progress, told: Events) -> Sequence
     if changed := touched(now, progress.seen):
         own = [r for n, r in progress.kept.items() if progress.mine is None or n in progress.mine]
         if own:
-            told.phase("the source's files were touched: hashing them again")
+            events.phase("the source's files were touched: hashing them again")
             check_sources(own, checkpoint, changed)
         assert first.journal is not None
         first.journal.append([{"seen": seen(now)}])
@@ -241,7 +247,7 @@ def _look_at_source(first: Target, progress: Progress, told: Events) -> Sequence
 @phase("publish")
 def _publish(
     targets: Sequence[Target],
-    progress: Progress,
+    progress: RunProgress,
     now: Sequence[Shard] | None,
     judge: Judge | None,
 ) -> None:

@@ -26,12 +26,12 @@ from qconvert.core.profiling import (
     recorded,
     recording,
 )
-from qconvert.run.memory import free_bytes
-from qconvert.run.metered import kinds_in
+from qconvert.run.work.memory import free_bytes
+from qconvert.run.work.meters import kinds_in
 
 if TYPE_CHECKING:
     from qconvert.plan.units import Unit
-    from qconvert.run.target import Target
+    from qconvert.run.folder.target import Target
 
 START, REST = "start", "rest"
 # Workers are there, and have nothing to do, or do not run yet or any more.
@@ -40,7 +40,7 @@ _PACKAGES = ("numpy", "numba", "torch")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProfileRow:
     """One step. `beside`: it went on in a thread of its own while others did, so that its seconds are
     in theirs."""
 
@@ -68,8 +68,8 @@ class Profile:
     cpu_seconds: float
     machine: Mapping[str, Any]
     runs: Sequence[Mapping[str, Any]]
-    main: Sequence[Row]
-    workers: Sequence[Row]
+    main: Sequence[ProfileRow]
+    workers: Sequence[ProfileRow]
     processes: int
     worker_seconds: float
     kernels: Sequence[str]
@@ -191,7 +191,7 @@ def note_run(targets: Sequence[Target], units: Sequence[tuple[int, Unit]]) -> No
     )
 
 
-def _workers(record: Record, around: float) -> list[Row]:
+def _workers(record: Record, around: float) -> list[ProfileRow]:
     """Steps in a fixed order: reading, ops by name, what follows; then what nothing else names."""
     first, *others = STEPS
     ops = sorted(record.steps.keys() - set(STEPS) - {WRITE})
@@ -213,8 +213,8 @@ def _less(seconds: float, cpu: float, known: Spent) -> Spent:
     return Spent(0, max(0.0, seconds - known.seconds), max(0.0, cpu - known.cpu))
 
 
-def _row(name: str, spent: Spent, *, beside: bool = False) -> Row:
-    return Row(name, spent.times, spent.seconds, spent.cpu, spent.nbytes, beside)
+def _row(name: str, spent: Spent, *, beside: bool = False) -> ProfileRow:
+    return ProfileRow(name, spent.times, spent.seconds, spent.cpu, spent.nbytes, beside)
 
 
 def _machine() -> dict[str, Any]:

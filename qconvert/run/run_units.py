@@ -13,22 +13,22 @@ from qconvert.core.errors import QConvertError
 from qconvert.core.profiling import heard, phase, recording, working
 from qconvert.models.calibrated import calibrated_in
 from qconvert.plan.units import Unit
-from qconvert.run.engine import Engine, Work
-from qconvert.run.events import Events, Watching
-from qconvert.run.files import Files
-from qconvert.run.journal import Committer
-from qconvert.run.pool import BATCH_BYTES, Numbered, cut_batches
-from qconvert.run.prepare import Prepared
-from qconvert.run.resume import Progress
-from qconvert.run.target import Parts, Target
-from qconvert.run.unit_runner import Place, UnitResult
-from qconvert.run.verify import check_same_sources
-from qconvert.run.worker import Measured, Setup
-from qconvert.run.worker import Progress as Made
-from qconvert.run.workspace import CALIBRATION
+from qconvert.run.engines.base import Engine, UnitBatches
+from qconvert.run.engines.local import BATCH_BYTES, Numbered, cut_batches
+from qconvert.run.folder.journal import Committer
+from qconvert.run.folder.prepare import Prepared
+from qconvert.run.folder.resume import RunProgress
+from qconvert.run.folder.target import Parts, Target
+from qconvert.run.folder.verify import check_same_sources
+from qconvert.run.folder.workspace import CALIBRATION
+from qconvert.run.work.events import Events, ProgressEvents
+from qconvert.run.work.files import Files
+from qconvert.run.work.unit_runner import Place, UnitResult
+from qconvert.run.work.worker import BytesMade as Made
+from qconvert.run.work.worker import StepTimes, WorkerSetup
 
 if TYPE_CHECKING:
-    from qconvert.run.backend import Backend, Job
+    from qconvert.run.work.backend import Backend, BackendJob
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class _Writing:
     """Writer of all units of a run. `finished` takes what a unit leaves once its bytes are
     written, `commit` makes that durable."""
 
-    setup: Setup
+    setup: WorkerSetup
     places: Mapping[str, Place]
     files: Files
-    told: Events
+    events: Events
     finished: Callable[[int, UnitResult], None]
     commit: Callable[[], None]
 
@@ -47,8 +47,8 @@ class _Writing:
 @phase("fill")
 def run_units(
     targets: Sequence[Target],
-    progress: Progress,
-    told: Events,
+    progress: RunProgress,
+    events: Events,
     files: Files,
     backend: Backend | None,
     engine: Engine,
@@ -65,17 +65,17 @@ def run_units(
     left = [(number, unit) for number, unit in mine if number not in progress.kept]
     solved = calibrated_left(ready, progress)
     total = sum(unit.write for _, unit in mine)
-    told.start(total, total - sum(unit.write for _, unit in left))
+    events.start(total, total - sum(unit.write for _, unit in left))
     if not left and not solved:
         return
-    watching = told if isinstance(told, Watching) else None
+    watching = events if isinstance(events, ProgressEvents) else None
     job = _job(targets[0], solved, files, watching) if solved else None
     if job is not None and watching is not None:
         assert backend is not None, "checked before anything was claimed"
         work, before = backend.work(job)
         rest = sum(unit.write for number, unit in left if number not in solved)
         if work:
-            from qconvert.run.estimate import WRITE
+            from qconvert.run.work.estimate import WRITE
 
             watching.planned({**work, WRITE: float(rest)}, before)
     setup, places = _setup(targets)
@@ -88,7 +88,7 @@ def run_units(
         progress.remarks.extend(result.remarks)
         committer.add(number, result)
 
-    writing = _Writing(setup, places, files, told, finished, committer.commit)
+    writing = _Writing(setup, places, files, events, finished, committer.commit)
     if recording() is not None:
         from qconvert.run.profile import note_run
 
@@ -110,7 +110,7 @@ def run_units(
     committer.commit()
 
 
-def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
+def _setup(targets: Sequence[Target]) -> tuple[WorkerSetup, dict[str, Place]]:
     """Files of all folders, and where in them each output goes."""
     paths: list[Path] = []
     places: dict[str, Place] = {}
@@ -123,7 +123,7 @@ def _setup(targets: Sequence[Target]) -> tuple[Setup, dict[str, Place]]:
     share = ready.share
     shards = ready.plan.checkpoint.shards
     metered = recording() is not None
-    setup = Setup(shards, paths, share.arena, share.window, share.compiled, metered)
+    setup = WorkerSetup(shards, paths, share.arena, share.window, share.compiled, metered)
     return setup, places
 
 
@@ -132,23 +132,23 @@ def _by_engine(
     targets: Sequence[Target],
     todo: Sequence[Numbered],
     writing: _Writing,
-    progress: Progress,
+    progress: RunProgress,
 ) -> bool:
     """Return whether the time was over: units are left then, and what workers have not finished is lost.
     One unit is always done."""
     until = targets[0].ready.options.until
     size = min(BATCH_BYTES, targets[0].ready.options.commit_bytes)
     batches = cut_batches(todo, writing.places, size)
-    work = Work(
-        targets, writing.setup, batches, writing.files, writing.told, progress, writing.commit
+    work = UnitBatches(
+        targets, writing.setup, batches, writing.files, writing.events, progress, writing.commit
     )
     stream = engine.run(work)
     # Closed whatever happens here: workers must not outlive the run they belong to.
     with closing(stream), working():
         for message in stream:
             if isinstance(message, Made):
-                writing.told.wrote(message.nbytes)
-            elif isinstance(message, Measured):
+                writing.events.wrote(message.nbytes)
+            elif isinstance(message, StepTimes):
                 heard(message.word)
             else:
                 writing.finished(message.number, message.result)
@@ -157,7 +157,7 @@ def _by_engine(
     return False
 
 
-def calibrated_left(ready: Prepared, progress: Progress) -> dict[int, Unit]:
+def calibrated_left(ready: Prepared, progress: RunProgress) -> dict[int, Unit]:
     """Units for a backend."""
     return {
         number: unit
@@ -166,50 +166,52 @@ def calibrated_left(ready: Prepared, progress: Progress) -> dict[int, Unit]:
     }
 
 
-def _job(first: Target, units: Mapping[int, Unit], files: Files, watching: Watching | None) -> Job:
+def _job(
+    first: Target, units: Mapping[int, Unit], files: Files, watching: ProgressEvents | None
+) -> BackendJob:
     """Return what a backend is asked for."""
-    from qconvert.run.backend import CalibratedUnit, Job
+    from qconvert.run.work.backend import BackendJob, CalibratedUnit
 
     asked = [(number, calibrated_in(unit)) for number, unit in units.items()]
-    return Job(
+    return BackendJob(
         tuple(CalibratedUnit(number, op) for number, op in asked if op is not None),
         memory=first.ready.options.memory,
         work_dir=first.space.work / CALIBRATION,
         key=first.ready.fingerprint,
         files=files,
         until=first.ready.options.until,
-        told=None if watching is None else watching.did,
+        on_work=None if watching is None else watching.did,
     )
 
 
-def follow(parts: Parts, told: Events, files: Files, backend: Backend) -> None:
+def follow(parts: Parts, events: Events, files: Files, backend: Backend) -> None:
     """Take part in a calibration that another machine leads, which writes what is found."""
-    from qconvert.run.backend import CalibratedUnit, Job, Phase
+    from qconvert.run.work.backend import BackendJob, CalibratedUnit, Phase
 
     ready, out = parts[0]
     asked = [(number, calibrated_in(unit)) for number, unit in enumerate(ready.units)]
-    job = Job(
+    job = BackendJob(
         tuple(CalibratedUnit(number, op) for number, op in asked if op is not None),
         memory=ready.options.memory, work_dir=out / WORK_DIR / CALIBRATION, key=ready.fingerprint,
         files=files,
     )  # fmt: skip
     backend.get_ready(job)
-    told.phase("waiting for the process that leads the calibration")
+    events.phase("waiting for the process that leads the calibration")
     with closing(backend.solve(job)) as items:
         for item in items:
             if isinstance(item, Phase):
-                told.phase(item.text)
+                events.phase(item.text)
 
 
 @phase("calibrate")
 def _by_backend(
-    job: Job, backend: Backend, units: Mapping[int, Unit], writing: _Writing
+    job: BackendJob, backend: Backend, units: Mapping[int, Unit], writing: _Writing
 ) -> list[str]:
     """Let a backend solve units, and write what it solves. Returns its remarks."""
-    from qconvert.run.backend import write_solved
+    from qconvert.run.work.backend import write_solved
 
     return write_solved(
         backend.solve(job), writing.setup, writing.files, units, writing.places,
-        wrote=writing.told.wrote, phase=writing.told.phase, finished=writing.finished,
+        wrote=writing.events.wrote, phase=writing.events.phase, finished=writing.finished,
         commit=writing.commit,
     )  # fmt: skip

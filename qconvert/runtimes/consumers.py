@@ -14,7 +14,7 @@ from typing import Any, Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Dims, text_config
 from qconvert.core.versions import RELEASES, is_of_series, is_version
-from qconvert.runtimes.loading.groups import block_of
+from qconvert.runtimes.loading.config_groups import block_of
 
 # The versions that the rules here and in the validators were checked with.
 CHECKED = {name: RELEASES[name].series for name in ("sglang", "vllm", "transformers")}

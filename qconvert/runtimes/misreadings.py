@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qconvert.core.dtypes import TensorType, ceil_div
-from qconvert.runtimes.loading.groups import block_of, pair_of
+from qconvert.runtimes.loading.config_groups import block_of, pair_of
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, TensorType]

@@ -25,9 +25,8 @@ from qconvert.runtimes.consumers import (
     consumer_in,
     refused_form,
 )
-from qconvert.runtimes.loading.offering import Simulated, Tensors
-from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.loading.setting import Setting
+from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors
+from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.misreadings import misread
 from qconvert.runtimes.pipeline import one_stage
 from qconvert.runtimes.sglang import simulator as sglang
@@ -42,7 +41,7 @@ Verdict = Literal["loads", "does not load", "not known"]
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingSetup:
     """A runtime and how many ranks serve a folder: `tp` of tensor parallelism and `ep` groups of experts
     among them; `stages` are the layers of each pipeline stage, or their number alone."""
 
@@ -96,7 +95,7 @@ class Answer:
     what to do about a folder that the class is known to misread (runtimes/misreadings.py), of which
     nothing else is said."""
 
-    ranks: tuple[Simulated, ...]
+    ranks: tuple[SimulatedLoad, ...]
     ignored: tuple[str, ...]
     required_flag: str = ""
     of_cache: tuple[str, ...] = ()
@@ -112,7 +111,7 @@ class Answer:
         return "loads" if self.whole or self.required_flag else "does not load"
 
     @property
-    def refused(self) -> Simulated | None:
+    def refused(self) -> SimulatedLoad | None:
         return next((rank for rank in self.ranks if rank.refused is not None), None)
 
     @property
@@ -212,11 +211,11 @@ def served(
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
     if setting.pp > 1 and one_stage(runtime, folder.config):
         refused = LoadRefused("", "", class_of(folder.config), "it runs in one pipeline stage only")
-        return Answer((Simulated(setting, refused),), ())
+        return Answer((SimulatedLoad(setting, refused),), ())
     folder = replace(folder, tensors=(named := Tensors.of(folder.tensors)))
     known = named.once(f"misread {runtime}", folder.config, partial(misread, runtime))
     if known:
-        ranks = (Simulated(setting, None, misread=known.wrong),)
+        ranks = (SimulatedLoad(setting, None, misread=known.wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
     simulate = partial(_SIMULATE[runtime], groups=folder.groups, draft=draft)
     answer = _served(simulate, folder, setting, every=every)
@@ -270,10 +269,10 @@ def draft_alone(
 
 
 def _served(
-    simulate: Callable[..., Simulated], folder: Offered, setting: Setting, *, every: bool
+    simulate: Callable[..., SimulatedLoad], folder: Offered, setting: Setting, *, every: bool
 ) -> Answer:
     config, tensors, stage = folder.config, folder.tensors, folder.stage
-    ranks: list[Simulated] = []
+    ranks: list[SimulatedLoad] = []
     asked = list(ranks_of(setting, stage))
     for rank in asked if every else asked[-1:]:
         ranks.append(simulate(config, tensors, rank))

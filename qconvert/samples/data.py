@@ -25,7 +25,7 @@ import xxhash
 from qconvert.core.errors import DataError
 from qconvert.core.family import text_config
 from qconvert.core.json_text import parse_json
-from qconvert.core.regular import open_regular, read_regular
+from qconvert.core.links import open_regular, read_regular
 from qconvert.core.say import say
 from qconvert.core.shown import count
 from qconvert.samples.readers import DatasetRows, JsonLines, Samples, TensorRows, Windows

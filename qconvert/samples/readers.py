@@ -14,7 +14,7 @@ from qconvert.checkpoint.safetensors import Entry, read_header
 from qconvert.core.errors import CheckpointError, DataError
 from qconvert.core.extras import require
 from qconvert.core.json_text import parse_json
-from qconvert.core.regular import open_regular
+from qconvert.core.links import open_regular
 from qconvert.samples.request import DATASET
 from qconvert.samples.tokenizer import MOST_LINE, ROW_COLUMNS, Tokenizer
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from qconvert.core.errors import DataError
 from qconvert.core.extras import require
-from qconvert.core.regular import open_regular
+from qconvert.core.links import open_regular
 
 # Files that a tokenizer may consist of, in the root of a checkpoint.
 _FILES = (

@@ -12,7 +12,7 @@ from qconvert.checkpoint.open import stage_folders
 from qconvert.core.errors import UsageError
 from qconvert.core.options import from_keywords, taking
 from qconvert.core.shown import parse_size
-from qconvert.run.events import Callback, Counted, Events
+from qconvert.run.work.events import Callback, Counted, Events
 from qconvert.service.reading import checkpoint_of
 from qconvert.validation.options import ValidateKeywords, ValidateOptions
 
@@ -170,7 +170,7 @@ def evaluate(
     Raises UsageError for options that do not fit, CheckpointError for models that cannot be compared,
     PlanError for those that cannot be run, DataError for the data, RunError for too little memory or
     disk, OutputError where `write` cannot."""
-    from qconvert.evaluate.record import check_recordable, record
+    from qconvert.evaluate.result import check_recordable, record
     from qconvert.evaluate.run import evaluate as _evaluate
     from qconvert.repair.write import finish
     from qconvert.samples.request import DataSpec
@@ -231,10 +231,10 @@ def repair(
     from qconvert.repair.repair import repair_of
     from qconvert.repair.write import finish, write
     from qconvert.runtimes.consumers import parse_consumer
-    from qconvert.runtimes.serving import Serving
+    from qconvert.runtimes.serving import ServingSetup
     from qconvert.validation.runner import Request, validate_folder
 
-    serving = None if runtime is None else Serving(parse_consumer(runtime), tp)
+    serving = None if runtime is None else ServingSetup(parse_consumer(runtime), tp)
 
     def judge(part: Path, follow_links: bool) -> list[Finding]:
         request = Request(serving=serving)

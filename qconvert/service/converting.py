@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError, UsageError
 from qconvert.core.options import from_keywords, taking
-from qconvert.hub.card.of_plan import with_card
+from qconvert.hub.readme import with_card
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import Recipe
-from qconvert.run.events import Callback, Events
-from qconvert.run.options import PlanOptions, RunOptions
-from qconvert.run.prepare import Prepared, check_disk_budget, prepare_together, whole_result
-from qconvert.run.workspace import check_apart, check_folders_apart
+from qconvert.run.folder.prepare import Prepared, check_disk_budget, prepare_together, whole_result
+from qconvert.run.folder.workspace import check_apart, check_folders_apart
+from qconvert.run.work.events import Callback, Events
+from qconvert.run.work.options import PlanOptions, RunOptions
 from qconvert.service.output import Output, folder_or_repo, output_at, outputs_at
 from qconvert.service.planned import Planned, PlannedFolder, PlannedStages, Result
 from qconvert.service.reading import checkpoint_of, opened
@@ -120,7 +120,7 @@ def plan_graft(
 
     Raises as `plan` does: where the model has a draft already, and where names, sizes or encodings
     do not fit."""
-    from qconvert.checkpoint.grafted import grafted
+    from qconvert.checkpoint.open import grafted
     from qconvert.passes.drafts import GraftDraft
 
     asked = from_keywords(RunOptions, options)
@@ -153,9 +153,14 @@ def plan_stages(
     """
     from qconvert.hub.destination import hub_destination, naming_stages, stage_repo
     from qconvert.passes.stages import split_plan, weights_of
-    from qconvert.runtimes.balance import Cut, balanced
     from qconvert.runtimes.consumers import parse_consumer
-    from qconvert.runtimes.pipeline import VARIABLE, check_runtime, partition_of
+    from qconvert.runtimes.pipeline import (
+        VARIABLE,
+        PipelineCut,
+        balanced,
+        check_runtime,
+        partition_of,
+    )
 
     asked, steps = from_keywords(RunOptions, options), recipe_of(recipe)
     checkpoint = opened(source, asked)
@@ -176,7 +181,7 @@ def plan_stages(
                 f"a balanced cut is of a number of stages for a runtime, not of {text}"
             )
         weights = weights_of(whole, len(partition), known)
-        before, after = Cut(partition, weights.held(partition)), balanced(weights)
+        before, after = PipelineCut(partition, weights.held(partition)), balanced(weights)
         partition = after.partition
     plans = [part.check() for part in split_plan(whole, partition, known)]
     names = [part.facts["stage"]["folder"] for part in plans]
@@ -278,8 +283,7 @@ def converter(recipe: Steps, tensors: Mapping[str, Any], config: Mapping[str, An
     Raises as `plan` does, DataError for what is no tensor; PlanError for a recipe that calibrates, and
     for numpy where a dtype is BF16 or FP8, which it does not have.
     """
-    from qconvert.checkpoint.in_memory import checkpoint_of
-    from qconvert.run.in_memory import Converter, is_torch, type_of
+    from qconvert.run.in_memory import Converter, checkpoint_of, is_torch, type_of
 
     steps = recipe_of(recipe)
     if any(getattr(step, "calibrate", None) is not None for step in steps.passes):

@@ -11,13 +11,13 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.store import is_url, store_of, work_folder
 from qconvert.core.errors import UsageError
 from qconvert.hub.destination import is_hub
-from qconvert.run.options import RunOptions
-from qconvert.run.prepare import Prepared
-from qconvert.run.workspace import check_apart
+from qconvert.run.folder.prepare import Prepared
+from qconvert.run.folder.workspace import check_apart
+from qconvert.run.work.options import RunOptions
 
 if TYPE_CHECKING:
-    from qconvert.hub.outlet import HubOutlet
-    from qconvert.run.delivery import Delivery
+    from qconvert.hub.upload_target import HubUploadTarget
+    from qconvert.run.engines.store_upload import Delivery
 
 Where = str | Path
 
@@ -40,7 +40,7 @@ class Output:
     def streamed(self) -> bool:
         return self.url is not None and is_hub(self.url)
 
-    def outlet(self, ready: Prepared) -> HubOutlet | None:
+    def outlet(self, ready: Prepared) -> HubUploadTarget | None:
         """The repo that a result goes to while it is made, None for any other place."""
         if self.url is None or not self.streamed:
             return None
@@ -52,7 +52,7 @@ class Output:
         """The folder in a store that a finished result is sent to, None for any other place."""
         if self.url is None or self.streamed:
             return None
-        from qconvert.run.delivery import Delivery
+        from qconvert.run.engines.store_upload import Delivery
 
         return Delivery(store_of(self.url), ready)
 
@@ -113,7 +113,7 @@ def _check_private(options: RunOptions) -> None:
 
 
 def _stored(out: str, source: Checkpoint, options: RunOptions) -> Output:
-    from qconvert.run.delivery import check_urls_apart
+    from qconvert.run.engines.store_upload import check_urls_apart
 
     url = store_of(out).url
     if options.shard is not None and options.work_dir is None:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import OutputError, QConvertError
 from qconvert.plan.plan import Plan
-from qconvert.run.prepare import Prepared, disk_bytes
-from qconvert.run.workspace import check_disk
+from qconvert.run.folder.prepare import Prepared, disk_bytes
+from qconvert.run.folder.workspace import check_disk
 from qconvert.service.output import Output
 from qconvert.validation.findings import Verdict
 
 if TYPE_CHECKING:
     from qconvert.run.dry_run import DryRun
+    from qconvert.run.engines.shard import Share
     from qconvert.run.profile import Profile
-    from qconvert.run.sharing import Share
-    from qconvert.runtimes.balance import Cut
+    from qconvert.runtimes.pipeline import PipelineCut
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Planned:
         """Return what a run with `shard` does of each part; empty without."""
         if all(folder.ready.options.shard is None for folder in self.folders):
             return ()
-        from qconvert.run.sharing import share_of
+        from qconvert.run.engines.shard import share_of
 
         found = (share_of([folder.ready for folder in part.folders]) for part in self.parts)
         return tuple(share for share in found if share is not None)
@@ -148,8 +148,8 @@ class PlannedStages(Planned):
     partition: tuple[int, ...] = ()
     environment: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    unbalanced: Cut | None = None
-    balanced: Cut | None = None
+    unbalanced: PipelineCut | None = None
+    balanced: PipelineCut | None = None
 
     def dry_run(self) -> tuple[DryRun, ...]:
         """First for the folder of all stages, then for each stage."""

@@ -11,13 +11,13 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.open import open_source
 from qconvert.core.errors import OutputError, UsageError
 from qconvert.hub.destination import is_hub
-from qconvert.run.files import Files
-from qconvert.run.options import RunOptions
+from qconvert.run.work.files import Files
+from qconvert.run.work.options import RunOptions
 
 if TYPE_CHECKING:
-    from qconvert.hub.file_diff import FilesCompared
-    from qconvert.hub.headers import Place
-    from qconvert.run.status import FolderStatus
+    from qconvert.hub.compare import FilesCompared
+    from qconvert.hub.headers import OpenedAt
+    from qconvert.run.folder.status import FolderStatus
     from qconvert.validation.diff import Difference
     from qconvert.validation.runner import Report
 
@@ -40,7 +40,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
 
 
 @contextmanager
-def headers_of(where: str) -> Iterator[Place]:
+def headers_of(where: str) -> Iterator[OpenedAt]:
     """Within this, `folder` of what it gives can be opened, planned and advised on: headers and small
     files of a repo on the Hub (ORG/NAME, fetched by ranges, no weights) or in a store; of a folder it is
     that one.
@@ -69,7 +69,7 @@ def clean(
         ()
     """
     from qconvert.run.dry_run import unfinished
-    from qconvert.run.workspace import clean as _clean
+    from qconvert.run.folder.workspace import clean as _clean
 
     if is_hub(out):
         return _clean_repo(str(out), work_dir, dry_run=dry_run)
@@ -84,8 +84,8 @@ def clean(
 
 def _clean_repo(where: str, work_dir: str | Path | None, *, dry_run: bool) -> tuple[str, ...]:
     """Remove what runs to a repo left, there and here."""
-    from qconvert.hub.clean import leftovers_of, remove_branches
-    from qconvert.run.workspace import clean as _clean
+    from qconvert.hub.upload_target import leftovers_of, remove_branches
+    from qconvert.run.folder.workspace import clean as _clean
 
     found = leftovers_of(where, work_dir)
     if not dry_run:
@@ -122,7 +122,7 @@ def status(out: str | Path) -> tuple[FolderStatus, ...]:
         >>> [found.state for found in api.status(api.run("copy", sample, folder / "all").folder)]
         ['finished']
     """
-    from qconvert.run.status import status_of
+    from qconvert.run.folder.status import status_of
 
     return status_of(Path(out))
 
@@ -146,7 +146,7 @@ def diff_files(a: str | Path, b: str | Path, *, follow_links: bool = False) -> F
     """Compare a folder with a repo on the Hub (`hf://ORG/NAME`, `@REVISION`), or two repos, file by
     file, by the sizes and hashes that the Hub lists: not a byte of weights is fetched, and hidden
     files are left out. Raises UsageError for two folders, CheckpointError, OutputError, RunError."""
-    from qconvert.hub.file_diff import compare_files
+    from qconvert.hub.compare import compare_files
 
     return compare_files(a, b, follow_links=follow_links)
 

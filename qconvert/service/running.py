@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qconvert.core.errors import OutputError, QConvertError, UsageError
-from qconvert.run.events import Counted, Events, Silent
 from qconvert.run.executor import RunResult, run_together
-from qconvert.run.files import Files
-from qconvert.run.prepare import Prepared
-from qconvert.run.staging import publish_order
-from qconvert.run.workspace import clean
+from qconvert.run.folder.prepare import Prepared
+from qconvert.run.folder.staging import publish_order
+from qconvert.run.folder.workspace import clean
+from qconvert.run.work.events import Counted, Events, NoEvents
+from qconvert.run.work.files import Files
 from qconvert.service.planned import Planned, PlannedFolder, PlannedStages, Result
 from qconvert.validation import judgement
 
 if TYPE_CHECKING:
-    from qconvert.run.backend import Backend
     from qconvert.run.dry_run import DryRun
-    from qconvert.run.events import Callback
+    from qconvert.run.work.backend import Backend
+    from qconvert.run.work.events import Callback
 
 
 def carry_out(planned: Planned, *, events: Events | Callback | None = None) -> tuple[Result, ...]:
@@ -87,7 +87,7 @@ def _carried_out(folders: Sequence[PlannedFolder], events: Events | None) -> lis
         parts, events=events, backend=backend, outlets=outlets, judge=judgement.judge_staged
     )
     if delivery is not None and done[0].published:  # of shards, whoever publishes sends
-        delivery.send(parts[0][1], events or Silent())
+        delivery.send(parts[0][1], events or NoEvents())
         delivery.clear(parts[0][1], Files())
         # What was made before and only sent now is no result that was there already.
         done = [replace(done[0], already_done=False)]

@@ -10,7 +10,7 @@ from qconvert.checkpoint.prepared import own_role
 from qconvert.core.graph import Source
 from qconvert.core.names import natural_key, parse, split_parameter
 from qconvert.core.shown import count
-from qconvert.run.reader import Reader
+from qconvert.run.work.reader import Reader
 
 _CHUNK = 4 << 20
 _MOST_LINES = 30

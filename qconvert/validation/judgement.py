@@ -33,12 +33,12 @@ from qconvert.core.errors import CheckpointError, OutputError, PlanError
 from qconvert.core.family import RoleIndex, role_index
 from qconvert.core.graph import Output, Value
 from qconvert.core.json_text import parse_object
+from qconvert.core.links import SMALL, open_regular, read_regular
 from qconvert.core.profiling import phase
-from qconvert.core.regular import SMALL, open_regular, read_regular
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
-from qconvert.run.prepare import Prepared
-from qconvert.run.staging import Staged
+from qconvert.run.folder.prepare import Prepared
+from qconvert.run.folder.staging import Staged
 from qconvert.runtimes.serving import SIMULATED, Loading, loads
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Folder, judge_headers, rules
@@ -85,7 +85,7 @@ class PlannedCheckpoint(Checkpoint):
 @dataclass(frozen=True, eq=False)
 class StagedCheckpoint(Checkpoint):
     """A folder whose files are all made and not in sight yet. Its headers are the planned ones, which
-    those of its shards have been compared with (run/staging.py); other files are read."""
+    those of its shards have been compared with (run/folder/staging.py); other files are read."""
 
     staged: Staged | None = None
 

@@ -123,13 +123,13 @@ class ValidateOptions:
         simulator."""
         from qconvert.runtimes.consumers import parse_consumer
         from qconvert.runtimes.pipeline import parse_partition
-        from qconvert.runtimes.serving import Serving
+        from qconvert.runtimes.serving import ServingSetup
         from qconvert.validation.runner import Request
 
         serving = None
         if self.runtime is not None:
             stages = (1,) if self.pp is None else parse_partition(self.pp)
-            serving = Serving(parse_consumer(self.runtime), self.tp or 1, stages, self.ep or 1)
+            serving = ServingSetup(parse_consumer(self.runtime), self.tp or 1, stages, self.ep or 1)
         return Request(self.level, self.layers, self.kernels, self.jobs, self.memory, serving)
 
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from qconvert.checkpoint.checkpoint import RECEIPT, REPAIR_DIR, WORK_DIR, Checkpoint
-from qconvert.checkpoint.grafted import grafted
+from qconvert.checkpoint.open import grafted
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
 from qconvert.core.discovery import VALIDATORS, discover
 from qconvert.core.errors import CheckpointError
 from qconvert.core.extras import Extra, lacking
 from qconvert.core.names import KV_SCALES
 from qconvert.core.profiling import phase, working
-from qconvert.runtimes.serving import Serving
+from qconvert.runtimes.serving import ServingSetup
 from qconvert.validation.findings import (
     NOT_KNOWN,
     Finding,
@@ -105,7 +105,7 @@ class Request:
     kernels: bool = False
     jobs: int | None = None
     memory: int | None = None
-    serving: Serving | None = None
+    serving: ServingSetup | None = None
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ from qconvert.core.graph import Source
 from qconvert.core.names import natural_key, parse, split_parameter
 from qconvert.core.own_process import without_current_folder
 from qconvert.core.profiling import OFF, Meter, Word, heard, recording
-from qconvert.run.forkserver import undisturbed
-from qconvert.run.metered import Meters
-from qconvert.run.reader import Reader
-from qconvert.run.worker import die_with
+from qconvert.run.work.forkserver import undisturbed
+from qconvert.run.work.meters import Meters
+from qconvert.run.work.reader import Reader
+from qconvert.run.work.worker import die_with
 from qconvert.validation.compiled import LOOP_BYTES, LOOPS, worth
 from qconvert.validation.findings import Finding, Measure, OnlyRead
 

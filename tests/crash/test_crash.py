@@ -38,12 +38,12 @@ from qconvert.core.errors import OutputError
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.drop import Drop
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run import lock
 from qconvert.run.executor import execute
-from qconvert.run.files import Files
-from qconvert.run.journal import read_journal
-from qconvert.run.lock import take_lock
-from qconvert.run.workspace import JOURNAL, LOCK, clean
+from qconvert.run.folder import leases
+from qconvert.run.folder.journal import read_journal
+from qconvert.run.folder.leases import take_lock
+from qconvert.run.folder.workspace import JOURNAL, LOCK, clean
+from qconvert.run.work.files import Files
 
 pytestmark = pytest.mark.crash
 
@@ -279,7 +279,7 @@ def test_a_lock_that_workers_of_a_killed_run_still_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine they take longer to die than is waited for a run that is at work."""
-    monkeypatch.setattr(lock, "_TRIES", 2)
+    monkeypatch.setattr(leases, "_TRIES", 2)
 
     def killed() -> None:
         assert take_lock(tmp_path / "lock") is not None

@@ -39,9 +39,9 @@ from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import execute, run_together
-from qconvert.run.files import Files
-from qconvert.run.prepare import Options, prepare_together
-from qconvert.run.workspace import clean
+from qconvert.run.folder.prepare import Options, prepare_together
+from qconvert.run.folder.workspace import clean
+from qconvert.run.work.files import Files
 
 pytestmark = pytest.mark.crash
 

@@ -29,10 +29,10 @@ from faults import (
 )
 
 from qconvert.checkpoint.checkpoint import WORK_DIR
-from qconvert.run import leases
-from qconvert.run.division import Shard
-from qconvert.run.leases import journals_in
-from qconvert.run.prepare import Options
+from qconvert.run.folder import leases
+from qconvert.run.folder.leases import journals_in
+from qconvert.run.folder.prepare import Options
+from qconvert.run.work.division import Shard
 
 pytestmark = pytest.mark.crash
 

@@ -19,9 +19,9 @@ from hub_client import hub_and_client
 from loopback_hub import LoopbackHub
 
 from qconvert import api
-from qconvert.hub.outlet import UNFINISHED, HubOutlet
+from qconvert.hub.upload_target import UNFINISHED, HubUploadTarget
 from qconvert.run.executor import run_together
-from qconvert.run.files import Files
+from qconvert.run.work.files import Files
 
 pytestmark = [
     pytest.mark.crash,
@@ -81,7 +81,7 @@ class Watched(Stepping):
         self._moments.now(what)
 
 
-class WatchedOutlet(HubOutlet):
+class WatchedOutlet(HubUploadTarget):
     moments: Moments
 
     def _ask(self, call: Callable[[], Any], what: str) -> Any:

@@ -20,7 +20,7 @@ import gdn_models
 from checkpoints import Model, Tensor, run_cli, write_shard
 from models import nvfp4_moe, qwen3_moe
 
-from qconvert.run.files import Files
+from qconvert.run.work.files import Files
 
 _README = b"---\nlicense: apache-2.0\nbase_model: someone/somewhat\n---\n# The model's own page\n"
 

@@ -12,7 +12,7 @@ from checkpoints import read_shard
 
 from loaders.client import Loaded, Rank
 from qconvert.core.dtypes import TensorType
-from qconvert.runtimes.loading.offering import Simulated
+from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.setting import HOPPER, Setting
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
@@ -64,12 +64,12 @@ def simulated(
     *,
     draft: bool = False,
     runtime: str = "sglang",
-) -> Simulated:
+) -> SimulatedLoad:
     simulate = {"sglang": sglang.simulate, "vllm": vllm.simulate}[runtime]
     return simulate(config_of(folder), headers(folder), at, groups=groups, draft=draft)
 
 
-def disagreements(simulation: Simulated, real: Loaded) -> Iterator[str]:
+def disagreements(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:
     """Every difference of two answers about one folder at one rank."""
     refused = simulation.refused
     if refused is None or real.error is None:
@@ -97,7 +97,7 @@ def once(real: Loaded) -> Loaded:
     )
 
 
-def _differences(simulation: Simulated, real: Loaded) -> Iterator[str]:
+def _differences(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:
     unwritten = {
         name
         for name, share in simulation.unwritten.items()

@@ -13,7 +13,7 @@ from loaders.client import PYTHON, Loaded, Rank, Server
 from loaders.published import published
 from loaders.test_simulator_sglang import QUANTIZED
 from loaders.test_simulator_sglang_drafts import DRAFTED
-from qconvert.runtimes.sglang.drafts import BORROWED
+from qconvert.runtimes.sglang.simulator import BORROWED
 
 pytestmark = [
     pytest.mark.loader,

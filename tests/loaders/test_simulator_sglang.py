@@ -17,9 +17,8 @@ from loaders.agreement import disagreements, headers, setting, simulated
 from loaders.by_hand import FROM, Form, exponents, renamed
 from loaders.client import PYTHON, Rank, Server
 from loaders.published import FAMILIES, INNER, published
-from qconvert.runtimes.loading.offering import Simulated
-from qconvert.runtimes.loading.refusal import NotSimulated
-from qconvert.runtimes.loading.setting import BLACKWELL, HOPPER
+from qconvert.runtimes.loading.load_weights import SimulatedLoad
+from qconvert.runtimes.loading.setting import BLACKWELL, HOPPER, NotSimulated
 
 pytestmark = [
     pytest.mark.loader,
@@ -113,7 +112,7 @@ def agree(
     capability: tuple[int, int] = HOPPER,
     flags: Mapping[str, Any] | None = None,
     draft: bool = False,
-) -> list[Simulated]:
+) -> list[SimulatedLoad]:
     """What the simulator says at each rank, after the loader has said the same."""
     answers, wrong = [], []
     for rank in ranks:

@@ -18,9 +18,8 @@ from loaders.by_hand import FROM, Form, exponents, renamed
 from loaders.client import PYTHON, Rank, Server
 from loaders.folders import source
 from loaders.published import FAMILIES, published
-from qconvert.runtimes.loading.offering import Simulated
-from qconvert.runtimes.loading.refusal import NotSimulated
-from qconvert.runtimes.loading.setting import Setting
+from qconvert.runtimes.loading.load_weights import SimulatedLoad
+from qconvert.runtimes.loading.setting import NotSimulated, Setting
 from qconvert.runtimes.serving import Offered, served
 from qconvert.runtimes.vllm.simulator import simulate
 
@@ -91,7 +90,7 @@ def agree(
     flags: Mapping[str, Any] | None = None,
     ep: int = 1,
     draft: bool = False,
-) -> list[Simulated]:
+) -> list[SimulatedLoad]:
     """What the simulator says at each rank, after the loader has said the same."""
     answers, wrong = [], []
     for rank in ranks:

@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.kernels.choice import fused
+from qconvert.calibrate.kernel_choice import fused
 from qconvert.calibrate.settings import Settings
-from qconvert.calibrate.solver.factor import lower_inverse, upper_factor
+from qconvert.calibrate.solver.curvature import lower_inverse, upper_factor
 from qconvert.core.int_scheme import IntScheme
 
 if TYPE_CHECKING:

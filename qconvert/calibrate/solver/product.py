@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.kernels.choice import by_triton
+from qconvert.calibrate.kernel_choice import by_triton
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def _multiplied(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def add_product(to: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *, sign: int = 1) -> None:
     """Add a product, or take it away, in place."""
     if by_triton(to) and to.numel():
-        from qconvert.calibrate.kernels import product as kernel
+        from qconvert.calibrate import triton_kernels as kernel
 
         kernel.add_product(to, one, other, sign)
     elif not to.is_cuda:

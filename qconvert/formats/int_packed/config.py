@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from qconvert.core.fused_names import with_fused_names
 from qconvert.core.int_scheme import IntScheme
+from qconvert.core.names import with_fused_names
 
 
 def group_config(scheme: IntScheme, targets: Iterable[str]) -> dict[str, Any]:

@@ -59,8 +59,8 @@ class PackNvfp4Codes:
         import numpy as np
 
         packed, scale, own = outs
-        assert codes.own is not None
-        array(own.data, np.float32, (1,))[0] = codes.own
+        assert codes.global_scale is not None
+        array(own.data, np.float32, (1,))[0] = codes.global_scale
         known = np.zeros(2 * _TWICE * int(SIZES[-1]) + 1, np.uint8)  # by twice a number, plus 12
         middle = known.size // 2
         for code, size in enumerate(SIZES):

@@ -8,7 +8,7 @@ from typing import Any
 
 from qconvert import __version__
 from qconvert.core.encodings import NVFP4, Dialect, Nvfp4Names
-from qconvert.core.fused_names import with_fused_names
+from qconvert.core.names import with_fused_names
 from qconvert.ops.fp4 import BLOCK
 
 _FP8_LISTS = ("modules_to_not_convert", "ignored_layers")

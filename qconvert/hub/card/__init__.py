@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.core.errors import CheckpointError
 from qconvert.core.yaml_lines import load
-from qconvert.hub.card.evaluated import evaluation_of, quality, with_results
 from qconvert.hub.card.front import base_model_of, front_matter
 from qconvert.hub.card.loaders import NOT_ASKED, Loads
-from qconvert.hub.card.sections import made, proof, serve, title
+from qconvert.hub.card.sections import (
+    evaluation_of,
+    made,
+    proof,
+    quality,
+    serve,
+    title,
+    with_results,
+)
 
 if TYPE_CHECKING:
     import yaml

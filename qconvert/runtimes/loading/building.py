@@ -18,9 +18,8 @@ from qconvert.runtimes.loading.parameters import (
     Whole,
     Wrapped,
 )
-from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.schemes import Moe, Named, Quantization, Scheme, Unquantized
-from qconvert.runtimes.loading.setting import Setting
+from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 
 _CLASSES: dict[Kind, str] = {
     "replicated": "ReplicatedLinear", "column": "ColumnParallelLinear",
@@ -129,7 +128,7 @@ def divided(size: int, by: int, where: str) -> int:
 
 
 @dataclass
-class Build:
+class RankBuild:
     """A rank's parameters while its class is built. `aliases`: names under which a parameter is held a
     second time."""
 

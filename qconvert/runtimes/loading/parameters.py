@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal, Protocol
 
 from qconvert.core.dtypes import Shape, TensorType
-from qconvert.runtimes.loading.refusal import LoadRefused
+from qconvert.runtimes.loading.setting import LoadRefused
 
 # Which part of a parameter a tensor is for: None, all of it; a number, q, k or v, a part of a fused
 # projection; several numbers, parts in a row; an expert and one of its three matrices.
@@ -25,7 +25,7 @@ _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _RANKS = {**dict.fromkeys(_FLOAT8, 0), "F16": 1, "BF16": 1, "F32": 2, "F64": 3}
 
 
-class Slot(Protocol):
+class WeightLoader(Protocol):
     """Way of a tensor into a parameter. Returns the part that it fills and the number of its
     elements; raises LoadRefused."""
 
@@ -47,7 +47,7 @@ class Parameter:
 
     dtype: str
     shape: Shape
-    slot: Slot
+    slot: WeightLoader
     needed: bool = True
     default: bool = False
     parts: dict[object, int] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from qconvert.runtimes.loading.parameters import (
     Role,
     Wrapped,
 )
-from qconvert.runtimes.loading.refusal import LoadRefused
+from qconvert.runtimes.loading.setting import LoadRefused
 
 
 @dataclass(frozen=True, slots=True)

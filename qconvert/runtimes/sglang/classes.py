@@ -14,15 +14,20 @@ from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
-from qconvert.runtimes.loading.building import Build, Config, check_states
-from qconvert.runtimes.loading.offering import Finder
+from qconvert.runtimes.loading.building import Config, RankBuild, check_states
+from qconvert.runtimes.loading.load_weights import NameResolver
 from qconvert.runtimes.loading.parameters import Wrapped
-from qconvert.runtimes.loading.refusal import LoadRefused
 from qconvert.runtimes.loading.schemes import Quantization, Unquantized
-from qconvert.runtimes.loading.setting import Setting
-from qconvert.runtimes.sglang.matching import Fused
-from qconvert.runtimes.sglang.names import DeepSeek, Qwen3Moe, Qwen3Next, Qwen3VlMoe, Qwen35
+from qconvert.runtimes.loading.setting import LoadRefused, Setting
+from qconvert.runtimes.sglang.ignore_matching import Fused
 from qconvert.runtimes.sglang.quantization import Renames, root_block
+from qconvert.runtimes.sglang.weight_mapping import (
+    DeepSeek,
+    Qwen3Moe,
+    Qwen3Next,
+    Qwen3VlMoe,
+    Qwen35,
+)
 
 # Backends of communication whose combine happens inside the dispatcher (layers/moe/utils.py,
 # is_deepep_class_backend), and those that also replicate the shared experts.
@@ -50,11 +55,11 @@ class ModelClass:
 
     fused: Callable[[Config], Fused]
     shared: Callable[[Config, Quantization, Setting], int]
-    build: Callable[[Build, Config, int], None]
-    names: Callable[[Build, Config, int], Finder]
+    build: Callable[[RankBuild, Config, int], None]
+    names: Callable[[RankBuild, Config, int], NameResolver]
     blackwell: tuple[str, ...] = ()
     groups: Callable[[Config], int] | None = None
-    after: Callable[[Build, Mapping[str, TensorType]], None] | None = None
+    after: Callable[[RankBuild, Mapping[str, TensorType]], None] | None = None
     renames: Renames | None = None
     marlin: bool = True
 
@@ -138,7 +143,7 @@ def deepseek_shared(config: Config, quantization: Quantization, setting: Setting
 
 
 def _ends(
-    build: Build, config: Config, *, embeds: bool, heads: bool, quantization: Quantization
+    build: RankBuild, config: Config, *, embeds: bool, heads: bool, quantization: Quantization
 ) -> None:
     """Embeddings; the head and the last norm come after the layers."""
     vocabulary, hidden = config.number("vocab_size"), config.number("hidden_size")
@@ -150,7 +155,7 @@ def _ends(
             build.unused("lm_head")
 
 
-def _layers(build: Build, config: Config) -> range:
+def _layers(build: RankBuild, config: Config) -> range:
     """The layers of the stage (utils/common.py, make_layers). Raises LoadRefused for more stages than
     layers and for a stated partition of another count."""
     setting, layers = build.setting, config.number("num_hidden_layers")
@@ -178,7 +183,7 @@ def _check_experts(config: Config, count: int, setting: Setting, where: str, *, 
         )  # fmt: skip
 
 
-def _qwen_moe(build: Build, at: str, asked: str, config: Config, fused: int) -> None:
+def _qwen_moe(build: RankBuild, at: str, asked: str, config: Config, fused: int) -> None:
     """qwen2_moe.py, Qwen2MoeSparseMoeBlock."""
     hidden, count = config.number("hidden_size"), config.number("num_experts")
     shared = config.number("shared_expert_intermediate_size", 0)
@@ -194,7 +199,7 @@ def _qwen_moe(build: Build, at: str, asked: str, config: Config, fused: int) -> 
     build.whole(f"{at}.mlp.shared_expert_gate.weight", 1, hidden)
 
 
-def _gated_delta_net(build: Build, at: str, asked: str, config: Config, own: Wrapped) -> None:
+def _gated_delta_net(build: RankBuild, at: str, asked: str, config: Config, own: Wrapped) -> None:
     hidden = config.number("hidden_size")
     keys, values = config.number("linear_num_key_heads"), config.number("linear_num_value_heads")
     key, value = config.number("linear_key_head_dim"), config.number("linear_value_head_dim")
@@ -219,7 +224,7 @@ def _gated_delta_net(build: Build, at: str, asked: str, config: Config, own: Wra
     )
 
 
-def _gated_attention(build: Build, at: str, asked: str, config: Config, own: Wrapped) -> None:
+def _gated_attention(build: RankBuild, at: str, asked: str, config: Config, own: Wrapped) -> None:
     """Attention whose modules lie in the layer itself, though it is asked for under `self_attn`."""
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     size = config.number("head_dim", hidden // max(1, heads))
@@ -237,13 +242,13 @@ def _gated_attention(build: Build, at: str, asked: str, config: Config, own: Wra
     build.norm(f"{at}.k_norm", size)
 
 
-def norms(build: Build, at: str, config: Config) -> None:
+def norms(build: RankBuild, at: str, config: Config) -> None:
     for norm in ("input_layernorm", "post_attention_layernorm"):
         build.norm(f"{at}.{norm}", config.number("hidden_size"))
 
 
 def gdn_layers(
-    build: Build, config: Config, fused: int, *, base: str, own: Wrapped, dense: bool
+    build: RankBuild, config: Config, fused: int, *, base: str, own: Wrapped, dense: bool
 ) -> None:
     check_states(config, full_attention_interval=4)
     every = config.number("full_attention_interval")
@@ -261,7 +266,7 @@ def gdn_layers(
         norms(build, at, config)
 
 
-def _qwen3_next(build: Build, config: Config, fused: int) -> None:
+def _qwen3_next(build: RankBuild, config: Config, fused: int) -> None:
     if build.setting.pp > 1:
         raise LoadRefused(
             "AssertionError", "", "model", "the class runs in one pipeline stage only"
@@ -272,7 +277,7 @@ def _qwen3_next(build: Build, config: Config, fused: int) -> None:
     _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
 
 
-def _qwen35(build: Build, config: Config, fused: int, *, base: str, dense: bool) -> None:
+def _qwen35(build: RankBuild, config: Config, fused: int, *, base: str, dense: bool) -> None:
     setting, quantization = build.setting, build.quantization
     _ends(build, config, embeds=setting.first, heads=False, quantization=quantization)
     gdn_layers(build, config, fused, base=base, own="qwen3_5", dense=dense)
@@ -282,7 +287,7 @@ def _qwen35(build: Build, config: Config, fused: int, *, base: str, dense: bool)
     _last_head(build, config)
 
 
-def _tower(build: Build, vision: Config) -> None:
+def _tower(build: RankBuild, vision: Config) -> None:
     """qwen3_vl.py, Qwen3VLMoeVisionModel: never quantized."""
     size, plain = vision.number("hidden_size"), Unquantized(build.dtype)
     heads, merge = vision.number("num_heads"), vision.number("spatial_merge_size") ** 2
@@ -312,7 +317,9 @@ def _tower(build: Build, vision: Config) -> None:
         build.linear(f"{at}.linear_fc2", "row", whole, out, scheme=plain, bias=True)
 
 
-def _qwen35_names(build: Build, config: Config, fused: int, *, vision: bool, dense: bool) -> Finder:
+def _qwen35_names(
+    build: RankBuild, config: Config, fused: int, *, vision: bool, dense: bool
+) -> NameResolver:
     known = {**build.parameters, **dict.fromkeys(build.aliases)}
     return Qwen35(
         known, 0 if dense else config.number("num_experts"), fused,
@@ -324,13 +331,13 @@ def _qwen35_names(build: Build, config: Config, fused: int, *, vision: bool, den
 def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:
     base = "model.language_model" if vision else "model"
 
-    def built(build: Build, config: Config, fused: int) -> None:
+    def built(build: RankBuild, config: Config, fused: int) -> None:
         tower = config.get("vision_config")
         if vision and isinstance(tower, Mapping):
             _tower(build, Config(tower))
         _qwen35(build, config, fused, base=base, dense=dense)
 
-    def names(build: Build, config: Config, fused: int) -> Finder:
+    def names(build: RankBuild, config: Config, fused: int) -> NameResolver:
         return _qwen35_names(build, config, fused, vision=vision, dense=dense)
 
     blackwell = _ALL_FORMS if vision else ()
@@ -338,7 +345,7 @@ def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:
 
 
 def _attention(
-    build: Build, at: str, config: Config, *, bias: bool, norms: bool, asked: str = ""
+    build: RankBuild, at: str, config: Config, *, bias: bool, norms: bool, asked: str = ""
 ) -> None:
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     size = config.number("head_dim", hidden // max(1, heads))
@@ -353,7 +360,7 @@ def _attention(
         build.norm(f"{at}.self_attn.k_norm", size)
 
 
-def _qwen3_moe_layers(build: Build, config: Config, *, base: str) -> None:
+def _qwen3_moe_layers(build: RankBuild, config: Config, *, base: str) -> None:
     setting, hidden = build.setting, config.number("hidden_size")
     dense, step = config.numbers("mlp_only_layers"), config.number("decoder_sparse_step", 1)
     _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
@@ -378,12 +385,12 @@ def _qwen3_moe_layers(build: Build, config: Config, *, base: str) -> None:
         build.norm("model.norm", hidden)
 
 
-def _qwen3_moe(build: Build, config: Config, fused: int) -> None:
+def _qwen3_moe(build: RankBuild, config: Config, fused: int) -> None:
     _qwen3_moe_layers(build, config, base="model")
     _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
 
 
-def _qwen3_vl_moe(build: Build, config: Config, fused: int) -> None:
+def _qwen3_vl_moe(build: RankBuild, config: Config, fused: int) -> None:
     tower = config.get("vision_config")
     if isinstance(tower, Mapping):
         _tower(build, Config(tower))
@@ -391,7 +398,7 @@ def _qwen3_vl_moe(build: Build, config: Config, fused: int) -> None:
     _last_head(build, config)
 
 
-def _last_head(build: Build, config: Config) -> None:
+def _last_head(build: RankBuild, config: Config) -> None:
     """A head in the last stage, which is the embeddings in the only one if tied."""
     if not build.setting.last:
         return
@@ -401,13 +408,13 @@ def _last_head(build: Build, config: Config) -> None:
         _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
 
 
-def _without_weight(build: Build, module: str, kind: str, says: str, why: str) -> None:
+def _without_weight(build: RankBuild, module: str, kind: str, says: str, why: str) -> None:
     """Parts that the class reads of a projection before loading, and a packed one has not."""
     if f"{module}.weight" not in build.parameters:
         raise LoadRefused(kind, says, module, why)
 
 
-def glm4_layer(build: Build, at: str, config: Config, fused: int, *, dense: bool) -> None:
+def glm4_layer(build: RankBuild, at: str, config: Config, fused: int, *, dense: bool) -> None:
     setting, hidden = build.setting, config.number("hidden_size")
     count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
     shared = config.number("n_shared_experts", 0)
@@ -432,7 +439,7 @@ def glm4_layer(build: Build, at: str, config: Config, fused: int, *, dense: bool
     norms(build, at, config)
 
 
-def _glm4_moe(build: Build, config: Config, fused: int) -> None:
+def _glm4_moe(build: RankBuild, config: Config, fused: int) -> None:
     setting, dense = build.setting, config.number("first_k_dense_replace")
     _ends(build, config, embeds=setting.first, heads=False, quantization=build.quantization)
     for layer in _layers(build, config):
@@ -442,7 +449,7 @@ def _glm4_moe(build: Build, config: Config, fused: int) -> None:
     _ends(build, config, embeds=False, heads=True, quantization=build.quantization)
 
 
-def _latent_attention(build: Build, at: str, config: Config) -> None:
+def _latent_attention(build: RankBuild, at: str, config: Config) -> None:
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     rank, first = config.number("kv_lora_rank"), config.get("q_lora_rank")
     plain, rope = config.number("qk_nope_head_dim"), config.number("qk_rope_head_dim")
@@ -464,7 +471,7 @@ def _latent_attention(build: Build, at: str, config: Config) -> None:
     build.cache_scales(f"{at}.attn_mha")
 
 
-def _deepseek_mlp(build: Build, module: str, hidden: int, inner: int) -> None:
+def _deepseek_mlp(build: RankBuild, module: str, hidden: int, inner: int) -> None:
     build.mlp(module, hidden, inner)
     for part in ("gate_up_proj", "down_proj"):
         name = f"{module}.{part}"
@@ -472,7 +479,7 @@ def _deepseek_mlp(build: Build, module: str, hidden: int, inner: int) -> None:
             build.aliases[f"{name}.weight"] = f"{name}.weight_packed"
 
 
-def deepseek_layer(build: Build, at: str, config: Config, fused: int, *, dense: bool) -> None:
+def deepseek_layer(build: RankBuild, at: str, config: Config, fused: int, *, dense: bool) -> None:
     setting, hidden = build.setting, config.number("hidden_size")
     count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
     shared = config.number("n_shared_experts", 0)
@@ -490,7 +497,7 @@ def deepseek_layer(build: Build, at: str, config: Config, fused: int, *, dense: 
     norms(build, at, config)
 
 
-def _deepseek_v3(build: Build, config: Config, fused: int) -> None:
+def _deepseek_v3(build: RankBuild, config: Config, fused: int) -> None:
     check_states(config, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
     setting, step = build.setting, config.number("moe_layer_freq")
     first = config.number("first_k_dense_replace")
@@ -504,7 +511,7 @@ def _deepseek_v3(build: Build, config: Config, fused: int) -> None:
     _last_head(build, config)
 
 
-def _deepseek_names(build: Build, config: Config, fused: int) -> Finder:
+def _deepseek_names(build: RankBuild, config: Config, fused: int) -> NameResolver:
     return DeepSeek(
         build.parameters, config.number("n_routed_experts"), fused,
         build.setting.layers(config.number("num_hidden_layers")),
@@ -513,7 +520,7 @@ def _deepseek_names(build: Build, config: Config, fused: int) -> Finder:
     )  # fmt: skip
 
 
-def after_load(build: Build, tensors: Mapping[str, TensorType]) -> None:
+def after_load(build: RankBuild, tensors: Mapping[str, TensorType]) -> None:
     """Last step of DeepSeek's class, once all is read: it takes kv_b_proj's `weight` apart. Raises
     LoadRefused where that projection is packed."""
     layers = {name.split(".")[2] for name in tensors if "kv_b_proj" in name and name.count(".") > 2}
@@ -521,7 +528,7 @@ def after_load(build: Build, tensors: Mapping[str, TensorType]) -> None:
         whole_kv_b(build, f"model.layers.{layer}")
 
 
-def whole_kv_b(build: Build, at: str) -> None:
+def whole_kv_b(build: RankBuild, at: str) -> None:
     """Raise LoadRefused where the layer's kv_b_proj is packed."""
     module = f"{at}.self_attn.kv_b_proj"
     if module in build.schemes and f"{module}.weight" not in build.parameters:

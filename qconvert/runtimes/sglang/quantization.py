@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.core.patterns import compiled
-from qconvert.runtimes.loading.groups import Group, block_of, is_group, names_of, pair_of
+from qconvert.runtimes.loading.config_groups import Group, block_of, is_group, names_of, pair_of
 from qconvert.runtimes.loading.parameters import (
     ExpertRole,
     Layout,
@@ -23,7 +23,6 @@ from qconvert.runtimes.loading.parameters import (
     Whole,
     Wrapped,
 )
-from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
 from qconvert.runtimes.loading.schemes import (
     BlockFp8,
     CompressedFp8,
@@ -39,8 +38,8 @@ from qconvert.runtimes.loading.schemes import (
     Unquantized,
     linear_parameter,
 )
-from qconvert.runtimes.loading.setting import Setting
-from qconvert.runtimes.sglang.matching import (
+from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
+from qconvert.runtimes.sglang.ignore_matching import (
     Compressed,
     Fused,
     SkipList,

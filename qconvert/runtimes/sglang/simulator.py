@@ -3,22 +3,167 @@ every tensor of the headers to them, and says what is written, read, refused or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
-from qconvert.runtimes.loading.building import Build, text_config
-from qconvert.runtimes.loading.offering import Simulated, offered
-from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
-from qconvert.runtimes.loading.setting import Setting
+from qconvert.runtimes.loading.building import Config, RankBuild, text_config
+from qconvert.runtimes.loading.load_weights import NameResolver, SimulatedLoad, offered
+from qconvert.runtimes.loading.schemes import NoQuantization, Quantization, Unquantized
+from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.sglang.classes import (
     CLASSES,
+    QWEN,
+    QWEN35,
+    ModelClass,
+    deepseek_layer,
+    deepseek_shared,
+    fused_mla,
+    gdn_layers,
+    glm4_layer,
+    glm_shared,
+    no_shared,
+    qwen_shared,
     runner_of,
+    whole_kv_b,
 )
-from qconvert.runtimes.sglang.drafts import DRAFTS, layer_of
-from qconvert.runtimes.sglang.quantization import quantization_of
+from qconvert.runtimes.sglang.quantization import Mixed, Renames, quantization_of
+from qconvert.runtimes.sglang.weight_mapping import DeepSeek, Qwen3Moe, Qwen3Next, Qwen35Draft
+
+# The classes by which sglang loads a draft model from the folder of the model that it drafts for: one
+# layer, between projections of its own. Embeddings and head are the model's. Read in sglang:
+# `configs/model_config.py` (_config_draft_model), `models/qwen3_next_mtp.py`, `qwen3_5_mtp.py`,
+# `glm4_moe_nextn.py`, `deepseek_nextn.py`.
+
+BORROWED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
+# Modules of the layer are named so, and its head.
+_HEAD = "model.shared_head.head"
+
+
+def layer_of(architecture: str, config: Config) -> str:
+    """Beginnings of names of the draft's tensors, for the class of the model."""
+    if architecture.startswith("Qwen"):
+        return "mtp."
+    return f"{_next_layer(config)}."
+
+
+def _next_layer(config: Config) -> str:
+    layers = config.number("num_hidden_layers")
+    return f"model.layers.{0 if layers == 1 else layers}"
+
+
+def _plain(build: RankBuild) -> Quantization:
+    return NoQuantization(Unquantized(build.dtype))
+
+
+def _ends(build: RankBuild, config: Config, head: Quantization | None, asked: str) -> None:
+    """Embeddings, and the head by the scheme that `asked` has; None: the embeddings are the head."""
+    vocabulary, hidden = config.number("vocab_size"), config.number("hidden_size")
+    build.vocabulary("model.embed_tokens", vocabulary, hidden)
+    if head is None:
+        build.aliases["lm_head.weight"] = "model.embed_tokens.weight"
+    else:
+        build.vocabulary("lm_head", vocabulary, hidden, head.head(asked))
+    build.borrowed = BORROWED
+
+
+def _mtp(build: RankBuild, config: Config, fused: int, *, next_model: bool, dense: bool) -> None:
+    """Qwen's: a layer of full attention."""
+    hidden = config.number("hidden_size")
+    one = config.replaced(num_hidden_layers=1, full_attention_interval=1)
+    build.whole("fc.weight", hidden, 2 * hidden)
+    build.norm("pre_fc_norm_embedding", hidden)
+    build.norm("pre_fc_norm_hidden", hidden)
+    if next_model:
+        gdn_layers(build, one, fused, base="model", own="qwen3_next", dense=False)
+        head, asked = build.quantization, _HEAD
+    else:
+        stated = build.quantization
+        unnamed = isinstance(stated, Mixed) and not stated.names("mtp.")
+        if stated.name == "modelopt_fp4" or unnamed:
+            build.quantization = _plain(build)  # the class takes such a draft for bf16
+        gdn_layers(build, one, fused, base="mtp", own="qwen3_5", dense=dense)
+        head, asked = build.quantization, "lm_head"
+    build.norm("model.norm", hidden)
+    tied = not next_model and config.flag("tie_word_embeddings")
+    _ends(build, config, None if tied else head, asked)
+
+
+def _next(
+    build: RankBuild, config: Config, layer: Callable[[RankBuild, str, Config], None]
+) -> None:
+    """DeepSeek's and GLM's: the layer behind the last, always with experts."""
+    layers = config.number("num_nextn_predict_layers")
+    if layers != 1:
+        raise LoadRefused(
+            "AssertionError", "Only 1 nextn layer is supported", "config.json",
+            f"num_nextn_predict_layers is {layers}, and the class takes 1",
+        )  # fmt: skip
+    hidden, head = config.number("hidden_size"), build.quantization
+    if head.name == "modelopt_fp4":
+        build.quantization = _plain(build)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        build.norm(f"model.{norm}", hidden)
+    build.whole("model.eh_proj.weight", hidden, 2 * hidden)
+    layer(build, "model.decoder", config)
+    _ends(build, config, head, _HEAD)
+
+
+def _glm4(build: RankBuild, config: Config, fused: int) -> None:
+    _next(build, config, lambda b, at, c: glm4_layer(b, at, c, fused, dense=False))
+
+
+def _deepseek(build: RankBuild, config: Config, fused: int) -> None:
+    _next(build, config, lambda b, at, c: deepseek_layer(b, at, c, fused, dense=False))
+
+
+def _deepseek_names(build: RankBuild, config: Config, fused: int) -> NameResolver:
+    return DeepSeek(
+        build.parameters, config.number("n_routed_experts"), fused, range(0),
+        fuses_first=config.get("q_lora_rank") is not None, draft=_next_layer(config),
+    )  # fmt: skip
+
+
+def _qwen35(*, dense: bool) -> ModelClass:
+    def built(build: RankBuild, config: Config, fused: int) -> None:
+        _mtp(build, config, fused, next_model=False, dense=dense)
+
+    def names(build: RankBuild, config: Config, fused: int) -> NameResolver:
+        experts = 0 if dense else config.number("num_experts")
+        return Qwen35Draft(build.parameters, experts, fused, range(1))
+
+    return ModelClass(lambda config: QWEN35, no_shared, built, names)
+
+
+# By the class of the model that a draft is for.
+DRAFTS: dict[str, ModelClass] = {
+    "Qwen3NextForCausalLM": ModelClass(
+        lambda config: QWEN, qwen_shared,
+        lambda build, config, fused: _mtp(build, config, fused, next_model=True, dense=False),
+        lambda build, config, fused: Qwen3Next(
+            build.parameters, config.number("num_experts"), fused, range(1), draft=True
+        ),
+    ),
+    "Qwen3_5ForConditionalGeneration": _qwen35(dense=True),
+    "Qwen3_5MoeForConditionalGeneration": _qwen35(dense=False),
+    "Qwen3_5ForCausalLM": _qwen35(dense=True),
+    "Qwen3_5MoeForCausalLM": _qwen35(dense=False),
+    "Glm4MoeForCausalLM": ModelClass(
+        lambda config: {}, glm_shared, _glm4,
+        lambda build, config, fused: Qwen3Moe(
+            build.parameters, config.number("n_routed_experts"), fused, range(0),
+            first_unread=0, draft=_next_layer(config),
+        ),
+    ),
+    # Its mapper renames the layer of a model of 61, in the names that the quantization config lists.
+    "DeepseekV3ForCausalLM": ModelClass(
+        fused_mla, deepseek_shared, _deepseek, _deepseek_names,
+        after=lambda build, tensors: whole_kv_b(build, "model.decoder"),
+        renames=Renames(parts=(("model.layers.61", "model.decoder"),)),
+    ),
+}  # fmt: skip
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -50,7 +195,7 @@ def simulate(
     *,
     groups: int | None = None,
     draft: bool = False,
-) -> Simulated:
+) -> SimulatedLoad:
     """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
     files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
     split ones, as its manifest states; headers cannot show it, and without it any order is taken for
@@ -74,11 +219,11 @@ def simulate(
         quantization = quantization_of(
             config, kind.fused(numbers), setting, numbers.dtype, kind.renames
         )
-        build = Build(setting, quantization, numbers.dtype)
+        build = RankBuild(setting, quantization, numbers.dtype)
         fused = kind.shared(numbers, quantization, setting)
         kind.build(build, numbers, fused)
     except LoadRefused as refused:
-        return Simulated(asked, refused, shared_fused=fused > 0)
+        return SimulatedLoad(asked, refused, shared_fused=fused > 0)
     finder = kind.names(build, numbers, fused)
     done = offered(build, finder, tensors, asked, shared_fused=fused > 0, after=kind.after)
     wanted = kind.groups(numbers) if kind.groups is not None and groups else None

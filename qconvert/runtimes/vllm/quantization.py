@@ -13,8 +13,7 @@ from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.patterns import compiled
-from qconvert.runtimes.loading.groups import Group, block_of, is_group, names_of, pair_of
-from qconvert.runtimes.loading.refusal import LoadRefused, NotSimulated
+from qconvert.runtimes.loading.config_groups import Group, block_of, is_group, names_of, pair_of
 from qconvert.runtimes.loading.schemes import (
     CompressedFp8,
     NoQuantization,
@@ -23,7 +22,8 @@ from qconvert.runtimes.loading.schemes import (
     Scheme,
     Unquantized,
 )
-from qconvert.runtimes.vllm.matching import (
+from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
+from qconvert.runtimes.vllm.ignore_matching import (
     Fused,
     check_patterns,
     excluded,
@@ -45,7 +45,7 @@ Renames = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Stated:
+class ModelFacts:
     """Facts that a class gives its quantization: names that it fuses and prefixes that it rewrites, the
     plain scheme, and the folder's tensors (GPTQ reads which modules have codes)."""
 
@@ -70,7 +70,7 @@ class Fp8Blocks(_Base):
 
     name = "fp8"
 
-    def __init__(self, block: Mapping[str, Any], stated: Stated) -> None:
+    def __init__(self, block: Mapping[str, Any], stated: ModelFacts) -> None:
         size = pair_of(block.get("weight_block_size"))
         if size is None:
             raise NotSimulated("FP8 without weight_block_size")
@@ -98,7 +98,7 @@ class CompressedTensors(_Base):
 
     name = "compressed-tensors"
 
-    def __init__(self, block: Mapping[str, Any], stated: Stated) -> None:
+    def __init__(self, block: Mapping[str, Any], stated: ModelFacts) -> None:
         if block.get("sparsity_config") or block.get("transform_config"):
             raise NotSimulated("sparsity_config or transform_config")
         cache = block.get("kv_cache_scheme")
@@ -212,7 +212,7 @@ class Modelopt(_Base):
     """modelopt's NVFP4 for all modules that its list does not name, or, in MIXED_PRECISION, one
     algorithm for each module that `quantized_layers` names."""
 
-    def __init__(self, block: Mapping[str, Any], stated: Stated) -> None:
+    def __init__(self, block: Mapping[str, Any], stated: ModelFacts) -> None:
         algorithm = str(block.get("quant_algo")).upper()
         layers = block.get("quantized_layers")
         self._layers: dict[str, str] | None = None
@@ -299,7 +299,7 @@ class GptqCodes(_Base):
     name = "auto_gptq"
     cache = False
 
-    def __init__(self, block: Mapping[str, Any], stated: Stated) -> None:
+    def __init__(self, block: Mapping[str, Any], stated: ModelFacts) -> None:
         self._bits, self._group = block.get("bits"), block.get("group_size")
         if type(self._bits) is not int or type(self._group) is not int or not self._group:
             raise NotSimulated("bits and group_size that are no numbers")
@@ -490,7 +490,7 @@ def _refuse_gptq(block: Mapping[str, Any], tensors: Mapping[str, TensorType]) ->
         )  # fmt: skip
 
 
-def quantization_of(config: Mapping[str, Any], stated: Stated) -> Quantization:
+def quantization_of(config: Mapping[str, Any], stated: ModelFacts) -> Quantization:
     """Quantization that a config states, for a class that maps names as stated. Raises NotSimulated, and
     LoadRefused for what the runtime refuses to read."""
     block = block_of(config)
@@ -502,7 +502,7 @@ def quantization_of(config: Mapping[str, Any], stated: Stated) -> Quantization:
         raise NotSimulated(f"a pattern of the quantization config: {error}") from None
 
 
-def _quantization(block: Mapping[str, Any], stated: Stated) -> Quantization:
+def _quantization(block: Mapping[str, Any], stated: ModelFacts) -> Quantization:
     method = block.get("quant_method")
     if method == "fp8":
         return Fp8Blocks(block, stated)

@@ -1,7 +1,7 @@
 """Reports of a validation: one `qconvert.validation.runner.Report`, written for its readers.
 
-One file per format, each with `render(report, rules)`, which is pure except for `places` (which checks
-which text files the folder has). A format that drops a finding, a claim or a gap says how many.
+Each form is made by a function of the report and the rules, which is pure except for `places` (which
+checks which text files the folder has). A format that drops a finding, a claim or a gap says how many.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ from typing import Any
 
 from qconvert.core.errors import UsageError
 from qconvert.validation.reports import (
-    as_github,
     as_html,
-    as_json,
-    as_junit,
     as_markdown,
-    as_sarif,
     as_text,
+    for_programs,
 )
 from qconvert.validation.runner import Report, rules
 
 _RENDER = {
     "text": as_text.render,
-    "json": as_json.render,
-    "junit": as_junit.render,
-    "sarif": as_sarif.render,
+    "json": for_programs.json_text,
+    "junit": for_programs.junit,
+    "sarif": for_programs.sarif,
     "markdown": as_markdown.render,
-    "github": as_github.render,
+    "github": for_programs.github,
     "html": as_html.render,
 }
 _SUFFIX = {
@@ -51,7 +48,7 @@ def render(report: Report, format: str, *, terminal: bool = False) -> str:
 
 def as_object(report: Report) -> dict[str, Any]:
     """The report as what its JSON form holds."""
-    return as_json.to_json(report, rules())
+    return for_programs.to_json(report, rules())
 
 
 def suffix_format(path: str | Path) -> str:

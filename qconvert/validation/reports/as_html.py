@@ -21,9 +21,10 @@ from qconvert.validation.reports.figures import (
     compared,
     decibel,
     groups,
+    name_of,
+    side_by_side,
     worst,
 )
-from qconvert.validation.reports.side_by_side import name_of, side_by_side
 from qconvert.validation.reports.words import by_rule, claims, verdict
 from qconvert.validation.runner import Report
 

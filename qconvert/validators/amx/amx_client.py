@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from qconvert.core import own_process
 from qconvert.core.errors import PlanError
 from qconvert.core.extras import lacking
-from qconvert.run.reader import Reader
+from qconvert.run.work.reader import Reader
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.amx.kt_forward import UNABLE, Job

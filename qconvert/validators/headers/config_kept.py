@@ -16,8 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.text_class import ALWAYS, SAME_MODEL, text_model_type
-from qconvert.core.family import MTP_COUNTS, text_config, without_quantization
+from qconvert.core.family import (
+    ALWAYS,
+    MTP_COUNTS,
+    SAME_MODEL,
+    text_config,
+    text_model_type,
+    without_quantization,
+)
 from qconvert.core.names import is_scale, scale_candidates
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked

@@ -10,8 +10,8 @@ from qconvert.core.errors import PlanError
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.shown import count, format_size
 from qconvert.runtimes.advisories import advisories
-from qconvert.runtimes.loading.offering import Simulated
-from qconvert.runtimes.loading.refusal import NotSimulated
+from qconvert.runtimes.loading.load_weights import SimulatedLoad
+from qconvert.runtimes.loading.setting import NotSimulated
 from qconvert.runtimes.serving import (
     SIMULATED,
     Answer,
@@ -117,7 +117,7 @@ def _of_draft(answer: Answer) -> Iterator[Finding]:
         yield replace(finding, severity="warning", message=text)
 
 
-def _at(rank: Simulated) -> str:
+def _at(rank: SimulatedLoad) -> str:
     at = rank.setting
     stage = f", stage {at.stage} of {at.pp}" if at.pp > 1 else ""
     return f"rank {at.rank} of {at.tp}{stage}"

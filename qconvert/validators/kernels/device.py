@@ -25,7 +25,7 @@ from qconvert.validators.amx.reading import read_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qconvert.run.reader import Reader
+    from qconvert.run.work.reader import Reader
 
 if not __name__.startswith("qconvert."):
     # Imported by its folder name it would be a second module whose classes differ from ours.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
-from qconvert.run.reader import Reader
+from qconvert.run.work.reader import Reader
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.kernels.device import NO_DATA, Case, Said, chosen, device, head, read, said
 from qconvert.validators.reading.forms import Form, Forms, Unread

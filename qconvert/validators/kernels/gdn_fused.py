@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.run.reader import Reader
+from qconvert.run.work.reader import Reader
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.kernels.device import NO_DATA, Said, device, said
 from qconvert.validators.reading.forms import Unread

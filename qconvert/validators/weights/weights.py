@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qconvert.checkpoint.text_class import text_model_type
+from qconvert.core.family import text_model_type
 from qconvert.core.names import parse, split_parameter
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Skipped

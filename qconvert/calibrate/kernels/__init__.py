@@ -1,1 +1,0 @@
-"""Triton kernels of calibrations, imported only where `choice` says that they compute."""

@@ -1,0 +1,1 @@
+"""Engines: where the units of a run are computed, and where finished files go."""

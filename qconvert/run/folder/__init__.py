@@ -1,0 +1,1 @@
+"""An output folder: claimed, journalled, resumed, verified, published."""

@@ -1,0 +1,205 @@
+"""Options of a run: each is stated once, here, for the command line, the API and the run itself."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, cast
+
+from qconvert.core.errors import PlanError, UsageError
+from qconvert.core.extras import lacking, pip_line
+from qconvert.core.options import explained, option, options_in
+from qconvert.core.shown import parse_size
+from qconvert.run.work.deadline import Until
+
+if TYPE_CHECKING:
+    from qconvert.run.work.division import Shard
+
+DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers long used; every loader copes with it
+# A sync waits for the disk, so units are committed in batches: after this much output or time.
+COMMIT_BYTES = 256 << 20
+
+
+# Those that a user chooses from; a shard is an engine by its own option.
+EngineName = Literal["local", "ray"]
+ENGINES: tuple[EngineName, ...] = ("local", "ray")
+# A cluster of this process's own, on this machine alone.
+OWN = "local"
+_ADDRESS = re.compile(r"auto|local|([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
+
+
+def check_address(address: str) -> None:
+    """Raise UsageError for an address that is none."""
+    if address.startswith("ray://"):
+        raise UsageError(
+            f"--address {address[:60]}: a Ray client is outside of the cluster; run qconvert on one of "
+            "its machines, and name the head as HOST:PORT"
+        )
+    if not _ADDRESS.fullmatch(address):
+        raise UsageError(f"--address {address[:60]!r}: write HOST:PORT, auto or local")
+
+
+def check_engine(engine: str, address: str | None, shard: object | None) -> None:
+    """Raise UsageError for options that exclude one another, and words that are none."""
+    if engine not in ENGINES:
+        raise UsageError(f"--engine {engine[:40]!r}: write one of {', '.join(ENGINES)}")
+    if engine != "ray":
+        if address is not None:
+            raise UsageError("--address names a Ray cluster: give --engine ray with it")
+        return
+    if shard is not None:
+        raise UsageError(
+            "--engine ray and --shard exclude one another: a shard is done by the machine that is given "
+            "it; leave one of them out"
+        )
+    if address is not None:
+        check_address(address)
+
+
+def check_installed() -> None:
+    """Raise PlanError where ray is not installed."""
+    missing = lacking("ray")
+    if missing:
+        raise PlanError(f"--engine ray: {missing}, on every node")
+
+
+def _shard(given: str | Shard) -> Shard:
+    from qconvert.run.work.division import parse_shard
+
+    return parse_shard(given, os.environ) if isinstance(given, str) else given
+
+
+def _address(given: str) -> str:
+    check_address(given)
+    return given
+
+
+def _repo_id(given: str) -> str:
+    from qconvert.checkpoint.hub_cache import is_id
+
+    if not is_id(given):
+        raise ValueError(f"{given!r} is not a valid repo id; write ORG/NAME")
+    return given
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run. None lets qconvert choose; sizes are in bytes. `commit_bytes` is how much work a
+    crash may lose. `link_near`, the output folder, lets source files that a plan may hold as they are
+    stand in by hard link where they are on the same disk. `streamed`: files are sent elsewhere while the
+    run goes on, and removed here. Raises UsageError for options that exclude one another."""
+
+    memory: int | None = option(
+        None, "Memory of all processes together, such as 512MiB.", kind="size", parse=parse_size,
+        metavar="SIZE", shown="1 GiB, or what all cores need; at most half of what is free",
+    )  # fmt: skip
+    jobs: int | None = option(
+        None, "Worker processes.", kind="count", metavar="N", shown="as many cores as pay"
+    )
+    max_shard_size: int | None = option(
+        None, "Largest output file.", kind="size", parse=parse_size, metavar="SIZE", shown="5GB",
+        rare=True,
+    )  # fmt: skip
+    base_model: str | None = option(
+        None, "The source's repo, for the model card.", kind="id", parse=_repo_id,
+        metavar="ORG/NAME", shown="what the source names", rare=True,
+    )  # fmt: skip
+    follow_links: bool = option(
+        False, "Follow links that lead out of the folder, which are refused otherwise.", rare=True
+    )
+    sha256: bool = option(False, "Also write each file's sha256 to the receipt.", rare=True)
+    verify: bool = option(
+        False, "Hash everything that an earlier run left in OUT before continuing it.", rare=True,
+        shown="sizes, headers, small files, and what was written last",
+    )  # fmt: skip
+    shard: Shard | None = option(
+        None, "Do part I of N, counted from 0, of what machines that share the folder do together. "
+        "auto, auto/N: I as Slurm, torchrun or Kubernetes say in the environment. "
+        "[afterwards: qconvert finish OUT]",
+        kind="shard", parse=_shard, metavar="I/N|auto", rare=True,
+    )  # fmt: skip
+    until: Until | None = option(
+        None, "Stop after 3h50m, 90m, 3:50:00. A calibration does at the end of a layer, where another "
+        "as long as the longest so far would not fit, all else at a unit; one is always done. Exit code "
+        "4: the same command goes on, to the same bytes.",
+        # Looked up when it is called: a test's clock takes its place.
+        kind="time", parse=lambda given: Until.of(given), metavar="TIME",
+    )  # fmt: skip
+    engine: EngineName = option(
+        "local", "Where the work is done: by processes of this machine, or on the nodes of a Ray "
+        "cluster. All must see SRC and OUT under the same paths (a shared file system); --memory is "
+        f"what each machine gives, --jobs the workers of all nodes. [ray: {pip_line('ray')}]",
+        choices=("local", "ray"), rare=True,
+    )  # fmt: skip
+    address: str | None = option(
+        None, "The head of the Ray cluster; `local` starts one of this machine alone. [with --engine "
+        "ray; default: RAY_ADDRESS, or the cluster that this machine belongs to]",
+        kind="address", parse=_address, metavar="HOST:PORT", rare=True,
+    )  # fmt: skip
+    work_dir: Path | None = option(
+        None, "Where an OUT in a store (s3://...) is made before it is sent, which takes disk for all "
+        "of it, and shards of one on the Hub (hf://ORG/NAME) until they are.",
+        kind="folder", parse=Path, metavar="DIR", shown="~/.cache/qconvert/outputs", rare=True,
+    )  # fmt: skip
+    disk_budget: int | None = option(
+        None, "Most disk that the run may take, such as 60GiB. One that is too small is refused while "
+        "planning, with the smallest that works.",
+        kind="size", parse=parse_size, metavar="SIZE", rare=True,
+        shown="no limit; for an OUT on the Hub, some shards",
+    )  # fmt: skip
+    private: bool = option(False, "Make the repo private if it is created.", rare=True)
+    for_run: bool = option(
+        False, "Refuse an `out` inside the source, or around it, before planning; a run refuses it in "
+        "any case.", command=False,
+    )  # fmt: skip
+    finish: bool = option(
+        False, "Publish what all shards did, and refuse a folder where units miss.", command=False
+    )
+    command: tuple[str, ...] = option(
+        (), "The command line that a shard's journal names, for `qconvert finish`.", parse=tuple,
+        command=False,
+    )  # fmt: skip
+    commit_bytes: int = COMMIT_BYTES
+    link_near: Path | None = None
+    streamed: bool = False
+
+    def __post_init__(self) -> None:
+        check_engine(self.engine, self.address, self.shard)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the largest output file."""
+        return self.max_shard_size or DEFAULT_SHARD_BYTES
+
+    def keywords(self) -> PlanOptions:
+        """The options as the API's functions take them."""
+        return cast(PlanOptions, {name: getattr(self, name) for name in options_in(RunOptions)})
+
+
+class PlanOptions(TypedDict, total=False):
+    memory: int | str | None
+    jobs: int | None
+    max_shard_size: int | str | None
+    base_model: str | None
+    follow_links: bool
+    sha256: bool
+    verify: bool
+    shard: str | Shard | None
+    until: Until | str | float | None
+    engine: EngineName
+    address: str | None
+    work_dir: str | Path | None
+    disk_budget: int | str | None
+    private: bool
+    for_run: bool
+    finish: bool
+    command: tuple[str, ...]
+
+
+PlanOptions.__doc__ = f"""Keywords of `plan`, `plan_pair`, `plan_graft`, `plan_stages` and `run`.
+
+Sizes are bytes, or texts as a command takes them.
+
+{explained(RunOptions)}"""
