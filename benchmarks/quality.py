@@ -314,8 +314,8 @@ def _meaning(codes: Codes) -> torch.Tensor:
     if codes.zero is not None:
         steps -= torch.from_numpy(codes.zero).float().repeat_interleave(width, 1)
     scale = torch.from_numpy(codes.scale)
-    if codes.own is not None:  # of modelopt's NVFP4, whose codes are twice their numbers
-        steps, scale = steps / 2, scale * codes.own
+    if codes.global_scale is not None:  # of modelopt's NVFP4, whose codes are twice their numbers
+        steps, scale = steps / 2, scale * codes.global_scale
     wide = steps * scale.repeat_interleave(width, 1)
     return wide.bfloat16().float()
 

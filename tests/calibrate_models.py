@@ -203,7 +203,7 @@ def calibrated(
 
 def same(one: Codes, other: Codes) -> bool:
     codes = np.array_equal(one.codes, other.codes) and np.array_equal(one.scale, other.scale)
-    return codes and one.own == other.own
+    return codes and one.global_scale == other.global_scale
 
 
 def assert_same(one: Kept, other: Kept) -> None:
