@@ -444,8 +444,8 @@ MUTANTS = (
         "np.copyto(exponents[:, None], powers,", "np.copyto(exponents[:, None], powers + 1,",
     ),
     Mutant(
-        "MX called groups of 64", "mxfp8", "formats.mx.config", "mx_group_config",
-        '"group_size": MX_BLOCK', '"group_size": 2 * MX_BLOCK',
+        "MX called groups of 64", "mxfp8", "formats.mx.format", "mx_group_config",
+        '"group_size": BLOCK', '"group_size": 2 * BLOCK',
     ),
     Mutant(
         "MXFP4 codes exchanged in bytes", "mxfp4 beside fp8", "ops.fp4", "pack",

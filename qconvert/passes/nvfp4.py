@@ -18,7 +18,6 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.formats.base import Stored
 from qconvert.formats.mx import format as mx
-from qconvert.formats.mx.config import mxfp4_modules
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
 from qconvert.formats.nvfp4.config import (
     NAMES,
@@ -119,7 +118,7 @@ class ToNvfp4(Quantizing):
         return self.packer().suffixes
 
     def __call__(self, plan: Plan) -> Plan:
-        modules = mxfp4_modules(plan)
+        modules = mx.mxfp4_modules(plan)
         return self._relabelled(plan, modules) if modules else self.planned(plan)
 
     def encoded(

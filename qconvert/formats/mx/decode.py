@@ -14,9 +14,8 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import RowError
+from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, aligned
-from qconvert.formats.mx.config import MX_BLOCK, check_mxfp4
 from qconvert.ops.base import Uncut, array
 from qconvert.ops.cast import check_finite, float_tiles
 from qconvert.ops.compiled import done
@@ -31,7 +30,9 @@ if TYPE_CHECKING:
     Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
     UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
-BLOCK = MX_BLOCK
+BLOCK = 32  # columns that share a scale
+_CODES = ("U8", "I8")
+EXPONENTS = ("U8", "F8_E8M0")
 _BYTES = BLOCK // 2
 _NAN = 255
 # 1.5 * 2^2 is the largest code, and 1.5 * 2^127 bf16's largest power of two: from exponent 253 on codes
@@ -41,6 +42,19 @@ _INFINITY = 0x7F80
 _LEAST_POWER = 0x00400000  # bits of 2^-127, a denormal float32
 # Bytes looked up at a time: their indices, 8 bytes each, fit in a core's own cache.
 _TILE = 1 << 15
+
+
+def check_mxfp4(packed: TensorType, scale: TensorType) -> None:
+    """Raise PlanError where two tensors are no MXFP4 matrix."""
+    if packed.dtype not in _CODES or len(packed.shape) != 2:
+        raise PlanError(f"expected packed E2M1 codes in a U8 or I8 matrix, found {packed}")
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    shape = rows, columns // BLOCK
+    if columns % BLOCK or scale.shape != shape or scale.dtype not in EXPONENTS:
+        raise PlanError(
+            f"expected exponents U8 or F8_E8M0 [{rows}, {columns} / {BLOCK}] for {packed}, found "
+            f"{scale}"
+        )
 
 
 @cache

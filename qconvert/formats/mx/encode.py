@@ -25,7 +25,8 @@ from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, aligned
 from qconvert.formats.fp8.encode import to_e4m3
 from qconvert.formats.int_packed.encode import largest_sizes
-from qconvert.formats.mx.config import MX_BLOCK, Format
+from qconvert.formats.mx.decode import BLOCK
+from qconvert.formats.mx.format import Form
 from qconvert.ops.base import array
 from qconvert.ops.cast import TILE_ELEMENTS
 from qconvert.ops.compiled import done
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
 # The power of two of the largest code: 6 and 448.
-_LARGEST_POWER: Mapping[Format, int] = {"mxfp4": 2, "mxfp8": 8}
+_LARGEST_POWER: Mapping[Form, int] = {"mxfp4": 2, "mxfp8": 8}
 _BF16_INFINITY = 0x7F80
 # A quarter of a power of two, in a bf16's last bits: what lifts 1.75 to 2.
 _QUARTER = 1 << 5
@@ -57,42 +58,42 @@ class EncodeMx(EachRow):
     NaN, infinity, and what is beyond the largest scale.
     """
 
-    format: Format
+    format: Form
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         (weight,) = args
         if weight.dtype != "BF16" or len(weight.shape) != 2:
             raise PlanError(f"expected a BF16 matrix to quantize to MX, found {weight}")
         rows, columns = weight.shape
-        if columns % MX_BLOCK:
-            raise PlanError(f"expected columns in whole groups of {MX_BLOCK}, found {columns}")
+        if columns % BLOCK:
+            raise PlanError(f"expected columns in whole groups of {BLOCK}, found {columns}")
         codes = TensorType("F8_E4M3", (rows, columns))
         if self.format == "mxfp4":
             codes = TensorType("U8", (rows, columns // 2))
-        return codes, TensorType("U8", (rows, columns // MX_BLOCK))
+        return codes, TensorType("U8", (rows, columns // BLOCK))
 
     def scratch(self, *args: TensorType) -> int:
         """A tile twice as float32."""
         return 2 * aligned(4 * min(args[0].numel, TILE_ELEMENTS))
 
     def loss(self, *args: TensorType) -> str | None:
-        return f"rounds to {self.format} with a power-of-two scale for {MX_BLOCK} columns"
+        return f"rounds to {self.format} with a power-of-two scale for {BLOCK} columns"
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
     ) -> Mapping[str, int]:
         import numpy as np
 
-        total = ins[0].type.numel // MX_BLOCK
-        a_row = ins[0].type.shape[1] // MX_BLOCK
-        step = min(total, TILE_ELEMENTS // MX_BLOCK)
+        total = ins[0].type.numel // BLOCK
+        a_row = ins[0].type.shape[1] // BLOCK
+        step = min(total, TILE_ELEMENTS // BLOCK)
         half = len(scratch) // 2
-        weight = array(ins[0].data, np.uint16, (total, MX_BLOCK))
-        wide = MX_BLOCK // 2 if self.format == "mxfp4" else MX_BLOCK
+        weight = array(ins[0].data, np.uint16, (total, BLOCK))
+        wide = BLOCK // 2 if self.format == "mxfp4" else BLOCK
         codes = array(outs[0].data, np.uint8, (total, wide))
         exponents = array(outs[1].data, np.uint8, (total,))
-        bits = array(scratch[: 4 * step * MX_BLOCK], np.int32, (step, MX_BLOCK))
-        spare = array(scratch[half : half + 4 * step * MX_BLOCK], np.int32, (step, MX_BLOCK))
+        bits = array(scratch[: 4 * step * BLOCK], np.int32, (step, BLOCK))
+        spare = array(scratch[half : half + 4 * step * BLOCK], np.int32, (step, BLOCK))
         for start in range(0, total, max(1, step)):
             stop = min(start + step, total)
             count = stop - start

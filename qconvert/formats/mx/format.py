@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -11,11 +11,12 @@ from qconvert.core.encodings import MX, MXFP4, MXFP4_BESIDE, MXFP4_STACKED
 from qconvert.core.errors import PlanError
 from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.formats.fp8.format import read as read_fp8
-from qconvert.formats.mx.config import EXPONENTS
+from qconvert.formats.mx.decode import BLOCK, EXPONENTS, DequantMxfp4
 from qconvert.ops.rowwise import RowOp
 from qconvert.plan.plan import Plan
 
 Form = Literal["mxfp4", "mxfp8"]
+_CONFIG_FORMATS: Mapping[Form, str] = {"mxfp4": "mxfp4-pack-quantized", "mxfp8": "mxfp8-quantized"}
 
 
 def read(plan: Plan, module: str) -> Read | None:
@@ -40,8 +41,6 @@ def read(plan: Plan, module: str) -> Read | None:
 
 
 def _stored(plan: Plan, codes: str, scale: str) -> Read:
-    from qconvert.formats.mx.decode import DequantMxfp4
-
     return stored(plan, (codes, scale), DequantMxfp4()), (codes, scale)
 
 
@@ -75,15 +74,37 @@ def _encoder(form: Form) -> RowOp:
     return EncodeMx(form)
 
 
-def _group(form: Form, targets: Iterable[str]) -> dict[str, Any]:
-    from qconvert.formats.mx.config import mx_group_config
+def mx_group_config(form: Format, targets: Iterable[str]) -> dict[str, Any]:
+    """An entry of compressed-tensors' `config_groups` (0.19, `quantization/quant_scheme.py`: MXFP4A16
+    and MXFP8). Runtimes decide for themselves how they compute with MXFP4 weights; with MXFP8 ones vLLM
+    0.33 (`schemes/compressed_tensors_w8a8_mxfp8.py`) scales activations alike."""
+    common = {
+        "num_bits": 4 if form == "mxfp4" else 8, "type": "float", "symmetric": True,
+        "strategy": "group", "group_size": BLOCK, "scale_dtype": "torch.uint8",
+        "zp_dtype": "torch.uint8",
+    }  # fmt: skip
+    return {
+        "targets": list(targets),
+        "format": _CONFIG_FORMATS[form],
+        "weights": {**common, "dynamic": False},
+        "input_activations": None if form == "mxfp4" else {**common, "dynamic": True},
+        "output_activations": None,
+    }
 
-    return mx_group_config(form, targets)
+
+def mxfp4_modules(plan: Plan) -> list[str]:
+    """Modules whose weights are MXFP4 in compressed-tensors' form, [] where the config states none."""
+    if not any(states_mxfp4(config.block) for config in plan.checkpoint.quantization_configs):
+        return []
+    suffix = ".weight_packed"
+    return [
+        name.removesuffix(suffix)
+        for name, output in plan.tensors.items()
+        if name.endswith(suffix) and output.type.dtype == "U8"
+    ]
 
 
 def _check_source(plan: Plan) -> None:
-    from qconvert.formats.mx.config import mxfp4_modules
-
     if mxfp4_modules(plan):
         raise PlanError("the source is MXFP4: rounding its codes again would only lose")
 
@@ -107,14 +128,14 @@ FORMATS = (
     Format(
         name="mxfp4", title="MXFP4", parameters=MX["mxfp4"], codes=("U8",), cut=(1, 32), order=40,
         equals=f"{_EQUALS} MXFP4A16", read=read, label=_label,
-        encode=partial(_encoder, "mxfp4"), config_group=partial(_group, "mxfp4"),
+        encode=partial(_encoder, "mxfp4"), config_group=partial(mx_group_config, "mxfp4"),
         check=_check_source,
         notes=("loaded by vLLM 0.33; sglang 0.5.23 reads it in Kimi-K3 and DeepSeek-V4 alone",),
     ),
     Format(
         name="mxfp8", title="MXFP8", parameters=MX["mxfp8"], codes=("F8_E4M3",), cut=(1, 32), order=10,
         equals=f"{_EQUALS} MXFP8", read=read_fp8,
-        encode=partial(_encoder, "mxfp8"), config_group=partial(_group, "mxfp8"),
+        encode=partial(_encoder, "mxfp8"), config_group=partial(mx_group_config, "mxfp8"),
         check=_check_source,
         notes=("loaded by vLLM 0.33; sglang 0.5.23 has no class for it",),
     ),

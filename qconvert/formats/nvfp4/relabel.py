@@ -18,7 +18,8 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer, Output, apply
-from qconvert.formats.mx.config import EXPONENTS, MX_BLOCK, check_mxfp4
+from qconvert.formats.mx.decode import BLOCK as MX_BLOCK
+from qconvert.formats.mx.decode import EXPONENTS, check_mxfp4
 from qconvert.formats.nvfp4.config import NAMES, group_config
 from qconvert.ops.base import Exact, Uncut, array
 from qconvert.ops.fp4 import BLOCK
