@@ -16,10 +16,10 @@ from ops_harness import buffer, run_op
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RowError
 from qconvert.core.graph import Buffer, Op
-from qconvert.formats.floats.decode import DequantTo
 from qconvert.formats.int_packed.awq import DequantAwq
 from qconvert.formats.int_packed.decode import DequantInt8, DequantInts
 from qconvert.formats.int_packed.gptq import DequantGptq
+from qconvert.ops.cast import DequantTo
 
 HUGE = 2.0**120  # times the largest code, 448, it is beyond bf16; times 240 it is not
 WEIGHT = "model.layers.1.mlp.experts.1.gate_proj.weight"

@@ -20,6 +20,7 @@ from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_reading, fp8_scale_name, fp8_scheme_of
 from qconvert.formats.mx.format import stacks
 from qconvert.formats.registry import encoded
+from qconvert.ops.cast import DequantTo
 from qconvert.ops.rowwise import Decoder, FloatDecoder, with_overflow
 from qconvert.passes.replace_weights import replace_weights, sources_of
 from qconvert.plan.pass_options import options_of
@@ -103,8 +104,6 @@ class Dequant:
             decoder = with_overflow(decoder)
         if self.dtype == "bf16":
             return decoder
-        from qconvert.formats.floats.decode import DequantTo
-
         if not isinstance(decoder, FloatDecoder):
             raise PlanError(f"{name!r}: its format is decoded to bf16 only")
         return DequantTo(decoder, "F16" if self.dtype == "f16" else "F32")
