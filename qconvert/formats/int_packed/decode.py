@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
@@ -122,7 +122,7 @@ class DequantInts(EachRow):
 
     def cut(
         self, args: tuple[Output, ...], start: int, stop: int, rows: int
-    ) -> tuple[DequantInts, tuple[Output, ...]]:
+    ) -> tuple[Self, tuple[Output, ...]]:
         """Zero points are packed along the rows."""
         step = self.row_step()
         if start % step:
