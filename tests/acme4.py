@@ -7,8 +7,9 @@ the low nibbles are its first K / 4 columns, the high nibbles the others. A numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,51 @@ class DequantAcme4(EachRow):
         return {}
 
 
+@dataclass(frozen=True, slots=True)
+class EncodeAcme4(EachRow):
+    """BF16 [N, K] -> codes U8 [N, K / 2], scale F16 and offset BF16 [N, K / 64]. The offset is the least
+    number of a block, rounded down; 15 scales reach the largest."""
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        (weight,) = args
+        if weight.dtype != "BF16" or len(weight.shape) != 2 or weight.shape[1] % BLOCK:
+            raise PlanError(f"expected a BF16 matrix of whole blocks of {BLOCK}, found {weight}")
+        rows, columns = weight.shape
+        beside = rows, columns // BLOCK
+        return (
+            TensorType("U8", (rows, columns // 2)),
+            TensorType("F16", beside),
+            TensorType("BF16", beside),
+        )
+
+    def scratch(self, *args: TensorType) -> int:
+        return 0
+
+    def loss(self, *args: TensorType) -> str | None:
+        return f"rounds to ACME4 in blocks of {BLOCK}"
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        rows, columns = ins[0].type.shape
+        bits = array(ins[0].data, np.uint16, (rows, columns)).astype(np.uint32) << 16
+        blocks = bits.view(np.float32).reshape(rows, -1, BLOCK)
+        check_finite(blocks.reshape(rows, columns), 0)
+        offset = blocks.min(axis=2)
+        scale = np.maximum((blocks.max(axis=2) - offset) / 15, 2.0**-14).astype(np.float16)
+        each = (blocks - offset[..., None]) / scale.astype(np.float32)[..., None]
+        codes = np.rint(each).clip(0, 15).astype(np.uint8).reshape(rows, columns)
+        even, odd = codes[:, ::2], codes[:, 1::2]
+        half = columns // 4
+        packed = [side[:, :half] | side[:, half:] << 4 for side in (even, odd)]
+        np.copyto(array(outs[0].data, np.uint8, (rows, columns // 2)), np.hstack(packed))
+        np.copyto(array(outs[1].data, np.float16, scale.shape), scale)
+        np.copyto(
+            array(outs[2].data, np.uint16, offset.shape), offset.view(np.uint32) >> 16, "unsafe"
+        )
+        return {}
+
+
 _PARAMETERS = ("weight_acme", "weight_scale", "weight_offset")
 
 
@@ -75,7 +121,17 @@ def read(plan: Plan, module: str) -> Read | None:
     return (stored(plan, names, DequantAcme4()), names) if names[0] in plan.tensors else None
 
 
+def config_group(targets: Iterable[str]) -> dict[str, Any]:
+    """An entry of the config's `config_groups`."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group"}
+    return {
+        "targets": list(targets), "format": "acme4", "weights": {**weights, "group_size": BLOCK},
+        "input_activations": None, "output_activations": None,
+    }  # fmt: skip
+
+
 FORMAT = Format(
     name="acme4", title="ACME4", parameters=_PARAMETERS, codes=("U8",), cut=(1, BLOCK),
-    equals="tests/test_extensions.py", read=read,
+    equals="tests/test_extensions.py", read=read, encode=EncodeAcme4, config_group=config_group,
+    notes=("loaded by Acme's runtime",),
 )  # fmt: skip

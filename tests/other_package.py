@@ -29,9 +29,18 @@ def installed(site: Path, name: str, modules: Mapping[str, str], points: Mapping
 
 def run_beside(site: Path, *words: str | Path, **environment: str) -> Result:
     """A command in a process of its own, which finds the package."""
-    path = os.pathsep.join([str(site), str(_ROOT)])
+    return _run(site, ["-m", "qconvert", *map(str, words)], environment)
+
+
+def python_beside(site: Path, code: str, *words: object) -> Result:
+    """Code in such a process, which finds modules of the tests, too."""
+    return _run(site, ["-c", code, *map(str, words)], {})
+
+
+def _run(site: Path, words: list[str], environment: Mapping[str, str]) -> Result:
+    path = os.pathsep.join([str(site), str(_ROOT), str(_ROOT / "tests")])
     done = subprocess.run(
-        [sys.executable, "-m", "qconvert", *map(str, words)], capture_output=True, text=True,
+        [sys.executable, *words], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": path, **environment}, check=False, timeout=120,
     )  # fmt: skip
     return Result(done.returncode, done.stdout, done.stderr)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from acme4 import Floats
-from checkpoints import Model, Result, Tensor, read_tensors, tensor
-from other_package import installed, run_beside
+from checkpoints import Model, Result, Tensor, read_tensors, tensor, tree
+from other_package import installed, python_beside, run_beside
 from reading_models import FAMILY_FILE, remote
 
 FORMAT = (Path(__file__).parent / "acme4.py").read_text(encoding="utf-8")
@@ -144,6 +144,57 @@ def test_a_format_is_quantized_from(
     sound(site, "w4a16", source, tmp_path / "w4", "--rtn", "--group-size", "32", "--jobs", "1")
     made = read_tensors(tmp_path / "w4")
     assert {made[f"{name}_packed"].dtype for name in numbers} == {"I32"}
+
+
+# A recipe carried out, up to the Nth matrix that is encoded.
+WRITING = """
+import sys
+from pathlib import Path
+from acme_qc.stored import EncodeAcme4
+from checkpoints import unjudged
+
+source, out, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+run, left = EncodeAcme4.run, [count]
+
+def counted(self, *rest):
+    left[0] -= 1
+    if not left[0]:
+        raise KeyboardInterrupt
+    return run(self, *rest)
+
+EncodeAcme4.run = counted
+unjudged("passes: [quantize: {format: acme4}]", source, out)
+"""
+
+
+def test_a_format_is_written(site: Path, tmp_path: Path) -> None:
+    """By the pass that writes any, planned, resumed and named in the card."""
+    model = acme()
+    model.config["moe_intermediate_size"] = 64
+    weights = {}
+    for name in [name for name in model.tensors if ".experts." in name]:
+        weights[name] = np.random.default_rng(len(name)).normal(0, 0.02, (64, 64))
+        bits = weights[name].astype(np.float32).view(np.uint32) >> 16
+        model.tensors[name] = Tensor("BF16", (64, 64), bits.astype(np.uint16).tobytes())
+    source = model.write(tmp_path / "source")
+    assert python_beside(site, WRITING, source, tmp_path / "out", 0).code == 0
+    assert python_beside(site, WRITING, source, tmp_path / "again", 5).code != 0
+    assert (tmp_path / "again" / ".qconvert").is_dir()
+    assert python_beside(site, WRITING, source, tmp_path / "again", 0).code == 0
+    assert tree(tmp_path / "again") == tree(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_bytes())["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "acme4")
+    assert "ACME4" in (tmp_path / "out" / "README.md").read_text()
+    shown = json.loads(sound(site, "inspect", tmp_path / "out", "--json").out)
+    assert shown["formats"]["ACME4"]["tensors"] == len(weights)
+    sound(site, "dequant", tmp_path / "out", tmp_path / "f32", "--dtype", "f32", "--jobs", "1")
+    made = read_tensors(tmp_path / "f32")
+    for name, wanted in weights.items():
+        numbers = np.frombuffer(made[name].data, np.float32).reshape(64, 64)
+        step = np.ptp(wanted, axis=1, keepdims=True) / 15
+        assert (np.abs(numbers - wanted) <= 0.51 * step + 2**-8 * np.abs(wanted)).all()
+    refused = run_beside(site, "quantize", source, tmp_path / "o", "--format", "acme5")
+    assert "one of acme4, int8, mxfp4, mxfp8; found 'acme5'" in refused.err
 
 
 def test_a_validator(site: Path, tmp_path: Path) -> None:

@@ -168,6 +168,13 @@ def _added_parameters() -> frozenset[str]:
     return frozenset(p for one in formats_of(discover(group=FORMATS)) for p in one.parameters)
 
 
+@cache
+def _added_codes(parameter: str) -> tuple[str, ...]:
+    """Ends of the names of codes that other packages' formats have beside a parameter of this name."""
+    known = formats_of(discover(group=FORMATS))
+    return tuple(f".{one.parameters[0]}" for one in known if parameter in one.parameters[1:])
+
+
 def experts_module(name: str) -> str | None:
     """The module that holds a layer's routed experts (`model.layers.3.mlp.experts`), by the component
     after which `parse` reads an expert's number. None for a name without it."""
@@ -262,7 +269,8 @@ def _weights_at(last: str) -> tuple[str, ...] | None:
     None where it is not a scale's."""
     for suffix, weights in _WEIGHT_OF_SCALE:
         if last.endswith(suffix):
-            return tuple(last.removesuffix(suffix) + weight for weight in weights)
+            every = (*weights, *_added_codes(suffix.removeprefix(".")))
+            return tuple(last.removesuffix(suffix) + weight for weight in every)
     return None
 
 
