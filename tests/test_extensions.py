@@ -144,6 +144,8 @@ def test_a_format_is_quantized_from(
     sound(site, "w4a16", source, tmp_path / "w4", "--rtn", "--group-size", "32", "--jobs", "1")
     made = read_tensors(tmp_path / "w4")
     assert {made[f"{name}_packed"].dtype for name in numbers} == {"I32"}
+    left = run_beside(site, "mx", source, tmp_path / "mx", "--targets", "o_proj", "--dry-run")
+    assert "weight_acme' is packed already and is no target" in left.err
 
 
 # A recipe carried out, up to the Nth matrix that is encoded.

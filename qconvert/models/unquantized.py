@@ -13,6 +13,7 @@ from qconvert.core.graph import Output
 from qconvert.core.names import parse, split_parameter, with_fused_names
 from qconvert.core.roles import SHARED
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
+from qconvert.formats.registry import code_parameters
 from qconvert.plan.plan import Plan
 
 _VISION = "visual"
@@ -267,8 +268,9 @@ def fp8_block(plan: Plan, linears: Mapping[str, bool]) -> tuple[int, int] | None
 
 def check_nothing_packed(others: Named) -> None:
     """The new config says one thing of packed weights. Raises PlanError for others that stay packed."""
+    packed = tuple(f".{one}" for one in code_parameters() if one not in ("", "weight"))
     for name in others:
-        if name.endswith((".weight_packed", ".qweight")):
+        if name.endswith(packed):
             raise PlanError(
                 f"{name!r} is packed already and is no target, and the config has no place for two "
                 "forms: target it too, or start from a source that is not quantized"
