@@ -27,7 +27,7 @@ _NAME = re.compile(r"layers\.([0-9]{1,9})\.(gate_up|down)\.absmax")
 
 @dataclass(frozen=True)
 class InputScales:
-    """What the input scales of all that a pass quantizes follow from: one `constant`, the `largest`
+    """Source of the input scales of all that a pass quantizes: one `constant`, the `largest`
     input of each expert, by layer and `gate_up` or `down`, or neither, and none are stored. `unseen`
     counts experts that saw no token, which have the largest of their layer's others."""
 

@@ -169,7 +169,7 @@ class Quantizing:
 
     @property
     def beside_experts(self) -> str:
-        """What options take beside the routed experts, for messages."""
+        """Layers that options take beside the routed experts, for messages."""
         shared = "quantized shared experts" if self.shared_experts == "quantize" else ""
         return "all other layers" if LINEAR in self.targets else shared
 
