@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 from re import escape
 from typing import Any, ClassVar, Literal
@@ -242,10 +243,11 @@ class Quantizing:
         """The new tensors by name, each matrix for itself."""
         made = self.solved(plan, chosen, digest)
         drafts = chosen.drafts(plan)
+        encoder = cache(lambda draft: self.encoder(draft=draft))
         found: dict[str, Output] = {}
         for module, _, stored in chosen:
             draft = module in drafts
-            results = made.get(module) or rounded(module, stored, self.encoder(draft=draft))
+            results = made.get(module) or rounded(module, stored, encoder(draft))
             found.update(self.named(module, stored, results, draft=draft))
         return found
 
