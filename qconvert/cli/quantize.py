@@ -33,7 +33,8 @@ _BITS = click.option(
 @conversion(
     click.option(
         "--format", "form", required=True, metavar="NAME",
-        help="What to write: int8, mxfp4, mxfp8, or a format that another package adds.",
+        help="Format to write, such as mxfp8 or int8, or one that another package adds; a name that is "
+        "none lists them.",
     ),
     TARGETS, IGNORE, SHARED_EXPERTS, TP,
 )  # fmt: skip
