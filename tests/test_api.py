@@ -294,6 +294,7 @@ def test_errors_are_types(source: Path, tmp_path: Path) -> None:
         (api.UsageError, lambda: api.evaluate(source, source, None)),
         (api.UsageError, lambda: api.plan_after("copy", source, "dequant")),
         (api.UsageError, lambda: api.plan("copy", source, base_model="a/b/c")),
+        (api.UsageError, lambda: api.plan("copy", source, jobs=0)),
         (api.UsageError, lambda: api.validate(source, layers="3-1")),
         (api.UsageError, lambda: api.validate(source, level="all")),  # type: ignore[arg-type]
         (api.UsageError, lambda: api.validate(source, tp=2)),

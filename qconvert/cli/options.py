@@ -17,8 +17,9 @@ import click
 from qconvert.cli import completion
 from qconvert.core.options import Option, options_in
 from qconvert.core.shown import parse_size
+from qconvert.run.options import RunOptions
 from qconvert.run.work.options import RunOptions
-from qconvert.validation.options import SAYS_LEVEL, ValidateOptions
+from qconvert.validation.options import SAYS_LEVEL, ValidateOptions, partition
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -97,13 +98,6 @@ def _is_source(text: str) -> str:
         parse_repo(text)
     elif is_url(text):
         store_of(text)
-    return text
-
-
-def _is_partition(text: str) -> str:
-    from qconvert.runtimes.pipeline import parse_partition
-
-    parse_partition(text)
     return text
 
 
@@ -222,7 +216,7 @@ class Count(click.IntRange):
 
 
 SOURCE_NAME = Parsed("source", _is_source, completion.paths)
-PARTITION = Parsed("partition", _is_partition)
+PARTITION = Parsed("partition", partition)
 SIZE = Parsed("size", parse_size)
 BRANCH = Parsed("branch", _is_branch)
 _TYPES: dict[str, click.ParamType[Any]] = {

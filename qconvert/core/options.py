@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from textwrap import fill
 from typing import Any, TypeVar
 
 from qconvert.core.errors import UsageError
@@ -60,17 +61,19 @@ def from_keywords(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def _read(kind: type, name: str, value: Any) -> Any:
     _, one = options_in(kind)[name]
-    if value is None or (one.parse is None and not one.choices):
+    if value is None:
         return value
     if one.parse is not None:
         try:
             return one.parse(value)
         except ValueError as error:
             raise UsageError(f"{name}: {error}") from error
-    if value not in one.choices:
+    if one.choices and value not in one.choices:
         raise UsageError(
             f"{name}: expected one of {', '.join(one.choices)}, found {str(value)[:40]!r}"
         )
+    if one.kind == "count" and value < one.least:
+        raise UsageError(f"{name}: expected {one.least} or more, found {value}")
     return value
 
 
@@ -98,6 +101,6 @@ def taking(kind: type, keywords: Mapping[str, Any]) -> Callable[[F], F]:
 def explained(kind: type) -> str:
     """The options of a dataclass that functions take, a paragraph each, for a docstring."""
     return "\n\n".join(
-        f"`{name}`: {about.help}{'' if about.shown is None else f' [default: {about.shown}]'}"
+        fill(f"`{name}`: {about.help}{f' [default: {about.shown}]' if about.shown else ''}", 100)
         for name, (_, about) in options_in(kind).items()
     )

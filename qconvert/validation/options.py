@@ -39,7 +39,8 @@ def _layers(given: str | tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def _partition(given: str | int) -> str:
+def partition(given: str | int) -> str:
+    """Layers of each stage, or a number of stages, as text. Raises UsageError."""
     from qconvert.runtimes.pipeline import parse_partition
 
     parse_partition(str(given))
@@ -86,7 +87,7 @@ class ValidateOptions:
     )  # fmt: skip
     pp: str | None = option(
         None, "Layers of each stage, or a number of stages to split as the runtime would. [with --for]",
-        kind="partition", parse=_partition, metavar="15,15,15,16|N",
+        kind="partition", parse=partition, metavar="15,15,15,16|N",
     )  # fmt: skip
     ep: int | None = option(
         None, "Groups of experts among the tensor-parallel ranks. [with --for; default: 1]",
