@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from qconvert.cli.command import Command
@@ -22,25 +24,18 @@ from qconvert.core.say import say, say_all, say_json
     "--gpu-memory", type=SIZE, default="141GB", show_default=True, help="Memory of each GPU."
 )
 @click.option(
-    "--capability",
-    type=click.Choice(["8.0", "8.9", "9.0", "10.0"]),
-    default="9.0",
-    show_default=True,
+    "--capability", type=click.Choice(["8.0", "8.9", "9.0", "10.0"]), default="9.0", show_default=True,
     help="Compute capability of the GPUs: 9.0 is an H200, 10.0 a B200.",
-)
+)  # fmt: skip
 @click.option("--cpu-memory", type=SIZE, help="Main memory. KTransformers keeps experts in it.")
 @click.option(
-    "--numa",
-    type=Count(most=64),
-    default=2,
-    show_default=True,
+    "--numa", type=Count(most=64), default=2, show_default=True,
     help="NUMA nodes of the serving machine; the runtime must be started with the same count.",
-)
+)  # fmt: skip
 @click.option(
-    "--hotness",
-    metavar="FILE",
+    "--hotness", metavar="FILE",
     help="A hotness.pt of a calibration: KTransformers keeps the experts used most on the GPU.",
-)
+)  # fmt: skip
 @click.option(
     "--disk", type=SIZE, default="1GB", show_default=True, help="Bytes a second of the disk."
 )
@@ -56,12 +51,9 @@ def advise(
     gpu_memory: int,
     capability: str,
     cpu_memory: int | None,
-    numa: int,
-    hotness: str | None,
     disk: int,
-    disaggregated: bool,
-    follow_links: bool,
     as_json: bool,
+    **given: Any,
 ) -> int:
     """Say which conversion SRC needs for a runtime, if any, and how to serve it.
 
@@ -95,10 +87,7 @@ def advise(
         if place.fetched:
             say(place.summary, err=True)
         with uncollected():
-            found = api.advise(
-                Path(place.folder), consumer, machine, disaggregated=disaggregated, numa=numa,
-                hotness=hotness, follow_links=follow_links,
-            )  # fmt: skip
+            found = api.advise(Path(place.folder), consumer, machine, **given)
         if as_json:
             say_json(told(found))
         else:

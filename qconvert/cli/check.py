@@ -165,11 +165,10 @@ def _diff_files(a: str, b: str, *, follow_links: bool, as_json: bool) -> int:
 @made_for("sglang, whose loader is simulated: an H200 without other options", "sglang", "vllm")
 @options_of(ValidateOptions, "tp", "pp", "ep", "jobs", "memory")
 @click.option(
-    "--format",
-    "form",
+    "--format", "form",
     type=click.Choice(["text", "json", "junit", "sarif", "markdown", "github", "html"]),
     help="Format of the printed report. [default: text; github in GitHub Actions]",
-)
+)  # fmt: skip
 @JSON
 @report(".html .json .xml (junit) .sarif .md .txt")
 @PROFILE

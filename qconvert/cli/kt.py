@@ -66,11 +66,9 @@ def amx(gptq: bool, asked: Asked, **fields: Any) -> Pass:
 @click.command(cls=Command)
 @SOURCE
 @click.option(
-    "--cpu-out",
-    required=True,
-    type=Folder(repos=True),
+    "--cpu-out", required=True, type=Folder(repos=True),
     help="Folder for the experts on the CPU side, or a repo on the Hub: hf://ORG/NAME.",
-)
+)  # fmt: skip
 @click.option("--cpu", "method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
 @_NUMA
 @_ROUNDING
@@ -81,10 +79,9 @@ def amx(gptq: bool, asked: Asked, **fields: Any) -> Pass:
     "nearest, groups of 128) and all other layers unchanged.",
 )  # fmt: skip
 @click.option(
-    "--gpu-out",
-    type=Folder(repos=True),
+    "--gpu-out", type=Folder(repos=True),
     help="Folder for --gpu w4a16; a repo where --cpu-out is one.",
-)
+)  # fmt: skip
 @TP
 @CALIBRATION
 @RUNNING

@@ -249,19 +249,14 @@ def _convert_for(
 @OUT
 @made_for("sglang, vllm, transformers; qwen3-next: a model class")
 @click.option(
-    "--groups",
-    type=Count(),
-    metavar="N",
+    "--groups", type=Count(), metavar="N",
     help="Number of groups in which rows are ordered, for your own loader.",
-)
+)  # fmt: skip
 @SOURCE_GROUPS
 @click.option(
-    "--what",
-    type=click.Choice(["gdn", "gate_up", "qkv"]),
-    default="gdn",
-    show_default=True,
+    "--what", type=click.Choice(["gdn", "gate_up", "qkv"]), default="gdn", show_default=True,
     help="Projections to fuse.",
-)
+)  # fmt: skip
 @CONVERSION
 def fuse(
     source: str,

@@ -122,18 +122,14 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
 @SOURCE
 @click.argument("out", type=Folder(repos=True))
 @click.option(
-    "--pp",
-    required=True,
-    type=PARTITION,
-    metavar="15,15,15,16|N",
+    "--pp", required=True, type=PARTITION, metavar="15,15,15,16|N",
     help="Layers of each stage, or a number of stages to split as the runtime would.",
-)
+)  # fmt: skip
 @made_for("sglang or vllm; needed with --pp N", "sglang", "vllm")
 @click.option(
-    "--balance",
-    is_flag=True,
+    "--balance", is_flag=True,
     help="Cut the N stages so that the fullest one holds least: embeddings, head and draft are counted.",
-)
+)  # fmt: skip
 @click.option(
     "--recipe", metavar="RECIPE", shell_complete=completion.recipes_or_files,
     help="Recipe to apply in the same read.",

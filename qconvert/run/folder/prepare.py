@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Journal, receipt and index lines of one tensor, generously.
 _RECORD_BYTES = 2048
 
-Options = RunOptions
+Options = RunOptions  # by the name that tests of runs have
 
 
 @dataclass(frozen=True)
