@@ -77,9 +77,13 @@ def test_no_advice_is_said(models: Path) -> None:
     assert "too much for this GPU" in result.out
 
 
-@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-30b-a3b-fp8", "qwen3.5-27b-fp8"])
-@pytest.mark.parametrize("runtime", ["sglang", "vllm"])
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+@pytest.mark.parametrize(
+    ("model", "runtime", "capability"),
+    [
+        ("deepseek-v3", "sglang", (9, 0)), ("qwen3-30b-a3b-fp8", "sglang", (10, 0)),
+        ("qwen3-30b-a3b-fp8", "vllm", (9, 0)), ("qwen3.5-27b-fp8", "vllm", (10, 0)),
+    ],
+)  # fmt: skip
 def test_every_command_that_is_considered_parses(
     runtime: str, capability: tuple[int, int], model: str, models: Path
 ) -> None:

@@ -380,9 +380,7 @@ def test_a_card_that_the_hub_would_refuse_is_not_published(
 def test_half_a_draft_is_no_draft(tmp_path: Path) -> None:
     """Its folder is made for the draft alone, so that the source's error is no excuse. Of the model
     beside it, it is."""
-    from loaders.published import published as family
-
-    model = family("qwen3_5_moe_text", experts=2, inner=128)
+    model = of_release("qwen3_5_moe_text", experts=2, inner=128)
     model.tensors = without(model.tensors, ["mtp.fc.weight"])
     source = model.write(tmp_path / "source")
     said = refused("mtp", "extract", source, tmp_path / "draft", "--jobs", "1")
@@ -434,11 +432,9 @@ def test_experts_beyond_the_count_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a pass that counts matrices by layer and expert: those of layers that the config has not."""
-    from loaders.published import published as family
-
     from qconvert.models import experts
 
-    source = family("glm4_moe", experts=2, inner=128).write(tmp_path / "source")
+    source = of_release("glm4_moe", experts=2, inner=128).write(tmp_path / "source")
     monkeypatch.setattr(experts, "_draft_layers", lambda plan: [])
     done = run_cli("w4a16", "--rtn", source, tmp_path / "out")
     assert done.code == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Model, Tensor, read_tensors, run_cli, tree, watched_reads
-from kt_pair import kt
+from kt_pair import kt, quantization
 from models import (
     EXPERTS,
     FP8_BLOCK,
@@ -248,6 +248,15 @@ def test_models_that_the_gpu_folder_cannot_hold(
     done = kt(make().write(tmp_path / "source"), tmp_path / "cpu", tmp_path / "gpu")
     assert done.code == 1
     assert says in done.err
+
+
+def test_a_scale_format_that_the_source_states_is_taken(tmp_path: Path) -> None:
+    model = deepseek_v3()
+    model.config["quantization_config"] = FP8_BLOCK | {"scale_fmt": "ue8m0"}
+    done = kt(model.write(tmp_path / "source"), tmp_path / "cpu", tmp_path / "gpu")
+    assert done.code == 0, done.err
+    group = quantization(tmp_path / "gpu")["config_groups"]["group_1"]
+    assert group["weights"]["block_structure"] == FP8_BLOCK["weight_block_size"]
 
 
 def test_stacked_experts_make_the_same_pair_as_experts_apart(tmp_path: Path) -> None:

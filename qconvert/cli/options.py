@@ -17,7 +17,6 @@ import click
 from qconvert.cli import completion
 from qconvert.core.options import Option, options_in
 from qconvert.core.shown import parse_size
-from qconvert.run.options import RunOptions
 from qconvert.run.work.options import RunOptions
 from qconvert.validation.options import SAYS_LEVEL, ValidateOptions, partition
 
