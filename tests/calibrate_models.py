@@ -24,7 +24,7 @@ from qconvert.calibrate.memory import Budget
 from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.demo_checkpoint import heavy_tailed
-from qconvert.core.int_scheme import Codes
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 from qconvert.plan.plan import Plan
 from qconvert.run.work.backend import Remark
 
@@ -150,6 +150,33 @@ def samples(count: int, length: int, seed: int = 0) -> list[np.ndarray[Any, np.d
         some = np.random.default_rng(number % 7).integers(3, VOCAB, 40)
         found.append(some[generator.integers(0, some.size, length)].astype(np.int64))
     return found
+
+
+def whole(folder: Path, tokens: Sequence[Any], attention: str) -> list[torch.Tensor]:
+    """Hidden states after each layer of the whole model, samples one after another."""
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation=attention, experts_implementation="eager"
+    ).eval()
+    found: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(
+            lambda m, a, result, number=number: found[number].append(result[0].reshape(-1, HIDDEN))
+        )
+    with torch.no_grad():
+        for sample in tokens:
+            model.model(torch.from_numpy(sample)[None], use_cache=False)
+    return [torch.cat(states) for states in found]
+
+
+def meant(codes: Codes, scheme: Scheme) -> torch.Tensor:
+    """What codes mean, BF16 [N, K]."""
+    steps, scale = torch.from_numpy(codes.codes), torch.from_numpy(codes.scale)
+    if isinstance(scheme, IntScheme):
+        return steps.bfloat16() * scale.bfloat16().repeat_interleave(32, 1)
+    assert codes.global_scale is not None
+    own = torch.tensor(codes.global_scale)
+    factor = scale * own if scheme.dialect == "modelopt" else scale / own
+    return (steps.float() / 2 * factor.repeat_interleave(16, 1)).bfloat16()
 
 
 class Kept:

@@ -15,17 +15,18 @@ from calibrate_models import (
     LAYERS,
     Kept,
     Make,
-    hf,
+    meant,
     plan_of,
     qwen3_moe,
     samples,
     saved,
+    whole,
 )
 from safetensors.torch import load_file, save_file
 
 from qconvert.calibrate.engine import calibrate
 from qconvert.calibrate.settings import LayerStats, Settings
-from qconvert.core.int_scheme import Codes, IntScheme, Nvfp4Scheme, Scheme
+from qconvert.core.int_scheme import IntScheme, Nvfp4Scheme, Scheme
 
 
 class States(Kept):
@@ -55,22 +56,6 @@ def streamed(folder: Path, tokens: list[Any], settings: Settings, room: Path) ->
     return output
 
 
-def whole(folder: Path, tokens: list[Any], attention: str) -> list[torch.Tensor]:
-    """Hidden states after each layer of the whole model, samples one after another."""
-    model = hf.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation=attention, experts_implementation="eager"
-    ).eval()
-    found: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
-    for number, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(
-            lambda m, a, result, number=number: found[number].append(result[0].reshape(-1, HIDDEN))
-        )
-    with torch.no_grad():
-        for sample in tokens:
-            model.model(torch.from_numpy(sample)[None], use_cache=False)
-    return [torch.cat(states) for states in found]
-
-
 @pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.big), "sdpa"])
 def test_streaming_is_the_whole_model_bit_for_bit(
@@ -86,17 +71,6 @@ def test_streaming_is_the_whole_model_bit_for_bit(
     for number in sparse:
         assert torch.equal(ours[number], theirs[number]), number
         assert torch.isfinite(ours[number]).all()
-
-
-def meant(codes: Codes, scheme: Scheme) -> torch.Tensor:
-    """What codes mean, BF16 [N, K]."""
-    steps, scale = torch.from_numpy(codes.codes), torch.from_numpy(codes.scale)
-    if isinstance(scheme, IntScheme):
-        return steps.bfloat16() * scale.bfloat16().repeat_interleave(32, 1)
-    assert codes.global_scale is not None
-    own = torch.tensor(codes.global_scale)
-    factor = scale * own if scheme.dialect == "modelopt" else scale / own
-    return (steps.float() / 2 * factor.repeat_interleave(16, 1)).bfloat16()
 
 
 SINGLE_PROCESS = Settings(min_tokens=1, propagated_error="ignore")

@@ -25,6 +25,7 @@ from calibrate_models import (
     hf,
     keep_states_in_files,
     llama,
+    meant,
     plan_of,
     qwen3,
     qwen3_moe,
@@ -32,9 +33,9 @@ from calibrate_models import (
     same,
     samples,
     saved,
+    whole,
 )
 from safetensors.torch import load_file, save_file
-from test_calibrate import whole
 
 from qconvert.calibrate import linears
 from qconvert.calibrate.engine import disk_bytes
@@ -81,9 +82,8 @@ def requantized(folder: Path, kept: Kept) -> None:
     for (layer, expert, kind), (codes,) in kept.made.items():
         made[f"model.layers.{layer}.mlp.experts.{expert}.{kind}.weight"] = codes
     for name, codes in made.items():
-        scale = torch.from_numpy(codes.scale).bfloat16().repeat_interleave(32, 1)
         assert stored[name].shape == codes.codes.shape
-        stored[name] = torch.from_numpy(codes.codes).bfloat16() * scale
+        stored[name] = meant(codes, G32)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 

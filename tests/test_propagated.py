@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibrate_models import EXPERTS, Kept, calibrated, hf, qwen3_moe, samples, saved
+from calibrate_models import EXPERTS, Kept, calibrated, hf, meant, qwen3_moe, samples, saved
 from safetensors.torch import load_file, save_file
 
 from qconvert.calibrate import experts, solve
@@ -18,7 +18,7 @@ from qconvert.calibrate.propagated_error import corrected
 from qconvert.calibrate.settings import ExpertSchemes, Settings
 from qconvert.calibrate.solve import rounded
 from qconvert.cli.demo_checkpoint import heavy_tailed
-from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.int_scheme import IntScheme
 
 Doubles = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 CORRECT = Settings(min_tokens=1, propagated_error="correct")
@@ -131,12 +131,6 @@ def solved(folder: Path, work: Path, settings: Settings = CORRECT, *schemes: Any
     return calibrated(folder, work, TOKENS, schemes or [G32], settings)
 
 
-def meant(codes: Codes) -> torch.Tensor:
-    return torch.from_numpy(codes.codes).bfloat16() * torch.from_numpy(
-        codes.scale
-    ).bfloat16().repeat_interleave(32, 1)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of Qwen3-MoE."""
@@ -181,7 +175,7 @@ def test_layers_are_solved_against_the_formula(
     kept = solved(small, tmp_path / "work")
     stored = load_file(small / "model.safetensors")
     for (layer, expert, kind), (codes,) in kept.made.items():
-        stored[f"model.layers.{layer}.mlp.experts.{expert}.{kind}.weight"] = meant(codes)
+        stored[f"model.layers.{layer}.mlp.experts.{expert}.{kind}.weight"] = meant(codes, G32)
     quantized = tmp_path / "quantized"
     quantized.mkdir()
     save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
