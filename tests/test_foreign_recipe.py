@@ -422,23 +422,10 @@ def test_rounding_becomes_the_pass() -> None:
 def test_gptq_becomes_a_calibrated_pass() -> None:
     options = f"targets: ['{_EXPERTS}']\nscheme: W4A16\ndampening_frac: 0.02\nblock_size: 64"
     given = {"data": "x.txt", "samples": 3, "experts": "all"}
-    asked = Calibration(
-        "x.txt",
-        samples=3,
-        experts="all",
-        dampening_frac=0.02,
-        block_size=64,
-        solver="llmcompressor",
-    )
-    step = ExpertsToW4A16(
-        bits=4,
-        group_size=128,
-        symmetric=True,
-        actorder="static",
-        targets=(_EXPERTS,),
-        calibrate=asked,
-        shared_experts="named",
-    )
+    asked = Calibration("x.txt", samples=3, experts="all", dampening_frac=0.02, block_size=64,
+                        solver="llmcompressor")  # fmt: skip
+    step = ExpertsToW4A16(bits=4, group_size=128, symmetric=True, actorder="static",
+                          targets=(_EXPERTS,), calibrate=asked, shared_experts="named")  # fmt: skip
     assert parse_recipe(gptq(options), "r", given).passes == (step,)
     # What is said on the command line is said last.
     given = {**given, "block_size": 32}
@@ -469,39 +456,28 @@ def test_a_name_is_that_module_alone() -> None:
     assert pattern_of("re:a") == "re:a"
 
 
+_ALL = "scheme: W4A16\nignore: [lm_head]"
+
+
 @pytest.mark.parametrize(
-    ("modifier", "options", "data", "says"),
+    ("text", "data", "says"),
     [
         (
-            "QuantizationModifier",
-            "ignore: [lm_head]\nscheme: {W4A16: ['re:.*up_proj'],\n  W8A16: ['re:.*down_proj']}",
-            None,
-            ["r:6", "another scheme than in line 5"],
+            rtn("ignore: [lm_head]\nscheme: {W4A16: ['re:.*up_proj'],\n  W8A16: ['re:.*down_proj']}"),
+            None, ["r:6", "another scheme than in line 5"],
         ),
-        ("QuantizationModifier", "scheme: W4A16", None, ["r:4", "lm_head", "ignore: [lm_head]"]),
-        ("QuantizationModifier", "scheme: {W4A16: 're:lm'}", None, ["r:4", "lm_head"]),
-        ("QuantizationModifier", "scheme: {W4A16: lm_head}", None, ["r:4", "lm_head"]),
-        ("GPTQModifier", "scheme: W4A16\nignore: [lm_head]", None, ["r:4", "--data FILE"]),
-        ("GPTQModifier", "scheme: W4A16\nignore: [lm_head]", {}, ["r:4", "--data FILE"]),
-        (
-            "QuantizationModifier",
-            "scheme: W4A16\nignore: [lm_head]",
-            {"data": "x.txt"},
-            ["r:4", "needs no data"],
-        ),
-        (
-            "GPTQModifier",
-            "scheme: W4A16\nignore: [lm_head]",
-            {"data": "x.bin"},
-            ["r:4", "x.bin: expected a name that ends in"],
-        ),
+        (rtn("scheme: W4A16"), None, ["r:4", "lm_head", "ignore: [lm_head]"]),
+        (rtn("scheme: {W4A16: 're:lm'}"), None, ["r:4", "lm_head"]),
+        (rtn("scheme: {W4A16: lm_head}"), None, ["r:4", "lm_head"]),
+        (gptq(_ALL), None, ["r:4", "--data FILE"]),
+        (gptq(_ALL), {}, ["r:4", "--data FILE"]),
+        (rtn(_ALL), {"data": "x.txt"}, ["r:4", "needs no data"]),
+        (gptq(_ALL), {"data": "x.bin"}, ["r:4", "x.bin: expected a name that ends in"]),
     ],
-)
-def test_recipes_that_are_no_pass(
-    modifier: str, options: str, data: dict[str, Any] | None, says: list[str]
-) -> None:
+)  # fmt: skip
+def test_recipes_that_are_no_pass(text: str, data: dict[str, Any] | None, says: list[str]) -> None:
     with pytest.raises(RecipeError) as caught:
-        parse_recipe(below(modifier, options), "r", data)
+        parse_recipe(text, "r", data)
     assert "\n" not in str(caught.value)
     for part in says:
         assert part in str(caught.value)
