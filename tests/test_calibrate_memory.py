@@ -258,7 +258,7 @@ print(count, len(made[0]))
 @pytest.mark.parametrize("solver", thinned(["best", "llmcompressor"], 2))
 def test_the_smallest_budget_of_linears_is_kept_to(solver: str, tmp_path: Path) -> None:
     """The one that a refusal names, with Hessians that are counted some at a time. A layer whose o_proj
-    and down_proj have a Hessian of 21 MB each, of which a solver has several. Two of them, because what
+    and down_proj have a Hessian of 21 MB each, of which a solver has several; two of them, because what
     libraries take differs by 14 MiB between processes: a budget that the first one names may have that
     much to spare in the second."""
     config = llama(
