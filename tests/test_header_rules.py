@@ -35,6 +35,7 @@ from qconvert.validation.runner import (
     validate_folder,
     validators,
 )
+from qconvert.validators.formats.packed import PackedInts, ints_of
 from qconvert.validators.headers import (
     counts,
     manifest_claims,
@@ -44,14 +45,7 @@ from qconvert.validators.headers import (
     side_files,
     structure,
 )
-from qconvert.validators.reading.quantization import (
-    Ints,
-    Listed,
-    ignored,
-    judged,
-    packed_ints,
-    targets,
-)
+from qconvert.validators.reading.quantization import Listed, ignored, judged, targets
 
 MODULES = (
     structure, projections, counts, shapes, quantization_config, manifest_claims, side_files,
@@ -317,7 +311,7 @@ def test_packed_weights(
 def test_what_int4_configs_state(tmp_path: Path) -> None:
     module = "model.layers.0.self_attn.q_proj"
 
-    def stated(*weights: Mapping[str, Any]) -> Ints | None:
+    def stated(*weights: Mapping[str, Any]) -> PackedInts | None:
         """By a config that has a block for each, nested and not."""
         model = bf16_moe()
         blocks = [
@@ -330,11 +324,11 @@ def test_what_int4_configs_state(tmp_path: Path) -> None:
         model.config["quantization_config"] = blocks[0]
         for one in blocks[1:]:
             model.config["text_config"] = {"quantization_config": one}
-        return packed_ints(Checkpoint.open(model.write(tmp_path / str(weights))), module)
+        return ints_of(Checkpoint.open(model.write(tmp_path / str(weights))), module)
 
     by_group, by_row = {"strategy": "group", "group_size": 32}, {"strategy": "channel"}
-    assert stated(by_group) == Ints(4, 32)
-    assert stated(by_row) == Ints(4, None)
+    assert stated(by_group) == PackedInts(4, 32, True, False)
+    assert stated(by_row) == PackedInts(4, None, True, False)
     assert stated(by_group, by_row) is None
     assert stated({"strategy": "group", "group_size": "32"}) is None
 

@@ -26,7 +26,7 @@ from qconvert.formats.nvfp4.config import (
 from qconvert.formats.nvfp4.encode import inverse
 from qconvert.ops.fp4 import from_e4m3
 from qconvert.validation.runner import Request, validate_folder
-from qconvert.validators.reading.nvfp4 import fp4_floats, halfway, stated
+from qconvert.validators.formats.nvfp4 import fp4_floats, halfway, stated
 from qconvert.validators.reading.prepared import scale_places, source_rows
 
 DIALECTS: list[Dialect] = ["compressed-tensors", "modelopt"]

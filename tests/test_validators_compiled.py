@@ -21,9 +21,11 @@ from qconvert.validation.compiled import LOOPS
 from qconvert.validation.workers import run_tasks
 from qconvert.validators.amx import amx_weights
 from qconvert.validators.amx.reading import Block
-from qconvert.validators.reading import nvfp4, rows
+from qconvert.validators.formats import nvfp4
+from qconvert.validators.formats.mxfp4 import mx_fits
+from qconvert.validators.reading import rows
 from qconvert.validators.reading.amx import BITS, STEP, Method, tile_floats
-from qconvert.validators.reading.forms import Codes, Form, Grid
+from qconvert.validators.reading.forms import Codes, Form, GlobalScale, Grid
 from qconvert.validators.reading.matrices import Matrix
 from qconvert.validators.weights import int_bounds
 from qconvert.validators.weights.int_bounds import Tile, coarse, nearest_fits
@@ -62,8 +64,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
 
 _USERS = (
     "qconvert.validators.reading.rows", "qconvert.validators.reading.amx",
-    "qconvert.validators.reading.nvfp4", "qconvert.validators.weights.int_bounds",
-    "qconvert.validators.weights.compare", "qconvert.validators.weights.sums",
+    "qconvert.validators.formats.nvfp4", "qconvert.validators.weights.int_bounds",
+    "qconvert.validators.formats.fp8", "qconvert.validators.weights.sums",
     "qconvert.validators.amx.amx_weights",
 )  # fmt: skip
 
@@ -175,9 +177,9 @@ def test_codes_of_four_bits(
         most = 256 if scales == "any" else 0x7F
         scale = stored.add("s", "F8_E4M3", random.integers(0, most, shape, np.uint8))
         unit = stored.add("g", "F32", _scales(random, scales, (1, 1)).reshape(1))
-        more["global_scale"] = nvfp4.GlobalScale(unit, form == "nvfp4 divided")
+        more["global_scale"] = GlobalScale(unit, form == "nvfp4 divided")
     codes = Codes(4) if form == "int4" else None
-    kind = "int4" if codes else form.split()[0]
+    kind = "w4a16" if codes else form.split()[0]
     matrix = stored.matrix(kind, weight, scale, codes, ((0, 9), (12, 21)), **more)
     plain, made = both(lambda: rows.rows(stored, matrix, 1, 17, bf16=bf16))
     assert plain.tobytes() == made.tobytes()
@@ -304,7 +306,7 @@ def test_nvfp4_and_mxfp4_are_judged_alike(
     expected, found, step = _near(random, 32, _E2M1, harm)
     power = np.exp2(np.ceil(np.log2(np.maximum(np.abs(step), np.float32(1e-40)))))
     power = np.where(np.isfinite(step), power, step).astype(np.float32)
-    plain, made = both(lambda: nvfp4.mx_fits(expected, found, power))
+    plain, made = both(lambda: mx_fits(expected, found, power))
     _same_verdict(plain, made)
 
 
@@ -345,7 +347,7 @@ def test_integers_are_judged_alike(
     stored = Stored(24, 192, (1, 32))
     weight = stored.add("w", "U8", np.zeros((24, 96), np.uint8))
     scale = Source("s", TensorType(dtype, step.shape), 0, 0)
-    form = stored.matrix("int4", weight, scale, Codes(bits, symmetric)).form
+    form = stored.matrix(f"w{bits}a16", weight, scale, Codes(bits, symmetric)).form
     tile = Tile(form, expected, found, step, np.zeros_like(step), None)
     near, said = nearest_fits(tile), coarse(tile, 7)
     LOOPS.use(True)

@@ -21,7 +21,7 @@ from qconvert.contrib.trtllm_gen.prepared_tasks import Matrices, Scalars, Tensor
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
-from qconvert.validators.reading.nvfp4 import BLOCK, Dialect
+from qconvert.validators.formats.nvfp4 import BLOCK, Dialect
 from qconvert.validators.reading.prepared import (
     FACT,
     METHOD,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding
 from qconvert.validation.workers import Folders, Reads
-from qconvert.validators.reading.nvfp4 import Dialect
+from qconvert.validators.formats.nvfp4 import Dialect
 from qconvert.validators.reading.prepared import SCALARS, scale_places, source_rows
 
 if TYPE_CHECKING:

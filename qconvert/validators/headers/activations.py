@@ -19,7 +19,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.names import is_scale
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
-from qconvert.validators.reading.model import FP8
+from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.parts import ACTIVATIONS
 from qconvert.validators.reading.quantization import group_of, judged
 

@@ -27,7 +27,7 @@ from qconvert.core.family import (
 from qconvert.core.names import is_scale, scale_candidates
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked
-from qconvert.validators.reading.model import FP8
+from qconvert.validators.reading.decode import FP8
 
 CONFIG = "config.json"
 

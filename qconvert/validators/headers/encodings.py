@@ -4,13 +4,13 @@ QC096 a module is stored in another format than the config states for it.
 QC097 no rule judges how weights are stored: the config's method, its form, or tensors of codes.
 
 What is stored is told by parameters and types; what is stated by the block, for compressed-tensors by
-the group that covers the module. Parts and shapes: structure, shapes, int_parts, nvfp4_headers.
+the group that covers the module. Parts and shapes: structure, shapes, validators/formats.
 A folder that is stored in a way that is judged nowhere has no finding otherwise, also a broken one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,45 +20,23 @@ from qconvert.core.names import is_scale, scale_candidates
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
-from qconvert.validators.reading.nvfp4 import parts_of
-from qconvert.validators.reading.quantization import (
-    READ_METHODS,
-    awq_ints,
-    fp8_blocks,
-    gptq_ints,
-    group_of,
-    taken_block,
-)
+from qconvert.validators.formats.fp8 import fp8_blocks
+from qconvert.validators.formats.qweight import awq_ints, gptq_ints
+from qconvert.validators.reading.forms import Spec, coded_weights, specs
+from qconvert.validators.reading.quantization import group_of, read_methods, taken_block
+from qconvert.validators.reading.schemes import MIXED, algorithm
 
 Kinds = frozenset[str]
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
+# Names of codes, in whatever type.
+_ALWAYS = ("weight_packed", "qweight", "_blocks")
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _PACKED_TYPES = (
     "U8", "I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32",
 )  # fmt: skip
-_ALL: Kinds = frozenset({"FP8", "INT8", "packed integers", "NVFP4", "MXFP4", "qweight"})
-# compressed-tensors 0.19 (`config/format.py`): what its formats store. Of others (sparse, marlin-24) no
-# weights are read here.
-_FORMATS: Mapping[str, Kinds] = {
-    "pack-quantized": frozenset({"packed integers"}),
-    "int-quantized": frozenset({"INT8"}),
-    "float-quantized": frozenset({"FP8"}),
-    "naive-quantized": frozenset({"INT8", "FP8"}),
-    "nvfp4-pack-quantized": frozenset({"NVFP4"}),
-    "mxfp4-pack-quantized": frozenset({"MXFP4"}),
-    "mxfp8-quantized": frozenset({"FP8"}),
-    "mixed-precision": _ALL,
-    "dense": _ALL,
-}
-# modelopt 0.47's algorithms, by what their names begin with.
-_ALGORITHMS: Mapping[str, Kinds] = {
-    "NVFP4": frozenset({"NVFP4"}),
-    "W4A16_NVFP4": frozenset({"NVFP4"}),
-    "FP8": frozenset({"FP8"}),
-    "MXFP8": frozenset({"FP8"}),
-    "MIXED_PRECISION": _ALL,
-}
+# Formats of compressed-tensors 0.19 (`config/format.py`) that may store anything.
+_OPEN = ("mixed-precision", "dense")
 
 
 @dataclass(frozen=True)
@@ -75,19 +53,20 @@ class Encodings:
         yield from unjudged
         if unjudged:
             return
-        config = taken_block(checkpoint.quantization_configs)
+        coded, config = coded_weights(checkpoint), taken_block(checkpoint.quantization_configs)
         unread: dict[str, list[str]] = {}
         other: dict[str, list[tuple[str, str]]] = {}
         for name, source in checkpoint.items():
+            if source.type.dtype in _FLOATS and not name.endswith(_ALWAYS):
+                continue
             if not _is_code(checkpoint, name, source):
                 continue
-            stored = _stored(checkpoint, name, source)
-            if stored is None:
+            if name not in coded:
                 unread.setdefault(source.type.dtype, []).append(name)
             elif config is not None:
-                said = _misstated(checkpoint, config, name, stored)
+                said = _misstated(checkpoint, config, name, coded[name].name)
                 if said is not None:
-                    other.setdefault(said, []).append((name, stored))
+                    other.setdefault(said, []).append((name, coded[name].name))
         for dtype, names in unread.items():
             message = (
                 f"{count(len(names), 'tensor')} of {dtype} that no format here has: not judged"
@@ -110,7 +89,7 @@ def _unjudged(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _unknown(config: QuantConfig) -> str:
     block = config.block
-    if config.method not in READ_METHODS:
+    if config.method not in read_methods():
         return f"quant_method {config.method!r}, which no rule here reads"
     if config.method == "awq" and awq_ints([config]) is None:
         keys = ("bits", "group_size", "version")
@@ -131,7 +110,7 @@ def _unknown(config: QuantConfig) -> str:
     )
     for stated in (block, *every):
         form = stated.get("format")
-        if isinstance(form, str) and form not in _FORMATS:
+        if isinstance(form, str) and _by_form(form) is None:
             return f"format {form!r} of compressed-tensors, which no rule here reads"
     for group in every:
         weights = group.get("weights")
@@ -147,7 +126,7 @@ def _is_code(checkpoint: Checkpoint, name: str, source: Source) -> bool:
     last, dtype = name.rpartition(".")[2], source.type.dtype
     if is_scale(name) and dtype not in ("I32", "I8"):
         return False
-    if last in ("weight_packed", "qweight"):
+    if last in _ALWAYS[:2]:
         return True
     if last.endswith("_blocks"):
         return dtype not in _FLOATS or f"{name.removesuffix('_blocks')}_scales" in checkpoint
@@ -159,59 +138,29 @@ def _is_code(checkpoint: Checkpoint, name: str, source: Source) -> bool:
     return dtype in _FP8 or (dtype in _PACKED_TYPES and len(source.type.shape) > 1)
 
 
-def _stored(checkpoint: Checkpoint, name: str, source: Source) -> str | None:
-    """The format of a tensor of codes; None if it has none of those that are read here."""
-    dtype, last = source.type.dtype, name.rpartition(".")[2]
-    module = name.removesuffix(f".{last}")
-    if last == "qweight":
-        return "qweight" if dtype == "I32" else None
-    if last.endswith("_blocks"):
-        return "MXFP4" if dtype == "U8" else None
-    if dtype in _FP8:
-        return "FP8"
-    if dtype == "U8":
-        if parts_of(checkpoint, name) is not None:
-            return "NVFP4"
-        return (
-            "MXFP4"
-            if last.endswith("weight_packed") and f"{module}.weight_scale" in checkpoint
-            else None
-        )
-    if last == "weight_packed":
-        return "packed integers" if dtype == "I32" else None
-    if dtype == "I8":
-        beside = checkpoint.get(f"{module}.scale")
-        if beside is not None and beside.type.dtype == "F8_E8M0":
-            return "MXFP4"
-        return "INT8" if f"{module}.weight_scale" in checkpoint else None
-    return None
-
-
 def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: str) -> str | None:
     """The form that the block states for a module instead of how it is stored; None if nothing else."""
     module = name.rpartition(".")[0] if "." in name else name
     method, block = config.method, config.block
-    if method == "gptq" or method == "awq":
-        wanted: Kinds = frozenset({"qweight"})
-    elif method == "mxfp4":
-        wanted = frozenset({"MXFP4"})
-    elif method == "modelopt":
-        wanted = _by_algorithm(config) or _ALL
-    elif method in ("fp8", "fbgemm_fp8"):
+    wanted = _named(spec for spec in specs() if method in spec.methods)
+    if method == "modelopt":
+        wanted = _by_algorithm(config) or _named(specs())
+    elif "FP8" in wanted:
         beside = _experts_beside(checkpoint, config, name)
         if stored == "FP8" and beside is None:
             return _other_fp8(checkpoint, config, name)
         if stored == "MXFP4" and name.endswith(".weight") and beside is None:
             return None  # DeepSeek-V4's experts, of which its block says nothing
-        wanted = beside or frozenset({"FP8"})
+        wanted = beside or wanted
     elif method == "compressed-tensors":
         group = group_of(checkpoint, module)
         if group is None:
             return None  # QC034
         wanted = _by_numbers(group.get("weights") or {})
         form = group.get("format") or block.get("format")
-        wanted &= _FORMATS.get(form, _ALL) if isinstance(form, str) else _ALL
-    else:
+        by_form = _by_form(form) if isinstance(form, str) else None
+        wanted = wanted if by_form is None else wanted & by_form
+    elif not wanted:
         return None
     if stored in wanted:
         return None
@@ -248,35 +197,31 @@ def _other_fp8(checkpoint: Checkpoint, config: QuantConfig, name: str) -> str | 
     return None
 
 
+def _named(found: Iterable[Spec]) -> Kinds:
+    return frozenset(spec.name for spec in found)
+
+
 def _by_algorithm(config: QuantConfig) -> Kinds | None:
     algorithm = config.block.get("quant_algo")
     if algorithm is None:
-        return _ALL  # QC037, QC103: modelopt's block of another version
+        return _named(specs())  # QC037, QC103: modelopt's block of another version
     return _of_algorithm(algorithm)
 
 
-def _of_algorithm(algorithm: object) -> Kinds | None:
-    return next(
-        (
-            kinds
-            for name, kinds in _ALGORITHMS.items()
-            if str(algorithm) == name or str(algorithm).startswith(f"{name}_")
-        ),
-        None,
-    )
+def _of_algorithm(name: object) -> Kinds | None:
+    found = algorithm(str(name))
+    every = str(name) == MIXED or str(name).startswith(f"{MIXED}_")
+    return _named(specs()) if every else None if found is None else _named(found[:1])
+
+
+def _by_form(form: str) -> Kinds | None:
+    found = _named(spec for spec in specs() if form in spec.formats or form in _OPEN)
+    return found or None
 
 
 def _by_numbers(weights: Mapping[str, Any]) -> Kinds:
-    """Types that a group's type and bits are stored as; nothing for those that are not read here."""
-    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
-    if kind == "float" and bits == 8:
-        return frozenset({"FP8"})
-    if kind == "float" and bits == 4:
-        mx = weights.get("group_size") == 32
-        return frozenset({"MXFP4"} if mx else {"NVFP4"})
-    if kind == "int" and bits == 8:
-        return frozenset({"INT8", "packed integers"})
-    return frozenset({"packed integers"} if kind == "int" and bits == 4 else ())
+    """Formats that a group's type and bits are stored as; nothing for those that are not read here."""
+    return _named(spec for spec in specs() if spec.states(weights))
 
 
 VALIDATOR = Encodings()

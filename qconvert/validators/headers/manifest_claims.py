@@ -21,8 +21,8 @@ from qconvert.core.names import is_scale
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.headers.conversions import quantizing_claims
+from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.model import (
-    FP8,
     LINEAR_ATTENTION,
     Stage,
     forms_in,

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
-from qconvert.core.names import is_scale
 from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.headers.stated_numbers import missing_numbers
-from qconvert.validators.reading.int8 import int8_scale
-from qconvert.validators.reading.model import FP8, readable_quantization
+from qconvert.validators.reading.forms import coded_weights
+from qconvert.validators.reading.model import readable_quantization
 from qconvert.validators.reading.quantization import (
     HF_QUANT_CONFIG,
     LISTS,
@@ -52,6 +51,8 @@ _FUSED_BY_SGLANG = {
 # Read as floats by every runtime, whatever the config says.
 _NEVER_QUANTIZED = ("router", "shared_expert_gate")
 _DRAFT = "model.decoder"
+# Methods whose lists are read here.
+_LISTED = (*LISTS, "gptq", "awq")
 # Whose config classes take text_config's block to the root: sglang 0.5.23 (`configs/`). vLLM 0.33 reads
 # it for all classes (`transformers_utils/model_arch_config_convertor.py`).
 _TAKE_FROM_TEXT = ("kimi_k25", "kimi_k3", "glm5_next")
@@ -89,7 +90,7 @@ class QuantizationConfig:
             return  # gpt-oss's stacks of experts alone, whatever is listed
         if any(found.severity == "error" for found in contradictions):
             return  # unknown which block is meant
-        if taken is None and configs:
+        if configs and (taken is None or taken.method not in _LISTED):
             where, method = configs[0].where, configs[0].method
             raise NotChecked(f"{where}: lists of quant_method {method!r} are not supported")
         if taken is None:
@@ -128,18 +129,14 @@ def nested_alone(config: Mapping[str, Any]) -> str | None:
 
 
 def _quantized(checkpoint: Checkpoint) -> dict[str, str]:
-    """Every module that is stored quantized, and its weight. A stack of experts is a module."""
+    """Every module that is stored quantized, and its weight. A stack of experts is a module. Of
+    DeepSeek-V4's FP4 experts its block says nothing."""
     found: dict[str, str] = {}
-    for name, source in checkpoint.items():
-        if (
-            name.endswith((".weight_packed", ".qweight"))
-            or int8_scale(checkpoint, name) is not None
-        ):
-            found[name.rpartition(".")[0]] = name
-        elif source.type.dtype in FP8 and not is_scale(name):
-            found[name.removesuffix(".weight")] = name
-        elif name.endswith(".weight_scale_2") and f"{name.removesuffix('_scale_2')}" in checkpoint:
-            found[name.removesuffix(".weight_scale_2")] = name.removesuffix("_scale_2")
+    for name, spec in coded_weights(checkpoint).items():
+        module, _, parameter = name.rpartition(".")
+        if spec.name == "MXFP4" and parameter != "weight_packed":
+            continue
+        found[module if "weight" in parameter else name] = name
     return found
 
 

@@ -23,8 +23,8 @@ from qconvert.core.family import MTP_COUNTS, first_int, text_config
 from qconvert.core.names import is_scale, layer_in, split_parameter
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding
-from qconvert.validators.headers.shapes import expected_shapes
-from qconvert.validators.reading.model import FP8
+from qconvert.validators.reading.decode import FP8
+from qconvert.validators.reading.model import expected_shapes
 from qconvert.validators.reading.quantization import HF_QUANT_CONFIG, group_names
 
 _SIZES = tuple(1 << power for power in range(4, 11))  # groups and blocks that exist

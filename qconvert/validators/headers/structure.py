@@ -5,7 +5,6 @@ QC011 a scale without its weight, an FP8 or packed weight without its other part
 QC012 a quantization block is stated but no tensor is quantized (or the other way round).
 QC013 a tensor that the family requires is missing.
 QC014 embeddings are tied by the config but differ in type.
-QC015 a block-scale grid is not ceil(shape / block).
 QC044 config.json states both that embeddings are tied and that they are not.
 QC046 the model's tensors have two prefixes.
 QC048 a text-only class's tensors have the names of the multi-modal one.
@@ -17,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import INDEX, Checkpoint
-from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Source
 from qconvert.core.names import (
@@ -29,9 +27,10 @@ from qconvert.core.names import (
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked
-from qconvert.validators.reading.int8 import int8_scale
+from qconvert.validators.formats.fp8 import fp8_blocks
+from qconvert.validators.reading.decode import FP8
+from qconvert.validators.reading.forms import coded_weights
 from qconvert.validators.reading.model import (
-    FP8,
     draft_alone,
     forms_in,
     layer_of,
@@ -43,10 +42,6 @@ from qconvert.validators.reading.model import (
 from qconvert.validators.reading.parts import coded, lost, weights_of
 from qconvert.validators.reading.quantization import (
     HF_QUANT_CONFIG,
-    KNOWN_METHODS,
-    fp8_block_of,
-    fp8_blocks,
-    fp8_strategy_of,
     judged,
 )
 
@@ -84,7 +79,6 @@ class Structure:
         yield from _total_size(checkpoint)
         yield from _unpaired(checkpoint)
         yield from _scale_names(checkpoint)
-        yield from _grids(checkpoint)
         yield from _quantization(checkpoint)
         yield from _missing(checkpoint)
         yield from _tied(checkpoint)
@@ -168,73 +162,6 @@ def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield Finding("QC011", "error", name, message)
 
 
-def _grids(checkpoint: Checkpoint) -> Iterator[Finding]:
-    configs = checkpoint.quantization_configs
-    known = any(config.method in KNOWN_METHODS for config in configs)
-    for name, source in () if checkpoint.dtypes.isdisjoint(FP8) else checkpoint.items():
-        if source.type.dtype not in FP8 or len(source.type.shape) < 2 or is_scale(name):
-            continue
-        scale = next((s for s in scale_candidates(name) if s in checkpoint.sources), None)
-        if scale is None:
-            continue
-        module, found = split_parameter(name)[0], checkpoint[scale].type
-        block = fp8_block_of(checkpoint, module)
-        fault = _strategy_fault(source.type, found, fp8_strategy_of(checkpoint, module), block)
-        if fault is None:
-            fault = _grid_fault(source.type, found, scale, block)
-        if fault is not None and (block is not None or known):
-            yield Finding("QC015", "error", scale, fault)
-
-
-def _strategy_fault(
-    weight: TensorType, scale: TensorType, strategy: str | None, block: tuple[int, int] | None
-) -> str | None:
-    """Fault of scales that are stated to be of tensors, channels, blocks or groups."""
-    if len(weight.shape) != 2:
-        return None
-    rows, columns = weight.shape
-    if strategy == "tensor" and scale.numel != 1:
-        return (
-            f"the config states a scale a tensor: expected one number for {weight}, found {scale}"
-        )
-    if strategy == "channel" and scale.shape[-2:] not in ((rows, 1), (rows,)):
-        return f"the config states a scale a row: expected [{rows}, 1] for {weight}, found {scale}"
-    if strategy in ("block", "group") and block is not None:
-        grid = ceil_div(rows, block[0]), ceil_div(columns, block[1])
-        # modelopt's FP8_PB_WO keeps axes of one (vLLM 0.33, `modelopt.py`).
-        if scale.shape not in (grid, (grid[0], 1, grid[1], 1)):
-            return (
-                f"the config states blocks of {block[0]}x{block[1]}: expected scales {list(grid)} for "
-                f"{weight}, found {scale}"
-            )
-    return None
-
-
-def _grid_fault(
-    weight: TensorType, scale: TensorType, name: str, block: tuple[int, int] | None
-) -> str | None:
-    if block is None:
-        # Without blocks a scale is one number, or one per row.
-        last = scale.shape[-1:] in ((), (1,))
-        if scale.numel == 1 or last or len(scale.shape) < len(weight.shape):
-            return None
-        return f"a grid {list(scale.shape)} of block scales, but the config states no block size"
-    *lead, rows, columns = weight.shape
-    if scale.numel == 1:
-        if name.endswith("_scale_inv") and (rows > block[0] or columns > block[1]):
-            return f"one scale for {weight}, but the config states blocks of {block[0]}x{block[1]}"
-        return None
-    grid = (*lead, ceil_div(rows, block[0]), ceil_div(columns, block[1]))
-    # A scale per row, or per expert, is another form.
-    others = (*lead, rows, 1), (*lead, 1, 1)
-    if len(scale.shape) != len(grid) or scale.shape in (grid, *others):
-        return None
-    return (
-        f"expected a scale grid {list(grid)} for {weight} in blocks of {block[0]}x{block[1]}, found "
-        f"{list(scale.shape)}"
-    )
-
-
 def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
     quantized = _first_quantized(checkpoint)
     blocks = checkpoint.quantization_configs
@@ -248,19 +175,14 @@ def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _first_quantized(checkpoint: Checkpoint) -> str | None:
-    """The first tensor with a dtype or a name that only quantized checkpoints have."""
-    sources, codes = checkpoint.sources, (*FP8, "F4")
-    packed = any(end.endswith(_PACKED) for end in checkpoint.ends)
-    scaled = not checkpoint.ends.isdisjoint((".weight_scale",))
-    if checkpoint.dtypes.isdisjoint((*codes, *(("I8",) if scaled else ()))) and not packed:
-        return None
-    for name, source in sources.items():
-        dtype = source.type.dtype
-        if (
-            (dtype in codes and not is_scale(name))
-            or (packed and name.endswith(_PACKED) and _is_of_codes(sources, name))
-            or (dtype == "I8" and int8_scale(sources, name) is not None)
-        ):
+    """The first tensor of codes, else of what only quantized checkpoints have."""
+    first = next(iter(coded_weights(checkpoint)), None)
+    odd = "F4" in checkpoint.dtypes or any(end.endswith(_PACKED) for end in checkpoint.ends)
+    if first is not None or not odd:
+        return first
+    for name, source in checkpoint.items():
+        packed = name.endswith(_PACKED) and _is_of_codes(checkpoint.sources, name)
+        if packed or source.type.dtype == "F4":
             return name
     return None
 
@@ -283,9 +205,12 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
         absent = [name for name in absent if layer_of(name) in there]
     forms = forms_in(checkpoint) if absent else {}
     family = checkpoint.role_index.family.name
-    stored = _modules(checkpoint) if absent and unread_quantization(checkpoint) else frozenset()
+    whole = checkpoint if unread_quantization(checkpoint) else coded_weights(checkpoint)
+    stored = {name.rpartition(".")[0] for name in whole} if absent else set()
     for name in absent:
-        if _is_otherwise_there(name, checkpoint) or split_parameter(name)[0] in stored:
+        module, parameter = split_parameter(name)
+        there = module in stored and (parameter == "weight" or whole is checkpoint)
+        if there or _is_otherwise_there(name, checkpoint):
             continue
         found = where_of(name)
         if found is not None:
@@ -294,11 +219,6 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
             if present is not None and present.whole(where.forms, other(side)):
                 continue
         yield Finding("QC013", "error", name, f"missing: family {family} requires it by config")
-
-
-def _modules(checkpoint: Checkpoint) -> frozenset[str]:
-    """Modules that have any parameter, whatever its name."""
-    return frozenset(name.rpartition(".")[0] for name in checkpoint)
 
 
 def _is_otherwise_there(name: str, checkpoint: Checkpoint) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
 from qconvert.run.work.reader import Reader
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.kernels.device import NO_DATA, Case, Said, chosen, device, head, read, said
-from qconvert.validators.reading.forms import Form, Forms, Unread
+from qconvert.validators.reading.forms import Form, Unread, form_of, forms_of_stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +72,21 @@ def _matrices(folder: Folder) -> tuple[list[_Matrix], str]:
         return [], "no FP8 matrix of the source is BF16 here"
     if folder.request.level == "headers":
         return [], NO_DATA
-    forms = Forms(source)
     try:
         picked = chosen(names, folder.request.layers)
-        found = [matrix for name in picked for matrix in _of(forms, made[name], name)]
+        found = [matrix for name in picked for matrix in _of(source, made[name], name)]
     except Unread as why:
         return [], f"the source's FP8 cannot be read: {why}"
     return found, "" if found else "the layers asked for hold no FP8 matrix that is BF16 here"
 
 
-def _of(forms: Forms, made: Source, name: str) -> Iterator[_Matrix]:
+def _of(source: Checkpoint, made: Source, name: str) -> Iterator[_Matrix]:
     """A tensor's matrix; for a stack, those of the first and the last expert, or all rows as one if
     all have one scale."""
     if len(made.type.shape) == 2:
-        yield _Matrix(name, forms.of(name), made)
+        yield _Matrix(name, form_of(source, name), made)
         return
-    each = list(forms.of_stack(name, transposed=False))
+    each = list(forms_of_stack(source, name, transposed=False))
     first, rows = each[0], sum(form.rows for form in each)
     if first.grid is not None and first.grid.scale.type.numel == 1:
         grid = replace(first.grid, block=(rows, first.columns))

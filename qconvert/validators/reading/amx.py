@@ -8,8 +8,6 @@ in a block, columns in blocks of 3584, the last one shorter; in those, tiles of 
 `STEP` columns at a time; in these, two halves of 16 rows, each as 16 words of 4 bytes for 16 rows side
 by side. For int8 the 64 bytes of a row are 64 codes; for int4 byte j holds code j in its low half and
 code j + 64 in its high one, as four-bit two's complements.
-
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations

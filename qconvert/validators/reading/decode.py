@@ -5,7 +5,7 @@ FP8 is OCP 8-bit Floating Point (E4M3: bias 7, 0x7F NaN; E5M2: bias 15, infinity
 1.0 (2^(e - 127), 255 NaN), packed INT4 and INT8 are compressed-tensors 0.19's pack-quantized (the first
 of eight or four codes in a word's lowest bits, each stored as code + 8 or + 128); GPTQ's words are the
 same. Which scale belongs to which block is in
-validators/reading/rows.py. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
+validators/reading/rows.py.
 """
 
 from __future__ import annotations
@@ -96,15 +96,10 @@ def int4_floats(packed: Bytes) -> Floats:
     return out
 
 
-def code_floats(packed: Bytes, bits: int, *, signed: bool = False) -> Floats:
-    """Packed codes of 4 or 8 bits, bytes [n] -> codes minus the middle of their range, as float32.
-    `signed` ones of 8 bits are that already."""
+def int8_floats(packed: Bytes) -> Floats:
+    """Packed codes of 8 bits, bytes [n] -> codes minus the middle of their range, as float32."""
     import numpy as np
 
-    if signed:
-        return packed.view(np.int8).astype(np.float32)
-    if bits == 4:
-        return int4_floats(packed)
     return packed.astype(np.float32) - np.float32(128)
 
 

@@ -1,7 +1,4 @@
-"""The routed experts of a checkpoint by layer, projection and number, however they are stored.
-
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
-"""
+"""The routed experts of a checkpoint by layer, projection and number, however they are stored."""
 
 from __future__ import annotations
 

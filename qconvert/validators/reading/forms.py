@@ -1,50 +1,36 @@
-"""The stored form of each matrix of a checkpoint: in which numbers, with which scales.
+"""The stored form of each matrix of a checkpoint, and what a stored format is: its `Spec`, one file of
+validators/formats each, or a module of another package (entry point `qconvert.formats`).
 
 Read from the config and from shapes, for any quantization config a runtime takes, without sharing code
-with the passes' reader. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
+with the passes' reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.dtypes import DTYPE_BITS, ceil_div
+from qconvert.core.discovery import FORMATS, discover
+from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.core.graph import Source
-from qconvert.core.names import scale_candidates, split_parameter, weight_candidates
-from qconvert.validators.reading.decode import FP8, SCALES
-from qconvert.validators.reading.int8 import int8_scale
-from qconvert.validators.reading.nvfp4 import (
-    BLOCK,
-    FP4,
-    MX_BLOCK,
-    MXFP4,
-    NVFP4,
-    GlobalScale,
-    Parts,
-    fault,
-    parts_of,
-)
-from qconvert.validators.reading.prepared import blocks_of
-from qconvert.validators.reading.quantization import (
-    PackedInts,
-    awq_ints,
-    exponents_of,
-    float_block,
-    fp8_block_of,
-    fp8_blocks,
-    fp8_strategy_of,
-    gptq_ints,
-    ints_of,
-    states_mxfp4,
-)
+from qconvert.validators.reading.decode import floats
 
-_NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.validation.findings import Finding
+    from qconvert.validation.workers import Reads
+    from qconvert.validators.reading.decode import Bytes, Floats
+    from qconvert.validators.reading.matrices import Matrix
+
+    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
 RAW = "raw"  # not numbers, or in an unsupported form: bytes
+PACKAGE = "qconvert.validators.formats"
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -60,6 +46,39 @@ class Grid:
     block: tuple[int, int]
     transposed: bool = False
     global_scale: GlobalScale | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalScale:
+    """A matrix's global scale, F32 with one element."""
+
+    scale: Source
+    divisor: bool
+
+    def unit(self, reader: Reads) -> float:
+        """The factor of the block scales."""
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            value = self.value(reader)
+            return float(np.float64(1) / value) if self.divisor else float(value)
+
+    def value(self, reader: Reads) -> np.float32:
+        """The stored number."""
+        import numpy as np
+
+        data = np.empty(1, "<f4")
+        reader.read(self.scale, 0, data.view(np.uint8).data)
+        return np.float32(data[0])
+
+    def applied(self, reader: Reads, blocks: Floats) -> Floats:
+        """Block scales times the global one, as consumers compute it: once, in float32."""
+        import numpy as np
+
+        value = self.value(reader)
+        with np.errstate(all="ignore"):
+            found: Floats = blocks / value if self.divisor else blocks * value
+        return found
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -90,7 +109,8 @@ class Codes:
 @dataclass(slots=True, unsafe_hash=True)
 class Form:
     """A stored matrix [rows, columns] that begins at byte `at` of a tensor. `transposed`: it is stored
-    as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those."""
+    as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those. `offset`:
+    numbers in blocks that are added to the products of codes and scales."""
 
     format: str
     weight: Source
@@ -100,340 +120,159 @@ class Form:
     grid: Grid | None = None
     transposed: bool = False
     codes: Codes | None = None
+    offset: Grid | None = None
+
+    @property
+    def encoding(self) -> Encoding:
+        return encodings()[self.format]
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of a row, without scales."""
-        if self.codes is not None:
-            return self.columns * self.codes.bits // 8
-        if self.format in FP4:
-            return self.columns // 2
-        return self.columns * DTYPE_BITS[self.weight.type.dtype] // 8 if self.format != RAW else 1
+        return self.columns * self.encoding.bits // 8
+
+    def tensors(self) -> Iterator[str]:
+        """Names of the tensors that it is read from, beside the codes'."""
+        for grid in (self.grid, self.offset):
+            if grid is not None:
+                yield grid.scale.name
+                if grid.global_scale is not None:
+                    yield grid.global_scale.scale.name
+        for part in () if self.codes is None else (self.codes.zeros, self.codes.order):
+            if part is not None:
+                yield part.name
 
 
 class Unread(Exception):
     """Why a weight's numbers cannot be read."""
 
 
-@dataclass(frozen=True)
-class Forms:
-    """Statements of a checkpoint's config about its quantized weights, applied to its tensors."""
+# --- Formats -------------------------------------------------------------------------------------
 
-    checkpoint: Checkpoint
-
-    @cached_property
-    def _blocks(self) -> list[Mapping[str, Any]]:
-        """All quantization blocks, and those inside them (`linear_fp8_config`)."""
-        found: list[Mapping[str, Any]] = []
-        for config in self.checkpoint.quantization_configs:
-            inner = [v for k, v in config.block.items() if k.endswith("_config")]
-            found += [config.block, *(v for v in inner if isinstance(v, Mapping))]
-            found += blocks_of(config)
-        return found
-
-    @cached_property
-    def _groups(self) -> list[Mapping[str, Any]]:
-        """Statements of compressed-tensors' groups about weights."""
-        found = []
-        for block in self._blocks:
-            groups = block.get("config_groups")
-            for group in groups.values() if isinstance(groups, Mapping) else ():
-                weights = group.get("weights") if isinstance(group, Mapping) else None
-                if isinstance(weights, Mapping):
-                    found.append(weights)
-        return found
-
-    @cached_property
-    def fp8_blocks(self) -> set[tuple[int, int]]:
-        """Every block size that is stated for FP8 weights."""
-        sizes = [block.get("weight_block_size") for block in self._blocks]
-        found = {
-            (size[0], size[1])
-            for size in sizes
-            if isinstance(size, list) and len(size) == 2 and all(type(n) is int for n in size)
-            if min(size) > 0
-        }
-        found |= {block for w in self._groups if (block := float_block(w)) is not None}
-        return found | set(fp8_blocks(self.checkpoint.quantization_configs))
-
-    @cached_property
-    def _awq(self) -> PackedInts | None:
-        return awq_ints(self.checkpoint.quantization_configs)
-
-    def u8_exponents(self, weight: str) -> bool:
-        """Tell whether a weight's U8 scales are exponents."""
-        stated = any(block.get("scale_fmt") == "ue8m0" for block in self._blocks)
-        return stated or exponents_of(self.checkpoint, split_parameter(weight)[0])
-
-    def scale_of(self, weight: str) -> Source:
-        """The scale of an FP8 weight."""
-        sources = self.checkpoint.sources
-        found = [name for name in scale_candidates(weight) if name in sources]
-        if len(found) > 1:  # beside a scale that only weights have, `scale` is the model's own
-            found = [name for name in found if not name.endswith(".scale")]
-        if len(found) != 1:
-            raise Unread(f"it has {len(found)} scales")
-        scale = sources[found[0]]
-        if scale.type.dtype not in SCALES:
-            raise Unread(f"its scale is {scale.type.dtype}")
-        if scale.type.dtype == "U8" and not self.u8_exponents(weight):
-            raise Unread("its scale is U8, but no scale_fmt says that those are exponents")
-        return scale
-
-    def of(self, name: str) -> Form:
-        """A tensor that is not a stack of matrices, seen as [rows, columns]; a vector as a column.
-        Raises Unread where its numbers cannot be told."""
-        weight = self.checkpoint.sources[name]
-        dtype, shape = weight.type.dtype, weight.type.shape
-        nvfp4 = parts_of(self.checkpoint, name) if dtype == "U8" else None
-        if nvfp4 is not None:
-            return _nvfp4(nvfp4)
-        if name.endswith(".weight_packed") and dtype == "U8":
-            return self._mxfp4(name, weight)
-        if name.endswith(".weight_packed"):
-            return self._packed(name, weight)
-        if name.endswith(".qweight"):
-            return (self._gptq if self._awq is None else self._of_awq)(name, weight)
-        if dtype == "I8":
-            beside = self.checkpoint.get(f"{name.removesuffix('.weight')}.scale")
-            if beside is not None and beside.type.dtype == "F8_E8M0":
-                return _mx(weight, beside)
-            scale = int8_scale(self.checkpoint, name)
-            if scale is not None:
-                return self._int8(name, weight, scale)
-        rows, columns = _flat(shape)
-        if dtype in FP8:
-            if len(shape) != 2:
-                raise Unread(f"FP8 of shape {list(shape)}")
-            grid = self._grid(self.scale_of(name), (), rows, columns, 0, 1)
-            return Form("fp8", weight, 0, rows, columns, grid)
-        form = _NAMES.get(dtype)
-        return self.raw(name) if form is None else Form(form, weight, 0, rows, columns)
-
-    def _block_of(self, scale: str) -> tuple[int, int] | None:
-        """The block of these scales, of those that are stated; None where a scale a tensor or a row is
-        stated for their weight."""
-        weight = next(iter(weight_candidates(scale)), scale)
-        module = split_parameter(weight)[0]
-        found = fp8_block_of(self.checkpoint, module)
-        if found is None and fp8_strategy_of(self.checkpoint, module) is not None:
-            return None
-        if len(self.fp8_blocks) == 1:
-            return next(iter(self.fp8_blocks))
-        if found not in self.fp8_blocks:
-            raise Unread(
-                "the config states several block sizes for scales, and not which one applies"
-            )
-        return found
-
-    def raw(self, name: str) -> Form:
-        """A tensor as a column of bytes."""
-        weight = self.checkpoint[name]
-        return Form(RAW, weight, 0, weight.type.nbytes, 1)
-
-    def of_stack(self, name: str, *, transposed: bool) -> Iterator[Form]:
-        """The matrix of each expert in a stack [E, rows, columns]; [E, columns, rows] if
-        `transposed`."""
-        weight = self.checkpoint[name]
-        experts, rows, columns = weight.type.shape
-        size = weight.type.nbytes // max(1, experts)
-        form = _NAMES.get(weight.type.dtype)
-        scale = None
-        if weight.type.dtype in FP8:
-            form, scale = "fp8", self.scale_of(name)
-        if form is None or (transposed and form == "fp8"):
-            raise Unread(f"a stack of {weight.type.dtype}")
-        if transposed:
-            rows, columns = columns, rows
-        for expert in range(experts):
-            grid = None
-            if scale is not None:
-                grid = self._grid(scale, (experts,), rows, columns, expert, experts)
-            yield Form(form, weight, expert * size, rows, columns, grid, transposed)
-
-    def _grid(
-        self, scale: Source, lead: tuple[int, ...], rows: int, columns: int, number: int, of: int
-    ) -> Grid:
-        """Scales of matrix `number` in a stack of `of`."""
-        shape = scale.type.shape
-        block = self._block_of(scale.name) if self.fp8_blocks else None
-        if block is not None:
-            high, wide = block
-            grid = ceil_div(rows, high), ceil_div(columns, wide)
-            if shape in ((*lead, *grid), (*lead, grid[0], 1, grid[1], 1)):
-                return Grid(scale, number * prod(grid), *grid, (high, wide))
-        if scale.type.numel == 1:
-            return Grid(scale, 0, 1, 1, (rows, columns))
-        if shape in ((*lead, rows), (*lead, rows, 1)):
-            return Grid(scale, number * rows, rows, 1, (1, columns))
-        if lead and shape in (lead, (*lead, 1, 1)):
-            return Grid(scale, number, 1, 1, (rows, columns))
-        sizes = ", ".join(f"{a}x{b}" for a, b in sorted(self.fp8_blocks)) or "no size"
-        raise Unread(
-            f"a scale {scale.type} fits no matrix [{rows}, {columns}] in blocks of {sizes}"
-        )
-
-    def of_blocks(self, name: str) -> Iterator[Form]:
-        """The matrix [rows, 32 * blocks] of each expert in gpt-oss's stack: codes U8 [E, rows, blocks,
-        16] and exponents U8 [E, rows, blocks]."""
-        codes = self.checkpoint[name]
-        scale = self.checkpoint.get(f"{name.removesuffix('_blocks')}_scales")
-        if codes.type.dtype != "U8" or len(codes.type.shape) != 4 or scale is None:
-            raise Unread(f"a stack of {codes.type}, {'with' if scale else 'without'} scales")
-        experts, rows, blocks, size = codes.type.shape
-        if size != MX_BLOCK // 2 or scale.type.shape != codes.type.shape[:3]:
-            raise Unread(f"{scale.name} {scale.type} does not fit {codes.type}")
-        for expert in range(experts):
-            grid = Grid(scale, expert * rows * blocks, rows, blocks, (1, MX_BLOCK))
-            at = expert * rows * blocks * size
-            yield Form(MXFP4, codes, at, rows, MX_BLOCK * blocks, grid)
-
-    def _mxfp4(self, name: str, packed: Source) -> Form:
-        """compressed-tensors' form, one exponent for 32 columns."""
-        scale = self.checkpoint.get(f"{name.removesuffix('_packed')}_scale")
-        if scale is None or not states_mxfp4(self.checkpoint.quantization_configs):
-            raise Unread(f"packed as {packed.type}, but the config states no MXFP4")
-        return _mx(packed, scale)
-
-    def _int8(self, name: str, weight: Source, scale: Source) -> Form:
-        """compressed-tensors' int-quantized form."""
-        module = name.removesuffix(".weight")
-        stated, zeros = ints_of(self.checkpoint, module), self.checkpoint.get(f"{name}_zero_point")
-        if stated is None or stated.bits != 8 or stated.ordered:
-            raise Unread("it is I8, and the config states no INT8 for it with groups side by side")
-        if stated.symmetric != (zeros is None):
-            has = "no zero points" if zeros is None else "zero points"
-            raise Unread(f"it has {has}, and the config says symmetric: {stated.symmetric}")
-        if len(weight.type.shape) != 2:
-            raise Unread(f"INT8 of shape {list(weight.type.shape)}")
-        rows, columns = weight.type.shape
-        groups = _groups(stated, columns)
-        _fit(scale, (rows, groups), SCALES[:3], stated)
-        if zeros is not None:
-            _fit(zeros, (rows, groups), ("I8",), stated)
-        codes = Codes(8, stated.symmetric, zeros, signed=True)
-        grid = Grid(scale, 0, rows, groups, (1, columns // groups))
-        return Form("w8a8", weight, 0, rows, columns, grid, codes=codes)
-
-    def _packed(self, name: str, packed: Source) -> Form:
-        """compressed-tensors' form."""
-        module = name.removesuffix(".weight_packed")
-        scale, zeros, order = (
-            self.checkpoint.get(f"{module}.weight_{part}")
-            for part in ("scale", "zero_point", "g_idx")
-        )
-        if packed.type.dtype != "I32" or len(packed.type.shape) != 2 or scale is None:
-            raise Unread(f"packed as {packed.type}" if scale else "it has no scale")
-        stated = ints_of(self.checkpoint, module)
-        if stated is None:
-            raise Unread("the config states no form of packed integers for it, or several")
-        if stated.symmetric != (zeros is None):
-            has = "no zero points" if zeros is None else "zero points"
-            raise Unread(f"it has {has}, and the config says symmetric: {stated.symmetric}")
-        if stated.ordered != (order is not None):
-            has = "no g_idx" if order is None else "a g_idx"
-            raise Unread(f"it has {has}, and the config says actorder group: {stated.ordered}")
-        rows, columns = packed.type.shape[0], packed.type.shape[1] * 32 // stated.bits
-        groups = _groups(stated, columns)
-        _fit(scale, (rows, groups), SCALES[:3], stated)
-        codes = Codes(stated.bits, stated.symmetric, zeros, 0, order)
-        if zeros is not None:
-            _fit(zeros, (ceil_div(rows, codes.word), groups), ("I32",), stated)
-        if order is not None:
-            _fit(order, (columns,), ("I32", "I64"), stated)
-        grid = Grid(scale, 0, rows, groups, (1, columns // groups))
-        return Form(_named(stated), packed, 0, rows, columns, grid, codes=codes)
-
-    def _of_awq(self, name: str, words: Source) -> Form:
-        """AutoAWQ's own form."""
-        module, stated = name.removesuffix(".qweight"), self._awq
-        assert stated is not None
-        zeros, scale = (self.checkpoint.get(f"{module}.{part}") for part in ("qzeros", "scales"))
-        if words.type.dtype != "I32" or len(words.type.shape) != 2 or scale is None:
-            raise Unread(f"packed as {words.type}" if scale else "it has no scales")
-        if stated.symmetric != (zeros is None):
-            has = "no qzeros" if zeros is None else "qzeros"
-            raise Unread(f"it has {has}, and the config says zero_point: {not stated.symmetric}")
-        columns, rows = words.type.shape[0], words.type.shape[1] * 8
-        groups = _groups(stated, columns)
-        _fit(scale, (groups, rows), SCALES[:3], stated)
-        if zeros is not None:
-            _fit(zeros, (groups, rows // 8), ("I32",), stated)
-        grid = Grid(scale, 0, rows, groups, (1, columns // groups), transposed=True)
-        codes = Codes(4, stated.symmetric, zeros, awq=True)
-        return Form(_named(stated), words, 0, rows, columns, grid, transposed=True, codes=codes)
-
-    def _gptq(self, name: str, words: Source) -> Form:
-        """GPTQ's own form. Consumers read g_idx only if the config says desc_act."""
-        module = name.removesuffix(".qweight")
-        zeros, scale, order = (
-            self.checkpoint.get(f"{module}.{part}") for part in ("qzeros", "scales", "g_idx")
-        )
-        found = gptq_ints(self.checkpoint.quantization_configs, module)
-        if found is None:
-            raise Unread("the config states no form of GPTQ weights that is read here")
-        stated, version = found
-        if words.type.dtype != "I32" or len(words.type.shape) != 2:
-            raise Unread(f"packed as {words.type}")
-        if scale is None or zeros is None or (stated.ordered and order is None):
-            raise Unread("it has no scales, qzeros or g_idx")
-        columns, rows = words.type.shape[0] * 32 // stated.bits, words.type.shape[1]
-        groups = _groups(stated, columns)
-        taken = order if stated.ordered else None
-        codes = Codes(stated.bits, stated.symmetric, zeros, 2 - version, taken)
-        _fit(scale, (groups, rows), SCALES[:3], stated)
-        _fit(zeros, (groups, ceil_div(rows, codes.word)), ("I32",), stated)
-        if codes.order is not None:
-            _fit(codes.order, (columns,), ("I32", "I64"), stated)
-        grid = Grid(scale, 0, rows, groups, (1, columns // groups), transposed=True)
-        return Form(_named(stated), words, 0, rows, columns, grid, transposed=True, codes=codes)
+Weights = Mapping[str, Any]
+Shape = tuple[int, ...]
+# Which weights [n, K] of rows [start, stop) are as near to the expected ones as rounding to nearest
+# allows (None: all), and what is wrong with their scales otherwise.
+Nearest = Callable[["Reads", "Matrix", int, int, "Floats", "Floats"], "tuple[Bools | None, str]"]
 
 
-def _mx(packed: Source, scale: Source) -> Form:
-    rows, columns = packed.type.shape[0], 2 * packed.type.shape[-1]
-    groups = columns // MX_BLOCK
-    if len(packed.type.shape) != 2 or columns % MX_BLOCK or scale.type.shape != (rows, groups):
-        raise Unread(
-            f"{scale.name} {scale.type} does not fit {packed.type} in blocks of {MX_BLOCK}"
-        )
-    if scale.type.dtype not in ("U8", "F8_E8M0"):
-        raise Unread(f"its scale is {scale.type.dtype}")
-    return Form(MXFP4, packed, 0, rows, columns, Grid(scale, 0, rows, groups, (1, MX_BLOCK)))
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """Numbers for a format's codes: `floats` of their bytes [n] and the tensor's dtype, float32, in
+    the order of the columns; a compiled `loop` that does the same to rows, with their scales. `largest`
+    of the codes; `passes` that round to them; `nearest`: bounds of that. `exact_zero`: a code of 0 is 0
+    whatever its scale."""
+
+    name: str
+    bits: int
+    floats: Callable[[Bytes, str], Floats]
+    loop: str = ""
+    largest: float = 0.0
+    passes: tuple[str, ...] = ()
+    nearest: Nearest | None = None
+    exact_zero: bool = False
 
 
-def _nvfp4(parts: Parts) -> Form:
-    wrong = fault(parts)
-    if wrong is not None:
-        raise Unread(f"{wrong[0]}: {wrong[1]}")
-    assert parts.scale is not None
-    assert parts.global_scale is not None
-    rows, columns = parts.weight.type.shape[0], 2 * parts.weight.type.shape[1]
-    global_scale = GlobalScale(parts.global_scale, parts.dialect.divisor)
-    grid = Grid(parts.scale, 0, rows, columns // BLOCK, (1, BLOCK), global_scale=global_scale)
-    return Form(NVFP4, parts.weight, 0, rows, columns, grid)
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A stored format, as validators judge it.
+
+    `name`: as findings call it. `dtypes` of its codes. `stored(checkpoint, name)` tells whether a
+    tensor of these holds its codes; `read` makes their form, or those of a `stack`'s experts, and
+    raises Unread; `faults` are findings about the parts beside them, by headers alone. `shape`: of its
+    codes, for a weight of a shape (-1: any size), None if that is not judged. `parts`: ends of the
+    names of such parts, none of which is a matrix.
+    Statements: `states(weights)` in compressed-tensors' words; its `formats`; `algorithms` of
+    modelopt and what each says in those words; `methods` that store nothing else."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    stored: Callable[[Checkpoint, str], bool]
+    read: Callable[[Checkpoint, str], Form]
+    encodings: tuple[Encoding, ...]
+    faults: Callable[[Checkpoint, str], Iterator[Finding]] = lambda checkpoint, name: iter(())
+    stack: Callable[[Checkpoint, str], Iterator[Form]] | None = None
+    shape: Callable[[Checkpoint, str, Shape], Shape | None] = lambda checkpoint, name, shape: None
+    parts: tuple[str, ...] = ()
+    states: Callable[[Weights], bool] = lambda weights: False
+    formats: tuple[str, ...] = ()
+    algorithms: Mapping[str, Weights] = field(default_factory=dict)
+    methods: tuple[str, ...] = ()
 
 
-def _named(stated: PackedInts) -> str:
-    return f"w{stated.bits}a16"
+_FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 
 
-def _groups(stated: PackedInts, columns: int) -> int:
-    """Scales in a row."""
-    width = stated.group or columns
-    if width < 1 or columns % width:
-        raise Unread(f"{columns} columns are not whole groups of {width}")
-    return columns // width
+@lru_cache(maxsize=1)
+def specs() -> tuple[Spec, ...]:
+    """All formats, qconvert's and other packages', in the order of their files' names."""
+    modules = discover(PACKAGE, group=FORMATS)
+    return tuple(module.SPEC for module in modules if hasattr(module, "SPEC"))
 
 
-def _fit(part: Source, shape: tuple[int, ...], dtypes: Collection[str], stated: PackedInts) -> None:
-    if part.type.dtype not in dtypes or part.type.shape != shape:
-        what = f"groups of {stated.group}" if stated.group else "one scale a row"
-        raise Unread(f"{part.name} {part.type} does not fit {list(shape)}, for {what}")
+@lru_cache(maxsize=1)
+def encodings() -> Mapping[str, Encoding]:
+    """By name, floats and bytes among them."""
+    plain = [
+        Encoding(name=name, bits=DTYPE_BITS[dtype], floats=floats)
+        for dtype, name in _FLOATS.items()
+    ]
+    coded = [encoding for spec in specs() for encoding in spec.encodings]
+    raw = Encoding(name=RAW, bits=8, floats=floats)
+    return {encoding.name: encoding for encoding in (raw, *plain, *coded)}
 
 
-def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
-    if len(shape) == 2:
-        return shape
-    if len(shape) < 2:
-        return prod(shape), 1
-    return prod(shape[:-1]), shape[-1]
+@lru_cache(maxsize=4)  # every rule asks, of a folder and of its source
+def coded_weights(checkpoint: Checkpoint) -> Mapping[str, Spec]:
+    """Every tensor that holds codes of a format, and which."""
+    by_dtype: dict[str, list[Spec]] = {}
+    for spec in specs():
+        for dtype in spec.dtypes:
+            by_dtype.setdefault(dtype, []).append(spec)
+    found: dict[str, Spec] = {}
+    for name, source in () if checkpoint.dtypes.isdisjoint(by_dtype) else checkpoint.items():
+        for spec in by_dtype.get(source.type.dtype, ()):
+            if spec.stored(checkpoint, name):
+                found[name] = spec
+                break
+    return found
+
+
+def form_of(checkpoint: Checkpoint, name: str) -> Form:
+    """A tensor that is not a stack of matrices, seen as [rows, columns]; a vector as a column.
+    Raises Unread where its numbers cannot be told."""
+    spec = coded_weights(checkpoint).get(name)
+    if spec is not None:
+        return spec.read(checkpoint, name)
+    weight = checkpoint.sources[name]
+    if name.endswith((".weight_packed", ".qweight")):
+        raise Unread(f"packed as {weight.type}")
+    encoding, shape = _FLOATS.get(weight.type.dtype), weight.type.shape
+    if encoding is None:
+        return raw(checkpoint, name)
+    rows, columns = (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
+    return Form(encoding, weight, 0, rows, columns)
+
+
+def raw(checkpoint: Checkpoint, name: str) -> Form:
+    """A tensor as a column of bytes."""
+    weight = checkpoint[name]
+    return Form(RAW, weight, 0, weight.type.nbytes, 1)
+
+
+def forms_of_stack(checkpoint: Checkpoint, name: str, *, transposed: bool) -> Iterator[Form]:
+    """The matrix of each expert in a stack [E, rows, columns]; [E, columns, rows] if `transposed`.
+    Raises Unread."""
+    weight, spec = checkpoint[name], coded_weights(checkpoint).get(name)
+    if spec is not None and spec.stack is not None and not transposed:
+        yield from spec.stack(checkpoint, name)
+        return
+    encoding = _FLOATS.get(weight.type.dtype)
+    if encoding is None:
+        raise Unread(f"a stack of {weight.type.dtype}")
+    experts, rows, columns = weight.type.shape
+    if transposed:
+        rows, columns = columns, rows
+    size = weight.type.nbytes // max(1, experts)
+    for expert in range(experts):
+        yield Form(encoding, weight, expert * size, rows, columns, None, transposed)

@@ -1,8 +1,6 @@
 """The matrices of a checkpoint as the model means them, whatever their layout: experts unstacked or in
 stacks, linear attention split or fused in any order, weights plain, FP8 or INT4, under any prefix. Two
 checkpoints of one model have the same keys.
-
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -16,9 +14,15 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.family import Dims, Place
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
-from qconvert.validators.reading.decode import FP8
-from qconvert.validators.reading.forms import Form, Forms, Unread
-from qconvert.validators.reading.nvfp4 import parts_of
+from qconvert.validators.reading.forms import (
+    Form,
+    Unread,
+    coded_weights,
+    form_of,
+    forms_of_stack,
+    raw,
+    specs,
+)
 
 Key = tuple[str, int | None, int | None, str]  # role (or module), layer, expert, parameter
 Runs = tuple[tuple[int, int], ...]
@@ -35,10 +39,6 @@ GROUPS_FACT = "gdn_groups"  # of the manifest: 0 split, 1 contiguous, as key hea
 _GDN, _STACKED, _EXPERTS = "gdn.", "stacked_experts.", "experts."
 # Prefixes of one and the same module in a multi-modal and a text-only checkpoint.
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
-# Ends of names that are a matrix's scales, if it has such.
-_OF_A_MATRIX = (
-    "scale", "scales", "scale_inv", "scale_2", "zero_point", "qzeros", "g_idx", "weight_shape",
-)  # fmt: skip
 # The part of a name that only repeats layer and expert.
 _PLAIN_ROLES = ("attn.", "mlp.", "gdn.", "experts.")
 
@@ -104,7 +104,8 @@ def each_matrix(checkpoint: Checkpoint) -> Iterator[Matrix]:
     """All of them, in the order of the shards, one at a time: those of Kimi-K2 take 26 MB. Scales belong
     to their matrices; tensors of unknown matrices are listed by name, as numbers or bytes, and last
     those that could be a matrix's scales, and are not."""
-    forms, groups = Forms(checkpoint), gdn_groups(checkpoint)
+    groups = gdn_groups(checkpoint)
+    ends = tuple({end for spec in specs() for end in spec.parts})
     used: set[str] = set()
     later: list[str] = []
 
@@ -114,18 +115,18 @@ def each_matrix(checkpoint: Checkpoint) -> Iterator[Matrix]:
         if sources[name].type.nbytes == 0:
             return ()
         try:
-            found = tuple(_of_tensor(checkpoint, forms, name, groups))
-            used.update(_scales(checkpoint, name, found[0].form))
+            found = tuple(_of_tensor(checkpoint, name, groups))
+            used.update(_parts(name, found[0].form))
         except Unread as why:
             place = checkpoint.role_index.places.get(name)
-            made = _made(_key_of(checkpoint, name, place), name, place, forms.raw(name), ())
+            made = _made(_key_of(checkpoint, name, place), name, place, raw(checkpoint, name), ())
             return [replace(made, note=str(why))]
         return found
 
     for name in checkpoint:
         if name in used:
             used.remove(name)
-        elif name.endswith(_OF_A_MATRIX):
+        elif name.endswith(ends):
             later.append(name)
         else:
             yield from read(name)
@@ -174,43 +175,44 @@ def segment_runs(sizes: Sequence[int], groups: int) -> list[Runs]:
 def whole(checkpoint: Checkpoint, name: str) -> Matrix:
     """A tensor's rows as stored. Raises Unread if its numbers cannot be read."""
     place = checkpoint.role_index.places.get(name)
-    return _made((name, None, None, ""), name, place, Forms(checkpoint).of(name), ())
+    return _made((name, None, None, ""), name, place, form_of(checkpoint, name), ())
 
 
-def _of_tensor(
-    checkpoint: Checkpoint, forms: Forms, name: str, groups: int | None
-) -> Iterable[Matrix]:
+def _of_tensor(checkpoint: Checkpoint, name: str, groups: int | None) -> Iterable[Matrix]:
     """The matrices of one tensor: one, or those of all experts, or segments."""
     place = checkpoint.role_index.places.get(name)
     if place is None or checkpoint.family.name == "generic":
-        return (_made(_key_of(checkpoint, name, place), name, place, forms.of(name), ()),)
-    role, parameter = place.role.name, _as_weight(place.parameter)
+        return (
+            _made(_key_of(checkpoint, name, place), name, place, form_of(checkpoint, name), ()),
+        )
+    role, parameter = place.role.name, _as_weight(checkpoint, name, place.parameter)
     if place.role.kind is Kind.EXPERT_UNKNOWN and _is_stack(checkpoint, name, place.parameter):
-        return _of_unread_stack(checkpoint, forms, name, place)
+        return _of_unread_stack(checkpoint, name, place)
     if _STACKED in role and parameter in ("", "weight"):
-        return _of_stack(checkpoint, forms, name, place)
+        return _of_stack(checkpoint, name, place)
     segments = SEGMENTS.get(role.removeprefix(_GDN), ()) if role.startswith(_GDN) else ()
     if segments and parameter == "weight":
-        return _of_gdn(checkpoint, forms.of(name), name, place, segments, groups)
+        return _of_gdn(checkpoint, form_of(checkpoint, name), name, place, segments, groups)
     key = role, place.layer, place.expert, parameter
-    return (_made(key, name, place, forms.of(name), ()),)
+    return (_made(key, name, place, form_of(checkpoint, name), ()),)
 
 
 def _key_of(checkpoint: Checkpoint, name: str, place: Place | None) -> Key:
     """The key of a tensor that is one matrix."""
     if place is None or checkpoint.family.name == "generic":
         module, parameter = split_parameter(name)
-        return plain_name(module), None, None, _as_weight(parameter)
-    return place.role.name, place.layer, place.expert, _as_weight(place.parameter)
+        return plain_name(module), None, None, _as_weight(checkpoint, name, parameter)
+    parameter = _as_weight(checkpoint, name, place.parameter)
+    return place.role.name, place.layer, place.expert, parameter
 
 
-def _of_stack(checkpoint: Checkpoint, forms: Forms, name: str, place: Place) -> Iterator[Matrix]:
+def _of_stack(checkpoint: Checkpoint, name: str, place: Place) -> Iterator[Matrix]:
     dims, kind = checkpoint.role_index.dims, checkpoint[name].type
     if len(kind.shape) != 3 or kind.shape[0] != dims.num_experts:
         raise Unread(f"expected a stack of {dims.num_experts} experts, found {kind}")
     base, _, projection = place.role.name.replace(_STACKED, _EXPERTS).rpartition(".")
     transposed = _is_turned(checkpoint)
-    for expert, form in enumerate(forms.of_stack(name, transposed=transposed)):
+    for expert, form in enumerate(forms_of_stack(checkpoint, name, transposed=transposed)):
         half = form.rows // 2
         parts: dict[str, Runs] = {projection: ()}
         if projection == "gate_up_proj":
@@ -228,15 +230,10 @@ def _is_stack(checkpoint: Checkpoint, name: str, parameter: str) -> bool:
     return len(shape) == dimensions and shape[0] == experts
 
 
-def _of_unread_stack(
-    checkpoint: Checkpoint, forms: Forms, name: str, place: Place
-) -> Iterator[Matrix]:
+def _of_unread_stack(checkpoint: Checkpoint, name: str, place: Place) -> Iterator[Matrix]:
     """Matrices of experts whose gate and up are not told apart: one for each expert."""
-    if place.parameter == "weight_blocks":
-        found = forms.of_blocks(name)
-    else:
-        found = forms.of_stack(name, transposed=checkpoint.family.stacked_transposed)
-    for expert, form in enumerate(found):
+    transposed = checkpoint.family.stacked_transposed and place.parameter != "weight_blocks"
+    for expert, form in enumerate(forms_of_stack(checkpoint, name, transposed=transposed)):
         made = _made((place.role.name, place.layer, expert, "weight"), name, place, form, ())
         yield replace(made, expert=expert)
 
@@ -299,9 +296,12 @@ def _label(role: str) -> str:
     return role
 
 
-def _as_weight(parameter: str) -> str:
-    """A weight is the same parameter however it is stored."""
-    return "weight" if parameter in ("weight_packed", "qweight") else parameter
+def _as_weight(checkpoint: Checkpoint, name: str, parameter: str) -> str:
+    """A weight is the same parameter however it is stored. A stack of experts has none."""
+    if not parameter or parameter.endswith("_blocks"):
+        return parameter
+    coded = parameter in ("weight_packed", "qweight") or name in coded_weights(checkpoint)
+    return "weight" if coded else parameter
 
 
 def plain_name(name: str) -> str:
@@ -312,23 +312,10 @@ def plain_name(name: str) -> str:
     return name
 
 
-def _scales(checkpoint: Checkpoint, name: str, form: Form) -> Iterable[str]:
-    """Tensors that are part of how a weight is stored, which was read in this form."""
-    dtype = form.weight.type.dtype
-    nvfp4 = parts_of(checkpoint, name) if dtype == "U8" else None
-    if nvfp4 is not None:
-        return {part.name for part in (nvfp4.scale, nvfp4.global_scale) if part is not None}
-    if name.endswith(".weight_packed"):
-        module = name.removesuffix(".weight_packed")
-        parts = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-        return {f"{module}.{part}" for part in parts}
-    if name.endswith(".qweight"):
-        module = name.removesuffix(".qweight")
-        return {f"{module}.{part}" for part in ("qzeros", "scales", "g_idx")}
-    if name.endswith("_blocks"):
-        return {f"{name.removesuffix('_blocks')}_scales"}
-    if dtype == "I8":
-        ends = ("weight_scale", "weight_zero_point", "scale")
-        return {f"{name.removesuffix('.weight')}.{end}" for end in ends}
-    # Of an FP8 weight with several scales none is read.
-    return (form.grid.scale.name,) if dtype in FP8 and form.grid is not None else ()
+def _parts(name: str, form: Form) -> Iterator[str]:
+    """Tensors that are part of how a weight is stored, which was read in this form. Of an FP8 weight
+    with several scales none is read."""
+    yield from form.tensors()
+    if form.codes is not None:
+        module = name.rpartition(".")[0]
+        yield from (f"{module}.weight_shape", f"{module}.g_idx")

@@ -1,25 +1,23 @@
 """A folder that holds a model, as header rules see it: which of its layers a pipeline stage has, and in
 which of two forms a layer stores the same matrices.
-
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError
+from qconvert.core.family import Config, Dims, expert_inputs, first_int, text_config
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.names import parse, split_parameter
 from qconvert.validation.runner import NotChecked
-from qconvert.validators.reading.quantization import READ_METHODS
+from qconvert.validators.reading.quantization import read_methods
 
-FP8 = ("F8_E4M3", "F8_E5M2")
 # Parameters that are a matrix itself, not a part of one.
 _MATRICES = ("", "weight", "weight_packed", "qweight")
 
@@ -34,7 +32,7 @@ def known_family(checkpoint: Checkpoint) -> None:
 def unread_quantization(checkpoint: Checkpoint) -> str:
     """Why a quantization block's description of the weights is not understood, "" if it is."""
     for config in checkpoint.quantization_configs:
-        if config.method not in READ_METHODS:
+        if config.method not in read_methods():
             return f"{config.where}: quant_method {config.method!r} is not supported"
     return ""
 
@@ -308,3 +306,127 @@ def where_of(name: str) -> tuple[Where, Side] | None:
 
 def other(side: Side) -> Side:
     return "split" if side == "fused" else "fused"
+
+
+# --- Sizes ---------------------------------------------------------------------------------------
+
+Shape = tuple[int, ...]
+Sizes = Callable[..., int]
+# A size that is not checked.
+ANY = -1
+
+
+@lru_cache(maxsize=4)
+def expected_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
+    """The shape of each role's weight, -1 for a size that the config does not state. Roles of draft
+    layers have those of the model's layers; undescribed roles are left out."""
+    index, text = checkpoint.role_index, text_config(checkpoint.config)
+    dims, family = index.dims, index.family.name
+
+    def size(*keys: str) -> int:
+        return first_int(text, *keys) or ANY
+
+    hidden, each = dims.hidden_size or ANY, dims.moe_intermediate_size or ANY
+    experts, dense = dims.num_experts or ANY, size("intermediate_size")
+    vocab, twice = size("vocab_size"), _times(2, hidden)
+    shared = size("shared_expert_intermediate_size")
+    several = _times(first_int(text, "n_shared_experts") or ANY, each)
+    inputs = expert_inputs(index, lambda name: checkpoint[name].type) or ANY
+    found: dict[str, Shape] = {
+        **dict.fromkeys(("embed_tokens", "shared_head.head"), (vocab, hidden)),
+        # An EAGLE-3 draft answers in a part of the vocabulary.
+        "lm_head": (size("draft_vocab_size", "vocab_size"), hidden),
+        **dict.fromkeys(_NORMS, (hidden,)),
+        **dict.fromkeys(("eh_proj", "fc"), (hidden, twice)),
+        "router": (experts, hidden),
+        "router.e_score_correction_bias": (experts,),
+        "shared_expert_gate": (1, hidden),
+        "stacked_experts.gate_up_proj": (experts, _times(2, each), inputs),
+        **dict.fromkeys(
+            ("stacked_experts.gate_proj", "stacked_experts.up_proj"), (experts, each, inputs)
+        ),
+        "stacked_experts.down_proj": (experts, inputs, each),
+    }
+    for prefix, rows, columns in (
+        ("mlp.", dense, hidden), ("experts.", each, inputs), ("shared_expert.", shared, hidden),
+        ("shared_experts.", several, hidden),
+    ):  # fmt: skip
+        found |= {f"{prefix}{name}": (rows, columns) for name in ("gate_proj", "up_proj")}
+        found[f"{prefix}down_proj"] = (columns, rows)
+    attention = _latent(text, hidden) or _grouped(hidden, size, _gates(text, family))
+    return found | attention | _linear_attention(dims, hidden, size)
+
+
+_NORMS = (
+    "norm", "input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "shared_head.norm",
+    "pre_fc_norm_embedding", "pre_fc_norm_hidden",
+)  # fmt: skip
+
+
+def _times(one: int, other: int) -> int:
+    return one * other if one > 0 and other > 0 else ANY
+
+
+def _gates(text: Config, family: str) -> int:
+    """Rows of q_proj per query row: with an output gate, two."""
+    if family not in ("qwen3_5", "qwen3_next"):
+        return 1
+    # transformers 5.17 has the gate whatever the flag says, other runtimes follow the flag.
+    return ANY if text.get("attn_output_gate") is False else 2
+
+
+def _grouped(hidden: int, size: Sizes, gates: int) -> dict[str, Shape]:
+    """Grouped-query attention (transformers 5.17, models/qwen3_moe/, glm4_moe/, qwen3_next/)."""
+    each, heads = size("head_dim"), size("num_attention_heads")
+    queries, keys = _times(heads, each), _times(size("num_key_value_heads"), each)
+    return {
+        "attn.q_proj": (_times(gates, queries), hidden),
+        **dict.fromkeys(("attn.k_proj", "attn.v_proj"), (keys, hidden)),
+        "attn.o_proj": (hidden, queries),
+        **dict.fromkeys(("attn.q_norm", "attn.k_norm"), (each,)),
+    }
+
+
+def _latent(text: Config, hidden: int) -> dict[str, Shape]:
+    """Multi-head latent attention (transformers 5.17, models/deepseek_v3/)."""
+    low, kv, rope, nope, value, heads = (
+        first_int(text, key) or ANY
+        for key in (
+            "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+            "num_attention_heads",
+        )
+    )  # fmt: skip
+    if kv < 0:
+        return {}
+    query = nope + rope if nope > 0 and rope > 0 else ANY
+    both = nope + value if nope > 0 and value > 0 else ANY
+    return {
+        "attn.q_a_proj": (low, hidden),
+        "attn.q_a_layernorm": (low,),
+        "attn.q_b_proj": (_times(heads, query), low),
+        "attn.q_proj": (_times(heads, query), hidden),
+        "attn.kv_a_proj_with_mqa": (kv + rope if rope > 0 else ANY, hidden),
+        "attn.kv_a_layernorm": (kv,),
+        "attn.kv_b_proj": (_times(heads, both), kv),
+        "attn.o_proj": (hidden, _times(heads, value)),
+    }
+
+
+def _linear_attention(dims: Dims, hidden: int, size: Sizes) -> dict[str, Shape]:
+    """Gated DeltaNet: K = nk * dk, V = nv * dv."""
+    if dims.gdn is None:
+        return {}
+    nk, nv, dk, dv = dims.gdn
+    keys, values = nk * dk, nv * dv
+    rows = {
+        "in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * nv, "in_proj_qkv": 2 * keys + values,
+        "in_proj_z": values, "in_proj_b": nv, "in_proj_a": nv,
+    }  # fmt: skip
+    return {
+        **{f"gdn.{name}": (count, hidden) for name, count in rows.items()},
+        "gdn.conv1d": (2 * keys + values, 1, size("linear_conv_kernel_dim")),
+        "gdn.A_log": (nv,),
+        "gdn.dt_bias": (nv,),
+        "gdn.norm": (dv,),
+        "gdn.out_proj": (hidden, values),
+    }

@@ -6,8 +6,6 @@ clips of Inkling). A part belongs to a weight in codes, or to one that is missin
 it was there. Names are those of compressed-tensors 0.19 (`compressors/`), modelopt 0.47, DeepSeek-V3 and
 V4 (`inference/`), and, of activations, of transformers 5.17 (`integrations/finegrained_fp8.py`,
 `gemma_quant.py`), AutoFP8, Quark and Mistral's own form (vLLM 0.33, `models/mistral.py`).
-
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ theirs, what its marker states, and which byte comes from where.
 
 Sources: flashinfer 0.7.2 (`fused_moe/core.py`, `get_shuffle_matrix_a_row_indices`,
 `block_scale_interleave`), sglang 0.5.23 (`prepare_static_weights_for_trtllm_fp4_moe`); written from
-their behaviour, without sharing code with the encoder. Not a validator itself: it has no `VALIDATOR`, so
-discovery skips it.
+their behaviour, without sharing code with the encoder.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.errors import CheckpointError
 from qconvert.core.json_text import parse_json
-from qconvert.validators.reading.nvfp4 import DIALECTS, Dialect
+from qconvert.validators.formats.nvfp4 import DIALECTS, Dialect
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,14 +4,12 @@ and which modules they leave out. It judges nothing; broken blocks state nothing
 Read in sglang 0.5.23 (`layers/quantization/`: fp8 takes `ignored_layers` or else
 `modules_to_not_convert`, by dotted segments), vLLM 0.33 and compressed-tensors 0.19 (`re:` patterns,
 full names, class names), modelopt's `hf_quant_config.json` (shell patterns).
-
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cached_property, lru_cache
@@ -19,12 +17,13 @@ from typing import Any, TypeVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.patterns import compiled
-from qconvert.validators.reading.prepared import blocks_of
+from qconvert.validators.reading.forms import specs
+from qconvert.validators.reading.prepared import METHOD, blocks_of
 from qconvert.validators.reading.schemes import (
     Targets,
     gptq_left_out,
-    gptq_weights,
     layer_table,
+    pair,
     stated_weights,
 )
 
@@ -32,9 +31,6 @@ T = TypeVar("T")
 
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
 KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
-# Methods that some rules read: own forms of GPTQ and AutoAWQ, gpt-oss's stacks and prepared folders by
-# rules of their own.
-READ_METHODS = (*KNOWN_METHODS, "gptq", "awq", "mxfp4", "qconvert-trtllm-gen")
 HF_QUANT_CONFIG = "hf_quant_config.json"
 _SHELL = frozenset("*?[")
 _OF_DECODERS = ("model", "language_model", "layers")
@@ -51,59 +47,6 @@ def weight_groups(config: QuantConfig) -> Iterator[Mapping[str, Any]]:
     """Everything that a block states about weights, of any module."""
     for _, weights in stated_weights(config):
         yield weights
-
-
-def _pair(size: Any) -> tuple[int, int] | None:
-    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
-        return size[0], size[1]
-    return None
-
-
-def fp8_blocks(configs: Iterable[QuantConfig]) -> dict[tuple[int, int], str]:
-    """Every stated block of FP8 scales, and where it is first stated."""
-    found: dict[tuple[int, int], str] = {}
-    for config in configs:
-        linear = config.block.get("linear_fp8_config")
-        sizes = [
-            config.block.get("weight_block_size"),
-            linear.get("weight_block_size") if isinstance(linear, Mapping) else None,
-        ]
-        blocks = [_pair(size) for size in sizes]
-        for block in (*blocks, *map(float_block, weight_groups(config))):
-            if block is not None:
-                found.setdefault(block, config.where)
-    return found
-
-
-def states_mxfp4(configs: Iterable[QuantConfig]) -> bool:
-    """Tell whether 4-bit floats in groups of 32 are stated (compressed-tensors 0.19,
-    `mxfp4-pack-quantized`)."""
-    kinds = (
-        (g.get("type"), g.get("num_bits"), g.get("group_size"))
-        for config in configs
-        for g in weight_groups(config)
-    )
-    return ("float", 4, 32) in kinds
-
-
-def _is_mxfp8(g: Mapping[str, Any]) -> bool:
-    return (g.get("type"), g.get("num_bits"), g.get("strategy")) == ("float", 8, "group")
-
-
-def states_mxfp8(configs: Iterable[QuantConfig]) -> bool:
-    """Tell whether 8-bit floats in groups of columns are stated, whose U8 scales are exponents
-    (compressed-tensors 0.19, `mxfp8-quantized`)."""
-    return any(_is_mxfp8(g) for config in configs for g in weight_groups(config))
-
-
-def states_ue8m0(configs: Iterable[QuantConfig]) -> bool:
-    """Tell whether U8 scales are said to be exponents."""
-    for config in configs:
-        linear = config.block.get("linear_fp8_config")
-        inner = linear.get("scale_fmt") if isinstance(linear, Mapping) else None
-        if "ue8m0" in (config.block.get("scale_fmt"), inner):
-            return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -177,39 +120,7 @@ class Listed:
         return self.literal(f"model.{module}")
 
 
-@dataclass(frozen=True, slots=True)
-class Ints:
-    """Packed integers of `bits`, a scale for each `group` columns (None: for a row)."""
-
-    bits: int
-    group: int | None
-
-
-def packed_ints(checkpoint: Checkpoint, module: str) -> Ints | None:
-    """The form of packed weights that compressed-tensors blocks state for a module: that of the group
-    that covers it, else the one that all share. None for none or several."""
-    return _stated_for(checkpoint, module, _ints)
-
-
-def _by_row(g: Mapping[str, Any]) -> bool:
-    """Tell whether a group states a scale a row: compressed-tensors 0.19 infers that from a size of
-    -1."""
-    strategy = g.get("strategy")
-    return strategy == "channel" or (strategy is None and g.get("group_size") == -1)
-
-
-def _ints(g: Mapping[str, Any]) -> Ints | None:
-    size, by_row = g.get("group_size"), _by_row(g)
-    if g.get("type", "int") != "int" or g.get("num_bits") not in (2, 4, 8):
-        return None
-    if not by_row and (type(size) is not int or size < 1):
-        return None
-    return Ints(
-        g["num_bits"], size if g.get("strategy", "group") == "group" and not by_row else None
-    )
-
-
-def _stated_for(
+def stated_for(
     checkpoint: Checkpoint, module: str, read: Callable[[Mapping[str, Any]], T | None]
 ) -> T | None:
     """Result of `read` for the group that covers a module; if none does, of all groups, if they
@@ -219,7 +130,7 @@ def _stated_for(
         return next(iter(alike), None)  # whatever the module
     own: set[T] = set()
     every: set[T] = set()
-    for block, stated in zip(_blocks(checkpoint), by_block, strict=True):
+    for block, stated in zip(blocks(checkpoint), by_block, strict=True):
         mine = block.of(module) if len(stated) > 1 else None
         one = None if mine is None else read(mine)
         if one is not None:
@@ -237,7 +148,7 @@ def _all_stated(
     """Return what `read` makes of all that each block states."""
     return tuple(
         frozenset(one for g in block.stated if (one := read(g)) is not None)
-        for block in _blocks(checkpoint)
+        for block in blocks(checkpoint)
     )
 
 
@@ -264,8 +175,13 @@ class Block:
         return self._known[module]
 
 
+def all_weights(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
+    """Everything that blocks state about weights, of any module."""
+    return (weights for block in blocks(checkpoint) for weights in block.stated)
+
+
 @lru_cache(maxsize=8)  # called for each matrix
-def _blocks(checkpoint: Checkpoint) -> tuple[Block, ...]:
+def blocks(checkpoint: Checkpoint) -> tuple[Block, ...]:
     """Every block, in the order in which runtimes ask them: modelopt's file last. A prepared folder's
     marker keeps the blocks that hold for the tensors that are not prepared."""
     found: list[Block] = []
@@ -284,7 +200,7 @@ def scheme_of(checkpoint: Checkpoint, module: str) -> Mapping[str, Any] | None:
     """Stored form of a module's weight by the first block that covers it, whatever its method, in the
     words of compressed-tensors; None if none does."""
     return next(
-        (one for block in _blocks(checkpoint) if (one := block.of(module)) is not None), None
+        (one for block in blocks(checkpoint) if (one := block.of(module)) is not None), None
     )
 
 
@@ -314,7 +230,7 @@ def group_names(config: QuantConfig) -> Callable[[str], str | None]:
 def group_of(checkpoint: Checkpoint, module: str) -> Mapping[str, Any] | None:
     """The compressed-tensors group that covers a module, with what it states about activations; None if
     there is none."""
-    for block in _blocks(checkpoint):
+    for block in blocks(checkpoint):
         mine, groups = block.of(module), block.config.block.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
             if mine is not None and isinstance(group, Mapping) and group.get("weights") is mine:
@@ -322,127 +238,17 @@ def group_of(checkpoint: Checkpoint, module: str) -> Mapping[str, Any] | None:
     return None
 
 
-def fp8_block_of(checkpoint: Checkpoint, module: str) -> tuple[int, int] | None:
-    """The block of a module's FP8 scales: what is stated for the module, where that is FP8, else the
-    first that is stated at all; None if there is none."""
-    first, alike = _first_fp8_block(checkpoint)
-    own = None if alike else scheme_of(checkpoint, module)
-    return float_block(own) if own is not None and _is_fp8(own) else first
-
-
-@lru_cache(maxsize=8)
-def _first_fp8_block(checkpoint: Checkpoint) -> tuple[tuple[int, int] | None, bool]:
-    """The first block that is stated, and whether it is that of all FP8 weights."""
-    blocks = _blocks(checkpoint)
-    first = next(iter(fp8_blocks(block.config for block in blocks)), None)
-    every = (g for block in blocks for g in block.stated if _is_fp8(g))
-    return first, all(float_block(g) == first for g in every)
-
-
-def fp8_strategy_of(checkpoint: Checkpoint, module: str) -> str | None:
-    """Tell whether a scale for a `tensor`, a `channel`, a `block` or a `group` of columns is stated for
-    a module's FP8 weight; None where none is."""
-    return _stated_for(checkpoint, module, _float_strategy)
-
-
-def _float_strategy(g: Mapping[str, Any]) -> str | None:
-    strategy = g.get("strategy")
-    return strategy if _is_fp8(g) and isinstance(strategy, str) else None
-
-
-def _is_fp8(g: Mapping[str, Any]) -> bool:
-    return (g.get("type"), g.get("num_bits")) == ("float", 8)
-
-
-def exponents_of(checkpoint: Checkpoint, module: str) -> bool:
-    """Tell whether the U8 scales of a module's FP8 weight are exponents."""
-    own = scheme_of(checkpoint, module)
-    mx = _any_mxfp8(checkpoint) if own is None else _is_mxfp8(own)
-    return mx or states_ue8m0(checkpoint.quantization_configs)
-
-
-@lru_cache(maxsize=8)
-def _any_mxfp8(checkpoint: Checkpoint) -> bool:
-    return states_mxfp8(checkpoint.quantization_configs)
-
-
-def float_block(g: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale of 8-bit floats, None where a group states none."""
-    if _is_mxfp8(g):
-        return _pair([1, g.get("group_size")])
-    return _pair(g.get("block_structure")) if g.get("type") == "float" else None
-
-
-@dataclass(frozen=True, slots=True)
-class PackedInts:
-    """Form of packed integers, by a config: `bits` 4 or 8, a scale for each `group` columns
-    (None: for a row), zero points unless `symmetric`; `ordered`: the group of each column is stored too
-    (g_idx)."""
-
-    bits: int
-    group: int | None
-    symmetric: bool
-    ordered: bool
-
-
-def ints_of(checkpoint: Checkpoint, module: str) -> PackedInts | None:
-    """Statements of compressed-tensors blocks (0.19) about a packed module, as `packed_ints`."""
-    return _stated_for(checkpoint, module, _packed)
-
-
-def _packed(weights: Mapping[str, Any]) -> PackedInts | None:
-    size, bits = weights.get("group_size"), weights.get("num_bits")
-    by_row = _by_row(weights)
-    if weights.get("type", "int") != "int" or bits not in (4, 8):
-        return None
-    if not by_row and (type(size) is not int or size < 1):
-        return None
-    symmetric = weights.get("symmetric", True) is not False
-    ordered = weights.get("actorder") == "group"
-    return PackedInts(bits, None if by_row else size, symmetric, ordered)
-
-
-def gptq_block(configs: Iterable[QuantConfig]) -> QuantConfig | None:
-    """The block of GPTQ's own form."""
-    return next((config for config in configs if config.method == "gptq"), None)
-
-
-def gptq_ints(
-    configs: Iterable[QuantConfig], module: str | None = None
-) -> tuple[PackedInts, int] | None:
-    """Statements of a block of GPTQ's own form (AutoGPTQ 0.7, GPTQModel), for all modules or for one,
-    and its version: 1 stores zero points minus one. None if there is none, or an invalid one."""
-    config = gptq_block(configs)
-    if config is None:
-        return None
-    weights = gptq_weights(config.block) if module is None else Targets.of(config).find(module)
-    version = {"gptq": 1, "gptq_v2": 2}.get(config.block.get("checkpoint_format", "gptq"))
-    found = None if weights is None else _packed(weights)
-    return None if found is None or version is None else (found, version)
-
-
 def taken_block(configs: Sequence[QuantConfig]) -> QuantConfig | None:
     """The block that runtimes take, own forms among them; None if it is of a method that no rule
     reads."""
-    own = next((config for config in configs if config.method in ("gptq", "awq", "mxfp4")), None)
-    return judged(configs) or own
+    methods = [method for spec in specs() for method in spec.methods]
+    return judged(configs) or next((one for one in configs if one.method in methods), None)
 
 
-def awq_ints(configs: Iterable[QuantConfig]) -> PackedInts | None:
-    """Statements of a block of AutoAWQ's own form (0.2, version gemm); None if there is none, or one
-    that is not read here."""
-    config = next((one for one in configs if one.method == "awq"), None)
-    if config is None:
-        return None
-    block = config.block
-    bits, size = (
-        block.get("bits", block.get("w_bit")),
-        block.get("group_size", block.get("q_group_size")),
-    )
-    if bits != 4 or type(size) is not int or str(block.get("version", "gemm")).lower() != "gemm":
-        return None
-    group = None if size == -1 else size
-    return PackedInts(4, group, block.get("zero_point", True) is False, ordered=False)
+def read_methods() -> tuple[str, ...]:
+    """Methods that some rules read: own forms of GPTQ and AutoAWQ, gpt-oss's stacks, other packages'
+    and prepared folders by rules of their own."""
+    return (*KNOWN_METHODS, METHOD, *(method for spec in specs() for method in spec.methods))
 
 
 def scheme(config: QuantConfig) -> tuple[Any, ...]:
@@ -452,7 +258,7 @@ def scheme(config: QuantConfig) -> tuple[Any, ...]:
         keys = ("type", "num_bits", "strategy", "group_size", "block_structure")
         return config.method, *sorted(repr([g.get(k) for k in keys]) for g in weight_groups(config))
     algorithm = block.get("quant_algo") if config.method == "modelopt" else None
-    return config.method, _pair(block.get("weight_block_size")), algorithm
+    return config.method, pair(block.get("weight_block_size")), algorithm
 
 
 def ignored(config: QuantConfig) -> Listed:

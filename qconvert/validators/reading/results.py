@@ -1,8 +1,6 @@
 """FP8 codes as bf16 results. Under one scale there are only 256 results, so they are computed
 once for each scale, by the slow and plain rule, and looked up for each weight: twice as fast as
 arithmetic on every weight, and equally right for NaN, denormals and ties.
-
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations

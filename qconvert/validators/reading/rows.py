@@ -1,5 +1,4 @@
-"""Rows of a matrix, read as its consumer computes with them. Not a validator itself: it has no
-`VALIDATOR`, so discovery skips it."""
+"""Rows of a matrix, read as its consumer computes with them."""
 
 from __future__ import annotations
 
@@ -8,17 +7,9 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.core.graph import Source
 from qconvert.validation.compiled import LOOPS, done
-from qconvert.validators.reading.decode import (
-    as_bf16,
-    code_floats,
-    floats,
-    fp8_floats,
-    scale_floats,
-    warm,
-)
+from qconvert.validators.reading.decode import as_bf16, scale_floats, warm
 from qconvert.validators.reading.forms import Codes, Form, Grid
 from qconvert.validators.reading.matrices import Matrix
-from qconvert.validators.reading.nvfp4 import FP4, MXFP4, fp4_floats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,16 +122,12 @@ def rows(reader: Reads, matrix: Matrix, start: int, stop: int, *, bf16: bool = F
 
 def _loop_of(form: Form) -> str:
     """The compiled loop that decodes a form, "" for none."""
-    if LOOPS.in_use() is None or form.grid is None:
+    grid, codes, encoding = form.grid, form.codes, form.encoding
+    if LOOPS.in_use() is None or grid is None or form.offset is not None:
         return ""
-    if form.format == "fp8" and form.weight.type.dtype == "F8_E4M3":
-        return "fp8_rows"
-    even = form.grid.block[1] % 2 == 0 or form.grid.columns == 1
-    codes = form.codes
-    if codes is not None:
-        plain = codes.bits == 4 and codes.zeros is None and codes.order is None and not codes.signed
-        return "int4_rows" if plain and even else ""
-    return "fp4_rows" if form.format in FP4 and even else ""
+    plain = codes is None or (codes.zeros is None and codes.order is None)
+    even = encoding.bits == 8 or grid.block[1] % 2 == 0 or grid.columns == 1
+    return encoding.loop if plain and even and form.weight.type.dtype != "F8_E5M2" else ""
 
 
 def _in_loop(
@@ -171,15 +158,7 @@ def _rows(reader: Reads, matrix: Matrix, data: Bytes, start: int, stop: int) -> 
     import numpy as np
 
     form = matrix.form
-    dtype = form.weight.type.dtype
-    if form.codes is not None:
-        values = code_floats(data, form.codes.bits, signed=form.codes.signed)
-    elif form.format == "fp8":
-        values = fp8_floats(data, dtype)
-    elif form.format in FP4:
-        values = fp4_floats(data)
-    else:
-        values = floats(data, dtype)
+    values = form.encoding.floats(data, form.weight.type.dtype)
     values = values.reshape(stop - start, form.columns)
     if form.codes is not None and form.codes.zeros is not None:
         with np.errstate(all="ignore"):
@@ -193,12 +172,17 @@ def _rows(reader: Reads, matrix: Matrix, data: Bytes, start: int, stop: int) -> 
             for first, last in matrix.spans(start, stop):
                 part = values[at : at + last - first]
                 # Zeros stay zeros, whatever exponent a block of them has.
-                zeros = np.nonzero(part == 0) if form.format == MXFP4 else None
+                zeros = np.nonzero(part == 0) if form.encoding.exact_zero else None
                 kept = None if zeros is None else part[zeros]
                 _scale(reader, form.grid, part, first)
                 if zeros is not None:
                     part[zeros] = kept
                 at += last - first
+    if form.offset is not None:
+        with np.errstate(all="ignore"):
+            values += np.repeat(
+                scales(reader, matrix, start, stop, form.offset), form.offset.block[1], axis=1
+            )
     return values
 
 
@@ -208,11 +192,14 @@ def bf16_rows(reader: Reads, matrix: Matrix, start: int = 0, stop: int | None = 
     return rows(reader, matrix, start, last, bf16=matrix.format != "bf16")
 
 
-def scales(reader: Reads, matrix: Matrix, start: int, stop: int) -> Floats:
-    """The scales of rows [start, stop), float32 [rows, columns of the grid]."""
+def scales(
+    reader: Reads, matrix: Matrix, start: int, stop: int, grid: Grid | None = None
+) -> Floats:
+    """The scales of rows [start, stop), or the numbers of another grid, float32 [rows, columns of the
+    grid]."""
     import numpy as np
 
-    grid = matrix.form.grid
+    grid = grid or matrix.form.grid
     assert grid is not None
     parts = []
     for first, last in matrix.spans(start, stop):

@@ -5,8 +5,6 @@ block_structure, symmetric, actorder). `quantization.scheme_of` answers with it 
 Read in vLLM 0.33 (`modelopt.py`: `ModelOptMixedPrecisionConfig`; `utils/gptq_utils.py`), sglang 0.5.23
 (`layers/quantization/utils.py`: `get_dynamic_override`) and nvidia-modelopt 0.47
 (`torch/export/quant_utils.py`).
-
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -18,15 +16,21 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import QuantConfig
 from qconvert.core.patterns import compiled
-
-Weights = Mapping[str, Any]
+from qconvert.validators.reading.forms import Spec, Weights, specs
 
 # Targets that every linear layer fits, in the order in which compressed-tensors asks for them.
 CLASSES = ("Linear", "Module")
 MIXED = "MIXED_PRECISION"
-_FLOAT8 = {"type": "float", "num_bits": 8}
+_FLOAT8 = {"type": "float", "num_bits": 8}  # quant_method fp8
 # Prefixes under which runtimes and exporters name the language model's modules.
 _WRAPPERS = ("model.language_model.", "language_model.model.")
+
+
+def pair(size: Any) -> tuple[int, int] | None:
+    """Rows and columns of a block, None for anything else."""
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return size[0], size[1]
+    return None
 
 
 def stated_weights(config: QuantConfig) -> Iterator[tuple[list[str], Weights]]:
@@ -84,25 +88,25 @@ def _algorithm(entry: Mapping[str, Any]) -> Weights:
     """The weights that an algorithm of modelopt makes, and whether activations have stored scales
     (`inputs`); no type for one that is not read here."""
     name, size = str(entry.get("quant_algo") or "").upper(), entry.get("group_size")
-    if name in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
-        side = size if type(size) is int and size > 0 else 128
-        return {**_FLOAT8, "strategy": "block", "block_structure": [side, side], "inputs": False}
-    if name == "MXFP8":
-        return {**_FLOAT8, "strategy": "group", "group_size": 32, "inputs": False}
-    if name == "FP8_PER_CHANNEL_PER_TOKEN":
-        return {**_FLOAT8, "strategy": "channel", "inputs": False}
-    if name == "FP8":
-        return {**_FLOAT8, "strategy": "tensor", "inputs": True}
-    if "NVFP4" in name:
-        inputs = not name.startswith("W4A16")
-        return {
-            "type": "float",
-            "num_bits": 4,
-            "strategy": "tensor_group",
-            "group_size": 16,
-            "inputs": inputs,
-        }
-    return {"quant_algo": name}
+    found = algorithm(name)
+    if found is None:
+        return {"quant_algo": name}
+    weights = found[1]
+    if "block_structure" in weights and type(size) is int and size > 0:
+        return {**weights, "block_structure": [size, size]}
+    return weights
+
+
+def algorithm(name: str) -> tuple[Spec, Weights] | None:
+    """The format of an algorithm of modelopt, by the longest name that its name begins with, and its
+    weights; None for one that is not read here."""
+    found = [
+        (known, spec, weights)
+        for spec in specs()
+        for known, weights in spec.algorithms.items()
+        if name == known or name.startswith(f"{known}_")
+    ]
+    return max(found, key=lambda one: len(one[0]))[1:] if found else None
 
 
 # --- GPTQ ----------------------------------------------------------------------------------------

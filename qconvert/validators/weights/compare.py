@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from qconvert.validation.compiled import done
 from qconvert.validation.findings import Finding, Measure
 from qconvert.validation.workers import Folders
 from qconvert.validators.reading.decode import equal_bytes, is_rounded, rounded
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Matrix
-from qconvert.validators.reading.nvfp4 import FP4, MXFP4, halfway, mx_fits
 from qconvert.validators.reading.results import Results, is_worth
 from qconvert.validators.reading.rows import (
     group_of,
@@ -21,7 +19,6 @@ from qconvert.validators.reading.rows import (
     rows,
     scales,
     scratch,
-    spread,
     tile_rows,
     zero_points,
 )
@@ -40,12 +37,8 @@ if TYPE_CHECKING:
 How = Literal["equal", "rounded", "nearest", "calibrated", "solved"]
 
 _STRETCHES = 8  # of a long matrix, at level sample
-_FP8_HALF = {"F8_E4M3": (2.0**-4, 2.0**-10), "F8_E5M2": (2.0**-3, 2.0**-17)}
-_FP8_SLACK = 1 + 2.0**-7
 # A product of float32, a quotient by the reciprocal that was rounded, and that quotient: 2^-24 each.
 _DIALECTS = 2.0**-22
-# compressed-tensors divides in bf16: the quotient is rounded once more before it is rounded to a code.
-_BF16_HALF = 2.0**-8
 # A normal e4m3 is off by 2^-4 of itself at most, and by less on average.
 _FP8_RMS = 2.0**-4
 
@@ -119,8 +112,7 @@ class Compare:
         those that were written as fp16 or fp32 are no bf16 on their way."""
         if self.mine.format in ("fp16", "fp32"):
             return False
-        coded = self.yours.format in ("fp8", *FP4) or self.yours.form.codes is not None
-        return self.how != "equal" and coded
+        return self.how != "equal" and self.yours.form.grid is not None
 
     @property
     def _is_fp8_anew(self) -> bool:
@@ -172,8 +164,8 @@ class Compare:
         grids = self.mine.form.grid, self.yours.form.grid
         if grids[0] is None or grids[1] is None:
             return grids[0] is grids[1]
-        if grids[0].block[1] != grids[1].block[1]:
-            return False
+        if grids[0].block[1] != grids[1].block[1] or self.mine.form.offset is not None:
+            return False  # as bytes: they are compared as numbers
         here, there = (
             scales(reader, matrix, start, stop)
             for reader, matrix in ((folders.output, self.mine), (folders.source, self.yours))
@@ -220,16 +212,12 @@ class Compare:
         self, folders: Folders, tile: tuple[int, int], expected: Floats, found: Floats, kept: Kept
     ) -> str:
         """Finding about some rows."""
-        grid = self.mine.form.grid
-        if self.how == "nearest" and grid is not None and grid.global_scale is not None:
-            factor = scales(folders.output, self.mine, *tile)
-            fit, why = halfway(expected, found, factor, grid.global_scale.unit(folders.output))
-            return why if fit.all() else _say(fit, tile[0], expected, found)
-        if self.how == "nearest" and self.mine.format == MXFP4:
-            fit, why = mx_fits(expected, found, scales(folders.output, self.mine, *tile))
-            return why if fit.all() else _say(fit, tile[0], expected, found)
+        nearest = self.mine.form.encoding.nearest
+        if self.how == "nearest" and nearest is not None:
+            near, why = nearest(folders.output, self.mine, *tile, expected, found)
+            return why if near is None or near.all() else _say(near, tile[0], expected, found)
         if self.how in ("equal", "rounded") or self.mine.form.codes is None:
-            fits = self._fits(folders, tile, expected, found)
+            fits = self._fits(expected, found)
             return "" if fits is None else _say(fits, tile[0], expected, found)
         import numpy as np
 
@@ -242,18 +230,12 @@ class Compare:
         span = span_if_near(packed)
         if span is not None:
             return coarse(packed, tile[0], span)
-        near = nearest_fits(packed)
-        if not near.all():
-            near |= np.isnan(expected) & np.isnan(found)
-        return _say(near, tile[0], expected, found) if not near.all() else coarse(packed, tile[0])
+        fits = nearest_fits(packed)
+        if not fits.all():
+            fits |= np.isnan(expected) & np.isnan(found)
+        return _say(fits, tile[0], expected, found) if not fits.all() else coarse(packed, tile[0])
 
-    def _fits(
-        self,
-        folders: Folders,
-        tile: tuple[int, int],
-        expected: Floats,
-        found: Floats,
-    ) -> Bools | None:
+    def _fits(self, expected: Floats, found: Floats) -> Bools | None:
         """Return which weights are right; None: all."""
         import numpy as np
 
@@ -262,24 +244,8 @@ class Compare:
                 expected = rounded(expected, self.mine.form.weight.type.dtype)
             if self.how == "equal" and self._other_dialect:
                 fits = np.abs(expected - found) <= _DIALECTS * np.abs(expected)
-            elif self.how != "nearest":
-                fits = expected.view(np.uint32) == found.view(np.uint32)
             else:
-                grid = self.mine.form.grid
-                assert grid is not None
-                size = np.abs(scales(folders.output, self.mine, *tile))
-                half, least = _FP8_HALF[self.mine.form.weight.type.dtype]
-                more = _BF16_HALF if grid.scale.type.dtype == "BF16" else 0.0
-                wide = grid.block[1]
-                if done("fp8_fits", expected, found, size, wide, half, least, _FP8_SLACK, more):
-                    return None
-                step = spread(folders.output, size, self.mine.form)
-                allowed = np.maximum(half * np.abs(expected), least * step) * _FP8_SLACK
-                if more:
-                    allowed += more * np.abs(expected)
-                fits = np.abs(expected - found) <= allowed
-            if fits.all():
-                return None
+                fits = expected.view(np.uint32) == found.view(np.uint32)
             fits |= np.isnan(expected) & np.isnan(found)
         return None if fits.all() else fits
 

@@ -17,7 +17,8 @@ from qconvert.core.names import split_parameter
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import Folders
-from qconvert.validators.reading.quantization import PackedInts, gptq_ints, ints_of
+from qconvert.validators.formats.packed import PackedInts, ints_of
+from qconvert.validators.formats.qweight import gptq_ints
 
 _A_FEW = 8
 

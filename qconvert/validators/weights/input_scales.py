@@ -26,9 +26,9 @@ from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import Folders
+from qconvert.validators.formats.nvfp4 import MOST, is_part, parts_of
 from qconvert.validators.reading.decode import SCALES, scale_floats
 from qconvert.validators.reading.matrices import plain_name
-from qconvert.validators.reading.nvfp4 import MOST, is_part, parts_of
 from qconvert.validators.reading.parts import ACTIVATIONS, is_of_activations, of_cache
 
 if TYPE_CHECKING:

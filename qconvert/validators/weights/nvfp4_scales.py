@@ -17,7 +17,8 @@ from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Folders
-from qconvert.validators.reading.nvfp4 import MOST, GlobalScale, Parts, all_parts, fault
+from qconvert.validators.formats.nvfp4 import MOST, Parts, all_parts, fault
+from qconvert.validators.reading.forms import GlobalScale
 
 _ABSURD = 2.0**15  # no weight of a trained model is as large
 _BATCH = 256  # matrices per task

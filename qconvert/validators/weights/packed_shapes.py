@@ -17,7 +17,7 @@ from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Folders
-from qconvert.validators.reading.quantization import packed_ints
+from qconvert.validators.formats.packed import ints_of
 
 _INTEGERS = {"I64": "<2q", "I32": "<2i"}
 
@@ -76,7 +76,7 @@ def _tasks(checkpoint: Checkpoint) -> Iterator[ReadShape]:
             continue
         if shape.type.dtype not in _INTEGERS:
             continue
-        ints = packed_ints(checkpoint, stem)
+        ints = ints_of(checkpoint, stem)
         if ints is None:
             continue
         codes = 32 // ints.bits

@@ -3,7 +3,7 @@ any other within half a step, and no group is further from the source than under
 weight, which the search tries too. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 
 What that scale is comes from the formats' definitions: compressed-tensors 0.19 (`calculate_qparams`,
-see weights/int_bounds.py), and for NVFP4 largest / 6 in E4M3 (see reading/nvfp4.py).
+see weights/int_bounds.py), and for NVFP4 largest / 6 in E4M3 (see formats/nvfp4.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qconvert.validation.workers import Folders
+from qconvert.validators.formats.nvfp4 import BLOCK
 from qconvert.validators.reading.decode import as_bf16, fp8_table, rounded
-from qconvert.validators.reading.nvfp4 import BLOCK
 from qconvert.validators.reading.rows import group_of, scales, zero_points
 from qconvert.validators.weights.compare import Compare
 from qconvert.validators.weights.int_bounds import EPS, Kept, Tile, code_range

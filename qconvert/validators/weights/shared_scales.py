@@ -20,9 +20,9 @@ from qconvert.core.roles import Kind, joined_with
 from qconvert.validation.findings import Finding, Severity
 from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Folders
+from qconvert.validators.formats.fp8 import fp8_block_of
 from qconvert.validators.reading.decode import SCALES, scale_floats
 from qconvert.validators.reading.parts import ACTIVATIONS
-from qconvert.validators.reading.quantization import fp8_block_of
 
 _TWO_LEVEL = ("weight_scale_2", "weight_global_scale")
 _BATCH = 256  # groups per task

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.validation.workers import Folders
-from qconvert.validators.reading.nvfp4 import BLOCK
+from qconvert.validators.formats.nvfp4 import BLOCK
 from qconvert.validators.reading.rows import scales
 from qconvert.validators.weights.compare import Compare
 from qconvert.validators.weights.int_bounds import LENGTHS, Kept, Tile, lengths_off, lost_row

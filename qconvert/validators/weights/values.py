@@ -16,11 +16,11 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import CHUNK, Folders, Watch
+from qconvert.validators.formats.nvfp4 import is_part
 from qconvert.validators.headers.conversions import FACT as CALIBRATION
-from qconvert.validators.reading.decode import FP8, code_floats, scale_floats
+from qconvert.validators.reading.decode import FP8, scale_floats
 from qconvert.validators.reading.forms import Form, Grid
 from qconvert.validators.reading.matrices import Matrix, matrices
-from qconvert.validators.reading.nvfp4 import FP4, is_part
 from qconvert.validators.reading.rows import group_of, row_bytes, zero_points
 
 if TYPE_CHECKING:
@@ -57,9 +57,8 @@ _BITS: Mapping[str, tuple[int, int, int]] = {
 }
 _A_FEW = 8  # at level sample: tensors of each kind
 _STRETCHES, _STRETCH = 4, 4 << 20  # and stretches of a long one
-# No weight of a trained model is as large; and the largest codes.
+# No weight of a trained model is as large.
 _ABSURD = 2.0**15
-_LARGEST = {"fp8": 448.0, "w4a16": 8.0, "w8a16": 128.0, "w8a8": 128.0, **dict.fromkeys(FP4, 6.0)}
 _EXPONENTS = (64, 190)  # the range of scales that are exponents: 2^-63 to 2^63
 
 
@@ -258,7 +257,7 @@ class _Scales:
         self._task = task
         self._fault, self._large = list[Finding](), list[Finding]()
         self._zeros: list[int] = []
-        self._most = _ABSURD / _LARGEST[task.matrix.format]
+        self._most = _ABSURD / task.matrix.form.encoding.largest
 
     def take(self, at: int, data: memoryview) -> None:
         import numpy as np
@@ -310,7 +309,6 @@ class _Scales:
 
     def _has_codes(self, folders: Folders, at: int) -> bool:
         """Tell whether a scale's block holds any code but zero."""
-        import numpy as np
 
         matrix, (high, wide) = self._task.matrix, self._task.grid.block
         form = matrix.form
@@ -321,20 +319,13 @@ class _Scales:
         for start in range(row * high, stop, step):
             end = min(start + step, stop)
             lines = row_bytes(folders.output, stored, start, end).reshape(end - start, -1)
+            values = form.encoding.floats(lines.reshape(-1), form.weight.type.dtype)
+            values = values.reshape(end - start, -1)
             if form.codes is not None:
-                signed = form.codes.signed
-                values = code_floats(lines.reshape(-1), form.codes.bits, signed=signed)
-                values = values.reshape(len(lines), -1)
                 values -= zero_points(folders.output, stored, start, end)[:, column : column + 1]
-                groups = group_of(folders.output, form)
-                here = slice(column * wide, (column + 1) * wide)
-                if bool(values[:, here if groups is None else groups == column].any()):
-                    return True
-            elif form.format in FP4:
-                half = wide // 2
-                if bool((lines[:, column * half : (column + 1) * half] & np.uint8(0x77)).any()):
-                    return True
-            elif bool((lines[:, column * wide : (column + 1) * wide] & np.uint8(0x7F)).any()):
+            groups = group_of(folders.output, form)
+            here = slice(column * wide, (column + 1) * wide)
+            if bool(values[:, here if groups is None else groups == column].any()):
                 return True
         return False
 

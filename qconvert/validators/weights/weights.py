@@ -20,11 +20,11 @@ from qconvert.core.names import parse, split_parameter
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Skipped
 from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validators.formats.nvfp4 import NVFP4
 from qconvert.validators.headers.conversions import FACT as CALIBRATION
 from qconvert.validators.reading.decode import FLOATS
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Key, Matrix, matrices
-from qconvert.validators.reading.nvfp4 import FP4, MXFP4, NVFP4
 from qconvert.validators.reading.prepared import bases, prepared_tensors
 from qconvert.validators.weights.compare import Compare, How, described
 from qconvert.validators.weights.input_scales import is_such_a_scale, scale_key
@@ -216,31 +216,22 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     another format."""
     if mine.form.weight.type.dtype in FLOATS and mine.format != yours.format:
         return "rounded"
-    codes = mine.form.codes
-    packed = codes is not None
-    if mine.format not in ("fp8", *FP4) and not packed:
+    codes, encoding = mine.form.codes, mine.form.encoding
+    if not encoding.passes:
         return "equal"
     manifest = folder.checkpoint.manifest or {}
-    if mine.format == NVFP4 and yours.format == MXFP4:
+    if mine.format == NVFP4 and yours.format == "mxfp4":
         return "equal"  # the same codes, under other scales
     steps = {step.get("name") for step in manifest.get("passes", [])}
-    if mine.format in FP4:
-        made = not steps.isdisjoint(("nvfp4",) if mine.format == NVFP4 else ("mx", "quantize"))
-        solved = CALIBRATION in manifest and mine.key[0].startswith("experts.")
-        if made and solved and mine.format == NVFP4:
-            return "solved"
-        return "nearest" if made or yours.format != mine.format else "equal"
-    requantized = not steps.isdisjoint(
-        ("w4a16", "int8", "quantize") if packed else ("fp8", "mx", "quantize")
-    )
-    if packed and requantized and CALIBRATION in manifest and not _of_draft(folder, mine):
-        return (
-            "solved"
-            if codes is not None and _has_own_scales(manifest, symmetric=codes.symmetric)
-            else "calibrated"
-        )
-    same = mine.form.weight.type.dtype == yours.form.weight.type.dtype and not requantized
-    return "equal" if mine.format == yours.format and same else "nearest"
+    anew, calibrated = not steps.isdisjoint(encoding.passes), CALIBRATION in manifest
+    if anew and calibrated and mine.format == NVFP4 and mine.key[0].startswith("experts."):
+        return "solved"
+    if anew and calibrated and codes is not None and not _of_draft(folder, mine):
+        own = _has_own_scales(manifest, symmetric=codes.symmetric)
+        return "solved" if own else "calibrated"
+    # A nibble is stored in one type or another.
+    alike = encoding.bits == 4 or mine.form.weight.type.dtype == yours.form.weight.type.dtype
+    return "equal" if mine.format == yours.format and alike and not anew else "nearest"
 
 
 def _of_draft(folder: Folder, mine: Matrix) -> bool:

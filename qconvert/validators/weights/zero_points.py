@@ -19,7 +19,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import CHUNK, Folders, Watch
-from qconvert.validators.reading.quantization import gptq_ints
+from qconvert.validators.formats.qweight import gptq_ints
 
 _A_FEW = 8
 

@@ -1,10 +1,10 @@
-"""NVFP4 by its definition: E2M1 codes, two per byte, the even column in the low half; an
-E4M3 block scale for 16 columns; one float32 global scale per matrix. (MXFP4 has the same codes with an
-E8M0 scale for 32 columns, and no global scale.) No code is shared with the encoder.
+"""NVFP4: codes E2M1, two per byte, the even column in the low half; an E4M3 block scale for 16 columns;
+one float32 global scale per matrix. No code is shared with the encoder.
 
 Format sources: OCP Microscaling v1.0, 5.3.3 (E2M1); compressed-tensors 0.19 (`nvfp4-pack-quantized`:
-the global scale is a divisor); nvidia-modelopt 0.47 (a multiplier). Not a validator itself: it has no
-`VALIDATOR`, so discovery skips it.
+the global scale is a divisor); nvidia-modelopt 0.47 (a multiplier).
+
+QC104 an NVFP4 matrix lacks a part, or a part has another type or shape than its codes require.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from qconvert.checkpoint.checkpoint import QuantConfig
+from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Source
 from qconvert.validation.compiled import LOOPS, done
+from qconvert.validation.findings import Finding
+from qconvert.validators.reading.forms import Encoding, Form, GlobalScale, Grid, Spec, Unread
+from qconvert.validators.reading.rows import scales
 
 if TYPE_CHECKING:
     import numpy as np
 
     from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Bytes, Floats
+    from qconvert.validators.reading.forms import Bools
+    from qconvert.validators.reading.matrices import Matrix
 
     Floats64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-NVFP4, MXFP4 = "nvfp4", "mxfp4"
-FP4 = (NVFP4, MXFP4)
-BLOCK, MX_BLOCK = 16, 32
+NVFP4, BLOCK = "nvfp4", 16
 MOST = 6.0 * 448.0  # the largest code under the largest block scale
 # Of a code's three lower bits: two of exponent, one of mantissa, bias 1; 0 and 1 are denormal.
 _SIZES = tuple(
@@ -41,7 +43,6 @@ _LEAST_NORMAL = 2.0**-6  # of E4M3
 # and the rounding to bf16; a denormal scale may be rounded down by a third.
 _REACH, _REACH_DENORMAL = 6.5, 9.1
 _SLACK = 1 + 1e-5
-_MX_REACH, _MX_LEAST, _LEAST_EXPONENT = 8.0, 3.0, 2.0**-127
 _COARSE = 1.5  # a scale this much above its block's need was made for another block
 
 
@@ -62,39 +63,6 @@ PACKED = Dialect(
 )
 DIALECTS = (MODELOPT, PACKED)
 _INPUTS = tuple(dialect.input for dialect in DIALECTS)
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalScale:
-    """A matrix's global scale, F32 with one element."""
-
-    scale: Source
-    divisor: bool
-
-    def unit(self, reader: Reads) -> float:
-        """The factor of the block scales."""
-        import numpy as np
-
-        with np.errstate(all="ignore"):
-            value = self.value(reader)
-            return float(np.float64(1) / value) if self.divisor else float(value)
-
-    def value(self, reader: Reads) -> np.float32:
-        """The stored number."""
-        import numpy as np
-
-        data = np.empty(1, "<f4")
-        reader.read(self.scale, 0, data.view(np.uint8).data)
-        return np.float32(data[0])
-
-    def applied(self, reader: Reads, blocks: Floats) -> Floats:
-        """Block scales times the global one, as consumers compute it: once, in float32."""
-        import numpy as np
-
-        value = self.value(reader)
-        with np.errstate(all="ignore"):
-            found: Floats = blocks / value if self.divisor else blocks * value
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +201,8 @@ def _pairs() -> np.ndarray[Any, Any]:
     return pairs
 
 
-def fp4_floats(packed: Bytes) -> Floats:
-    """Packed codes, bytes [n] -> float32 [2n]."""
+def fp4_floats(packed: Bytes, dtype: str = "U8") -> Floats:
+    """Packed codes of either dtype, bytes [n] -> float32 [2n]."""
     import numpy as np
 
     out = np.empty(2 * packed.size, np.float32)
@@ -242,7 +210,7 @@ def fp4_floats(packed: Bytes) -> Floats:
     return out
 
 
-def _steps(
+def steps(
     expected: Floats, found: Floats, factor: Floats
 ) -> tuple[Floats64, Floats64, Floats64, Floats64]:
     """Of weights [n, K] and the factors of their blocks: their steps, their sizes in steps, half a step
@@ -257,7 +225,7 @@ def _steps(
     return step, size, half, np.abs(expected.astype(np.float64) - found)
 
 
-def _near(
+def near_in_loop(
     expected: Floats, found: Floats, factor: Floats, *bounds: float
 ) -> tuple[Bools | None, Floats]:
     """Tell whether a compiled loop found all weights within bounds (None: it declined, or some are not),
@@ -270,28 +238,6 @@ def _near(
     return np.ones((1, 1), np.bool_), largest
 
 
-def mx_fits(expected: Floats, found: Floats, factor: Floats) -> tuple[Bools, str]:
-    """The same of MXFP4, `factor` [n, K / 32] being powers of two. The largest weight of a block is 8 of
-    them at most (OCP's rule), and more than 3 (that of rounding up)."""
-    import numpy as np
-
-    fits, largest = _near(expected, found, factor, 0.0, _MX_REACH, _MX_REACH, 1.0)
-    with np.errstate(all="ignore"):
-        if fits is None:
-            step, size, half, error = _steps(expected, found, factor)
-            fits = (error <= half * step) & (size <= _MX_REACH)
-            fits |= (error == 0) | (np.isnan(expected) & np.isnan(found))
-            largest = np.abs(expected).reshape(*factor.shape, MX_BLOCK).max(axis=-1)
-        coarse = (factor > _LEAST_EXPONENT) & (largest > 0) & (largest / factor <= _MX_LEAST)
-    if not coarse.any():
-        return fits, ""
-    row, block = divmod(int(np.argmax(coarse)), coarse.shape[1])
-    return fits, (
-        f"row {row}, block {block}: its scale is {factor[row, block]:.4g}, but its largest weight is "
-        f"{largest[row, block]:.4g}"
-    )
-
-
 def halfway(expected: Floats, found: Floats, factor: Floats, unit: float) -> tuple[Bools, str]:
     """Return which weights [n, K] are within half a step of the expected ones, and what is wrong with
     block scales that are coarser than their blocks need. `factor` [n, K / 16] are block scales times the
@@ -301,9 +247,11 @@ def halfway(expected: Floats, found: Floats, factor: Floats, unit: float) -> tup
 
     with np.errstate(all="ignore"):
         least = float(np.float64(_LEAST_NORMAL) * unit / _SLACK)
-        fits, largest = _near(expected, found, factor, least, _REACH, _REACH_DENORMAL, _SLACK)
+        fits, largest = near_in_loop(
+            expected, found, factor, least, _REACH, _REACH_DENORMAL, _SLACK
+        )
         if fits is None:
-            step, size, half, error = _steps(expected, found, factor)
+            step, size, half, error = steps(expected, found, factor)
             reach = np.where(step >= least, _REACH, _REACH_DENORMAL)
             fits = (error <= half * step * _SLACK) & (size <= reach)
             fits |= (error == 0) | (np.isnan(expected) & np.isnan(found))
@@ -317,3 +265,58 @@ def halfway(expected: Floats, found: Floats, factor: Floats, unit: float) -> tup
         f"row {row}, block {block}: its scale is {factor[row, block] / unit:.4g}, but its weights need "
         f"{needed[row, block]:.4g}"
     )
+
+
+def _nearest(
+    reader: Reads, matrix: Matrix, start: int, stop: int, expected: Floats, found: Floats
+) -> tuple[Bools, str]:
+    grid = matrix.form.grid
+    assert grid is not None
+    assert grid.global_scale is not None
+    factor = scales(reader, matrix, start, stop)
+    return halfway(expected, found, factor, grid.global_scale.unit(reader))
+
+
+# --- The format ----------------------------------------------------------------------------------
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Form:
+    parts = parts_of(checkpoint, name)
+    assert parts is not None
+    wrong = fault(parts)
+    if wrong is not None:
+        raise Unread(f"{wrong[0]}: {wrong[1]}")
+    assert parts.scale is not None
+    assert parts.global_scale is not None
+    rows, columns = parts.weight.type.shape[0], 2 * parts.weight.type.shape[1]
+    global_scale = GlobalScale(parts.global_scale, parts.dialect.divisor)
+    grid = Grid(parts.scale, 0, rows, columns // BLOCK, (1, BLOCK), global_scale=global_scale)
+    return Form(NVFP4, parts.weight, 0, rows, columns, grid)
+
+
+def _faults(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
+    parts = parts_of(checkpoint, name)
+    wrong = None if parts is None else fault(parts)
+    if wrong is not None:
+        yield Finding("QC104", "error", *wrong)
+
+
+_STATED = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": BLOCK}
+
+SPEC = Spec(
+    name="NVFP4",
+    dtypes=("U8",),
+    stored=lambda checkpoint, name: parts_of(checkpoint, name) is not None,
+    read=_read,
+    faults=_faults,
+    encodings=(
+        Encoding(
+            name=NVFP4, bits=4, floats=fp4_floats, loop="fp4_rows", largest=6.0, passes=("nvfp4",),
+            nearest=_nearest,
+        ),
+    ),
+    parts=("scale_2",),
+    states=lambda g: (g.get("type"), g.get("num_bits")) == ("float", 4) and g.get("group_size") != 32,
+    formats=("nvfp4-pack-quantized",),
+    algorithms={"NVFP4": {**_STATED, "inputs": True}, "W4A16_NVFP4": {**_STATED, "inputs": False}},
+)  # fmt: skip

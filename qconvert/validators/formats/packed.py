@@ -1,0 +1,239 @@
+"""Packed integers of compressed-tensors (0.19, `compressors/pack_quantized/`), and what configs state of
+packed integers of any tool.
+
+`weight_packed` I32 [N, K / word], `weight_scale` [N, groups], `weight_shape` [2]; asymmetric ones have
+`weight_zero_point` I32 [ceil(N / word), groups], those of actorder group `weight_g_idx` I32 [K].
+
+QC027 a type or shape that the format does not have.
+QC038 the config's group size is not that of the packed weights' scales.
+QC088 zero points or group indices (g_idx) are not those that the config states.
+QC089 a part of packed integers has a type or shape that bits and group size do not give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.graph import Source
+from qconvert.validation.findings import Finding
+from qconvert.validators.reading.decode import SCALES, int4_floats, int8_floats
+from qconvert.validators.reading.forms import (
+    Codes,
+    Encoding,
+    Form,
+    Grid,
+    Shape,
+    Spec,
+    Unread,
+    Weights,
+)
+from qconvert.validators.reading.quantization import stated_for
+
+if TYPE_CHECKING:
+    from qconvert.validators.reading.decode import Bytes, Floats
+
+INT_SCALES, INDEX = SCALES[:3], ("I32", "I64")
+PASSES = ("w4a16", "int8", "quantize")
+
+
+# --- Statements ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInts:
+    """Form of packed integers, by a config: `bits` 2, 4 or 8, a scale for each `group` columns
+    (None: for a row), zero points unless `symmetric`; `ordered`: the group of each column is stored too
+    (g_idx)."""
+
+    bits: int
+    group: int | None
+    symmetric: bool
+    ordered: bool
+
+    def groups(self, columns: int) -> int:
+        """Scales in a row."""
+        return ceil_div(columns, self.group or columns)
+
+    def __str__(self) -> str:
+        return f"groups of {self.group}" if self.group else "one scale a row"
+
+
+def ints_of(checkpoint: Checkpoint, module: str) -> PackedInts | None:
+    """The form of packed weights that compressed-tensors blocks state for a module: that of the group
+    that covers it, else the one that all share. None for none or several."""
+    return stated_for(checkpoint, module, packed_ints)
+
+
+def packed_ints(weights: Weights) -> PackedInts | None:
+    """A scale a row: compressed-tensors infers that from a group size of -1."""
+    size, bits, strategy = (weights.get(key) for key in ("group_size", "num_bits", "strategy"))
+    by_row = strategy == "channel" or (strategy is None and size == -1)
+    if weights.get("type", "int") != "int" or bits not in (2, 4, 8):
+        return None
+    if not by_row and (type(size) is not int or size < 1):
+        return None
+    symmetric = weights.get("symmetric", True) is not False
+    ordered = weights.get("actorder") == "group"
+    return PackedInts(bits, None if by_row else size, symmetric, ordered)
+
+
+# --- Parts ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor beside codes: its types and shape, and the key of the config that says whether there
+    has to be one (`asked`)."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    shape: Shape
+    asked: bool = True
+    key: str = ""
+
+
+def part_faults(
+    checkpoint: Checkpoint, name: str, stated: PackedInts, parts: Iterable[Part]
+) -> Iterator[Finding]:
+    """Findings about the parts beside codes."""
+    module = name.rpartition(".")[0]
+    for part in parts:
+        found = checkpoint.get(f"{module}.{part.name}")
+        if found is not None and (part.asked or not part.key):
+            yield from unlike(found, part.dtypes, part.shape, stated)
+        elif found is not None:
+            message = f"exists, but the config's {part.key} says that there is none"
+            yield Finding("QC088", "error", found.name, message)
+        elif part.asked:
+            why = f"but the config's {part.key} requires one" if part.key in _CT else _LOADERS
+            yield Finding("QC088", "error", name, f"has no {part.name}, {why}")
+
+
+_CT, _LOADERS = ("symmetric", "actorder"), "which every loader requires"
+
+
+def unlike(
+    found: Source, dtypes: tuple[str, ...], shape: Shape, stated: PackedInts
+) -> Iterator[Finding]:
+    if found.type.dtype not in dtypes or found.type.shape != shape:
+        message = (
+            f"the config states {stated.bits} bits and {stated}: expected {' or '.join(dtypes)} "
+            f"{list(shape)}, found {found.type}"
+        )
+        yield Finding("QC089", "error", found.name, message)
+
+
+def checked(stated: PackedInts, columns: int, faults: Iterable[Finding]) -> int:
+    """Scales in a row of a matrix whose parts have no fault. Raises Unread."""
+    for fault in faults:
+        raise Unread(f"{fault.where}: {fault.message}")
+    if stated.group is not None and columns % stated.group:
+        raise Unread(f"{columns} columns are not whole groups of {stated.group}")
+    return stated.groups(columns)
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> bool:
+    return name.endswith(".weight_packed")
+
+
+def _parts(kind: TensorType, stated: PackedInts) -> tuple[Part, ...]:
+    word = 32 // stated.bits
+    rows, columns = kind.shape[0], kind.shape[1] * word
+    zeros = ceil_div(rows, word), stated.groups(columns)
+    return (
+        Part("weight_zero_point", ("I32",), zeros, not stated.symmetric, "symmetric"),
+        Part("weight_g_idx", INDEX, (columns,), stated.ordered, "actorder"),
+    )
+
+
+def _faults(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
+    kind, stem = checkpoint[name].type, name.removesuffix("packed")
+    if len(kind.shape) != 2:
+        yield Finding("QC027", "error", name, f"expected I32 [N, K / 8], found {kind}")
+        return
+    shape = checkpoint.get(f"{stem}shape")
+    if shape is not None and (shape.type.dtype not in INDEX or shape.type.shape != (2,)):
+        message = f"expected I64 or I32 [2], found {shape.type}"
+        yield Finding("QC027", "error", shape.name, message)
+    yield from _unread(checkpoint, name)
+
+
+def _unread(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
+    """Faults of parts without which nothing can be read."""
+    kind, module = checkpoint[name].type, name.removesuffix(".weight_packed")
+    stated, scale = ints_of(checkpoint, module), checkpoint.get(f"{module}.weight_scale")
+    if scale is not None:
+        found, rows = scale.type, kind.shape[0]
+        if found.dtype not in INT_SCALES or len(found.shape) != 2 or found.shape[0] != rows:
+            message = f"expected a scale [{rows}, K / group], found {found}"
+            yield Finding("QC027", "error", scale.name, message)
+        if stated is not None and len(found.shape) == 2:
+            columns = kind.shape[1] * 32 // stated.bits
+            wanted = stated.groups(columns)
+            if found.shape[1] != wanted:
+                message = (
+                    f"the config states {stated}: expected {wanted} scales a row of {columns} columns, "
+                    f"found {found}"
+                )
+                yield Finding("QC038", "error", scale.name, message)
+    if stated is not None:
+        yield from part_faults(checkpoint, name, stated, _parts(kind, stated))
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Form:
+    packed, module = checkpoint[name], name.removesuffix(".weight_packed")
+    scale, zeros, order = (
+        checkpoint.get(f"{module}.weight_{part}") for part in ("scale", "zero_point", "g_idx")
+    )
+    if len(packed.type.shape) != 2 or scale is None:
+        raise Unread(f"packed as {packed.type}" if scale else "it has no scale")
+    stated = ints_of(checkpoint, module)
+    if stated is None or stated.bits == 2:
+        raise Unread("the config states no form of packed integers for it, or several")
+    rows, columns = packed.type.shape[0], packed.type.shape[1] * 32 // stated.bits
+    groups = checked(stated, columns, _unread(checkpoint, name))
+    grid = Grid(scale, 0, rows, groups, (1, columns // groups))
+    codes = Codes(stated.bits, stated.symmetric, zeros, 0, order)
+    return Form(f"w{stated.bits}a16", packed, 0, rows, columns, grid, codes=codes)
+
+
+def _shape(checkpoint: Checkpoint, name: str, shape: Shape) -> Shape | None:
+    stated = ints_of(checkpoint, name.removesuffix(".weight_packed"))
+    if stated is None:
+        return None
+    return (*shape[:-1], -1 if shape[-1] < 0 else ceil_div(shape[-1] * stated.bits, 32))
+
+
+def _states(weights: Weights) -> bool:
+    return weights.get("type", "int") == "int" and weights.get("num_bits", 8) in (4, 8)
+
+
+def _floats4(packed: Bytes, dtype: str) -> Floats:
+    return int4_floats(packed)
+
+
+def _floats8(packed: Bytes, dtype: str) -> Floats:
+    return int8_floats(packed)
+
+
+SPEC = Spec(
+    name="packed integers",
+    dtypes=("I32",),
+    stored=_stored,
+    read=_read,
+    faults=_faults,
+    shape=_shape,
+    encodings=(
+        Encoding(
+            name="w4a16", bits=4, floats=_floats4, loop="int4_rows", largest=8.0, passes=PASSES
+        ),
+        Encoding(name="w8a16", bits=8, floats=_floats8, largest=128.0, passes=PASSES),
+    ),
+    parts=("weight_shape", "zero_point", "g_idx"),
+    states=_states,
+    formats=("pack-quantized",),
+)

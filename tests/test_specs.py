@@ -1,0 +1,167 @@
+"""A stored format of another package: how it is stored, stated and read stands in one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import numpy as np
+import pytest
+from checkpoints import Model, Result, Tensor
+from other_package import installed, run_beside
+
+# A byte holds columns j and j + 32 of a block of 64.
+SPEC = '''
+"""Acme4: 4 bits, a scale and an offset for 64 columns, columns interleaved."""
+from qconvert.validation.findings import Finding
+from qconvert.validators.reading.forms import Encoding, Form, Grid, Spec, Unread
+from qconvert.validators.reading.rows import scales
+
+
+class Acme:
+    name = "acme4"
+
+    def read(self, plan, module):
+        return None
+
+
+def floats(data, dtype):
+    import numpy as np
+
+    blocks = data.reshape(-1, 32)
+    return np.concatenate([blocks & 15, blocks >> 4], axis=1).astype(np.float32).reshape(-1)
+
+
+def nearest(reader, matrix, start, stop, expected, found):
+    import numpy as np
+
+    step = np.repeat(scales(reader, matrix, start, stop), 64, axis=1)
+    return np.abs(expected - found) <= 0.51 * step + 2.0**-8 * np.abs(expected), ""
+
+
+def parts(checkpoint, name):
+    stem = name.removesuffix("packed")
+    return [checkpoint.get(stem + part) for part in ("scale", "zero_point")]
+
+
+def faults(checkpoint, name):
+    rows, half = checkpoint[name].type.shape
+    for part, dtype in zip(parts(checkpoint, name), ("F16", "BF16")):
+        if part is None or (part.type.dtype, part.type.shape) != (dtype, (rows, half // 32)):
+            found = "none" if part is None else part.type
+            message = f"expected a {dtype} for 64 columns, found {found}"
+            yield Finding("QC027", "error", name, message)
+
+
+def read(checkpoint, name):
+    for fault in faults(checkpoint, name):
+        raise Unread(fault.message)
+    weight = checkpoint[name]
+    rows, half = weight.type.shape
+    scale, offset = (Grid(p, 0, rows, half // 32, (1, 64)) for p in parts(checkpoint, name))
+    return Form("acme4", weight, 0, rows, 2 * half, scale, offset=offset)
+
+
+FORMAT = Acme()
+SPEC = Spec(
+    name="Acme4", dtypes=("U8",), stored=lambda checkpoint, name: name.endswith(".weight_packed"),
+    read=read, faults=faults, parts=("scale", "zero_point"), methods=("acme",),
+    shape=lambda checkpoint, name, shape: (*shape[:-1], shape[-1] // 2),
+    encodings=(Encoding(name="acme4", bits=4, floats=floats, largest=15.0, nearest=nearest,
+                        passes=("acme4",)),),
+)
+'''
+
+
+def encode(tensor: Tensor) -> dict[str, Tensor]:
+    """A matrix BF16 as Acme4."""
+    rows, columns = tensor.shape
+    bits = np.frombuffer(tensor.data, "<u2").astype(np.uint32) << 16
+    blocks = bits.view(np.float32).reshape(rows, -1, 64)
+    low = blocks.min(axis=2)
+    offset = (low.view(np.uint32) >> 16).astype("<u2")
+    start = (offset.astype(np.uint32) << 16).view(np.float32)
+    scale = ((blocks.max(axis=2) - start) / 15).astype(np.float16)
+    steps = (blocks - start[..., None]) / scale.astype(np.float32)[..., None]
+    codes = np.clip(np.rint(steps), 0, 15).astype(np.uint8)
+    packed = codes[..., :32] | codes[..., 32:] << 4
+    grid = (rows, columns // 64)
+    return {
+        "weight_packed": Tensor("U8", (rows, columns // 2), packed.tobytes()),
+        "weight_scale": Tensor("F16", grid, scale.tobytes()),
+        "weight_zero_point": Tensor("BF16", grid, offset.tobytes()),
+    }
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("site")
+    return installed(root, "acme4", {"form": SPEC}, {"qconvert.formats": "form"})
+
+
+def usual(random: np.random.Generator, tensor: Tensor) -> Tensor:
+    values = random.normal(size=tensor.shape).astype(np.float32)
+    return tensor._replace(data=(values.view(np.uint32) >> 16).astype("<u2").tobytes())
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A model whose experts are ordinary numbers."""
+    random, model = np.random.default_rng(1), models.qwen3_moe()
+    for name, tensor in model.tensors.items():
+        if ".experts." in name:
+            model.tensors[name] = usual(random, tensor)
+    return model
+
+
+@pytest.fixture
+def made(source: Model) -> Model:
+    """The same with its experts as Acme4."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in source.tensors.items():
+        stem = name.removesuffix("weight")
+        parts = encode(tensor) if ".experts." in name else {"weight": tensor}
+        if not name.endswith("weight"):
+            parts, stem = {"": tensor}, name
+        tensors |= {stem + end: part for end, part in parts.items()}
+    config = {**source.config, "quantization_config": {"quant_method": "acme"}}
+    return Model(config, tensors, source.side_files)
+
+
+def validated(site: Path, source: Model, made: Model, folder: Path) -> Result:
+    told = source.write(folder / "source")
+    words = ("--against", told, "--level", "full", "--jobs", "1")
+    return run_beside(site, "validate", made.write(folder / "made"), *words)
+
+
+def test_a_format_of_another_package_is_validated(
+    site: Path, source: Model, made: Model, tmp_path: Path
+) -> None:
+    result = validated(site, source, made, tmp_path)
+    assert result.code == 0, result.out + result.err
+    assert "every weight is the source's within its format's rounding" in result.out
+    assert "acme4" in result.out
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "rule"),
+    [
+        ("weight_packed", lambda data: data[:7] + bytes([data[7] ^ 0x80]) + data[8:], "QC060"),
+        ("weight_scale", lambda data: data[2:4] + data[:2] + data[4:], "QC060"),
+        ("weight_zero_point", lambda data: data[:1] + bytes([data[1] ^ 0x80]) + data[2:], "QC060"),
+        ("weight_scale", lambda data: b"\0\x7c" + data[2:], "QC068"),
+        ("weight_zero_point", None, "QC027"),
+    ],
+)
+def test_faults_of_it_are_found(
+    part: str, change: Callable[[bytes], bytes] | None, rule: str,
+    site: Path, source: Model, made: Model, tmp_path: Path,
+) -> None:  # fmt: skip
+    name = f"model.layers.1.mlp.experts.0.down_proj.{part}"
+    tensor = made.tensors.pop(name)
+    if change is not None:
+        made.tensors[name] = tensor._replace(data=change(tensor.data))
+    result = validated(site, source, made, tmp_path)
+    assert result.code == 3, result.out + result.err
+    assert rule in result.out
