@@ -114,8 +114,8 @@ SPEC = Spec(
     stack=_stack,
     encodings=(
         Encoding(
-            name="mxfp4", bits=4, floats=fp4_floats, loop="fp4_rows", largest=6.0, passes=("mx", "quantize"),
-            nearest=_nearest, exact_zero=True,
+            name="mxfp4", bits=4, floats=fp4_floats, loop="fp4_rows", largest=6.0,
+            passes=("mx", "quantize"), nearest=_nearest, exact_zero=True,
         ),
     ),
     states=_states,
