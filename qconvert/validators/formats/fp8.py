@@ -32,7 +32,7 @@ from qconvert.validators.reading.quantization import (
     stated_for,
 )
 from qconvert.validators.reading.rows import scales, spread
-from qconvert.validators.reading.schemes import pair, stated_weights
+from qconvert.validators.reading.schemes import grouped_weights, pair, stated_weights
 
 if TYPE_CHECKING:
     from qconvert.validation.workers import Reads
@@ -86,8 +86,11 @@ def fp8_blocks(configs: Iterable[QuantConfig]) -> dict[tuple[int, int], str]:
     """Every stated block of FP8 scales, and where it is first stated."""
     found: dict[tuple[int, int], str] = {}
     for config in configs:
-        sizes = [pair(block.get("weight_block_size")) for block in _with_inner(config)]
-        for block in (*sizes, *(float_block(g) for _, g in stated_weights(config))):
+        inner = list(_with_inner(config))
+        sizes = [pair(block.get("weight_block_size")) for block in inner]
+        groups = [g for block in inner for _, g in grouped_weights(block)]
+        groups += [g for _, g in stated_weights(config)]
+        for block in (*sizes, *map(float_block, groups)):
             if block is not None:
                 found.setdefault(block, config.where)
     return found

@@ -44,15 +44,18 @@ def stated_weights(config: QuantConfig) -> Iterator[tuple[list[str], Weights]]:
         size = block.get("weight_block_size")
         yield [CLASSES[0]], {**_FLOAT8, **({} if size is None else {"block_structure": size})}
     else:
-        groups = block.get("config_groups")
-        for group in groups.values() if isinstance(groups, Mapping) else ():
-            weights = group.get("weights") if isinstance(group, Mapping) else None
-            names = group.get("targets") if isinstance(group, Mapping) else None
-            if isinstance(weights, Mapping):
-                yield (
-                    [n for n in names if isinstance(n, str)] if isinstance(names, list) else [],
-                    weights,
-                )
+        yield from grouped_weights(block)
+
+
+def grouped_weights(block: Mapping[str, Any]) -> Iterator[tuple[list[str], Weights]]:
+    """Targets of compressed-tensors' groups, and what they state about weights."""
+    groups = block.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        names = group.get("targets") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            named = [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
+            yield named, weights
 
 
 # --- modelopt ------------------------------------------------------------------------------------
