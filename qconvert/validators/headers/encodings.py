@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
@@ -142,7 +143,7 @@ def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: s
     """The form that the block states for a module instead of how it is stored; None if nothing else."""
     module = name.rpartition(".")[0] if "." in name else name
     method, block = config.method, config.block
-    wanted = _named(spec for spec in specs() if method in spec.methods)
+    wanted = _by_method(method)
     if method == "modelopt":
         wanted = _by_algorithm(config) or _named(specs())
     elif "FP8" in wanted:
@@ -214,6 +215,12 @@ def _of_algorithm(name: object) -> Kinds | None:
     return _named(specs()) if every else None if found is None else _named(found[:1])
 
 
+@lru_cache(maxsize=16)  # called for each matrix
+def _by_method(method: str) -> Kinds:
+    return _named(spec for spec in specs() if method in spec.methods)
+
+
+@lru_cache(maxsize=16)
 def _by_form(form: str) -> Kinds | None:
     found = _named(spec for spec in specs() if form in spec.formats or form in _OPEN)
     return found or None
