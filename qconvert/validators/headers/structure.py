@@ -209,8 +209,8 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
     stored = {name.rpartition(".")[0] for name in whole} if absent else set()
     for name in absent:
         module, parameter = split_parameter(name)
-        there = module in stored and (parameter == "weight" or whole is checkpoint)
-        if there or _is_otherwise_there(name, checkpoint):
+        is_stored = module in stored and (parameter == "weight" or whole is checkpoint)
+        if is_stored or _is_otherwise_there(name, checkpoint):
             continue
         found = where_of(name)
         if found is not None:
