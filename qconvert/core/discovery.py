@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ PASSES, VALIDATORS = "qconvert.passes", "qconvert.validators"
 # What a module holds that an entry point of a group names.
 HOLDS: Mapping[str, tuple[str, ...]] = {
     FAMILIES: ("FAMILY",), FORMATS: ("FORMAT", "FORMATS"), PASSES: ("PASSES",),
-    VALIDATORS: ("VALIDATOR",),
+    VALIDATORS: ("VALIDATOR", "VALIDATORS"),
 }  # fmt: skip
 
 
@@ -60,7 +60,15 @@ def modules_within(package: str, name: str) -> list[Any]:
 
 def formats_of(modules: Iterable[Any]) -> list[Any]:
     """Formats that modules hold as FORMAT or FORMATS."""
-    return [one for m in modules for one in getattr(m, "FORMATS", None) or (m.FORMAT,)]
+    return list(held(modules, "FORMAT"))
+
+
+def held(modules: Iterable[Any], name: str) -> Iterator[Any]:
+    """What modules hold under a name, or, as a tuple, under its plural; nothing of those that do not."""
+    for module in modules:
+        yield from getattr(module, f"{name}S", None) or (
+            (getattr(module, name),) if hasattr(module, name) else ()
+        )
 
 
 def _imported(name: str) -> Any:

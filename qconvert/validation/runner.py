@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 from qconvert.checkpoint.checkpoint import RECEIPT, REPAIR_DIR, WORK_DIR, Checkpoint
 from qconvert.checkpoint.open import grafted
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
-from qconvert.core.discovery import VALIDATORS, discover
+from qconvert.core.discovery import VALIDATORS, discover, held
 from qconvert.core.errors import CheckpointError
 from qconvert.core.extras import Extra, lacking
 from qconvert.core.names import KV_SCALES
@@ -197,7 +197,7 @@ class Report:
 
 def validators() -> list[Validator]:
     """Every validator, in file order. An import error is fatal and names the file."""
-    return [module.VALIDATOR for module in _modules() if hasattr(module, "VALIDATOR")]
+    return list(held(_modules(), "VALIDATOR"))
 
 
 def _validators_with(have: set[Need]) -> list[Validator]:
@@ -205,8 +205,7 @@ def _validators_with(have: set[Need]) -> list[Validator]:
     imported: of 62 modules, which take 0.15 s of CPU, a planned model needs 24 (0.06)."""
     packages = [name for name in PACKAGES if name not in NEEDED_BY or NEEDED_BY[name] & have]
     modules = discover(*packages, group=VALIDATORS)
-    found = [module.VALIDATOR for module in modules if hasattr(module, "VALIDATOR")]
-    return [validator for validator in found if validator.needs <= have]
+    return [one for one in held(modules, "VALIDATOR") if one.needs <= have]
 
 
 def _modules() -> list[Any]:

@@ -3,6 +3,8 @@ packed integers of any tool.
 
 `weight_packed` I32 [N, K / word], `weight_scale` [N, groups], `weight_shape` [2]; asymmetric ones have
 `weight_zero_point` I32 [ceil(N / word), groups], those of actorder group `weight_g_idx` I32 [K].
+INT8 (`int-quantized`, `compressors/naive_quantized/`): codes I8 [N, K] as `weight`, a scale a row; zero
+points I8 [N, groups] if asymmetric.
 
 QC027 a type or shape that the format does not have.
 QC038 the config's group size is not that of the packed weights' scales.
@@ -220,7 +222,7 @@ def _floats8(packed: Bytes, dtype: str) -> Floats:
     return int8_floats(packed)
 
 
-SPEC = Spec(
+PACKED = Spec(
     name="packed integers",
     dtypes=("I32",),
     stored=_stored,
@@ -237,3 +239,66 @@ SPEC = Spec(
     states=_states,
     formats=("pack-quantized",),
 )
+
+
+# --- INT8 ----------------------------------------------------------------------------------------
+
+
+def _stored_int8(checkpoint: Checkpoint, name: str) -> bool:
+    return name.endswith(".weight") and f"{name}_scale" in checkpoint.sources
+
+
+def _faults_int8(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
+    kind, scale = checkpoint[name].type, checkpoint[f"{name}_scale"]
+    if len(kind.shape) != 2:
+        return
+    rows = kind.shape[0]
+    if scale.type.dtype not in INT_SCALES or scale.type.shape != (rows, 1):
+        message = f"expected a scale a row, [{rows}, 1], for {kind}, found {scale.type}"
+        yield Finding("QC027", "error", scale.name, message)
+
+
+def _read_int8(checkpoint: Checkpoint, name: str) -> Form:
+    weight, scale = checkpoint[name], checkpoint[f"{name}_scale"]
+    stated = ints_of(checkpoint, name.removesuffix(".weight"))
+    zeros = checkpoint.get(f"{name}_zero_point")
+    if stated is None or stated.bits != 8 or stated.ordered:
+        raise Unread("it is I8, and the config states no INT8 for it with groups side by side")
+    if stated.symmetric != (zeros is None):
+        has = "no zero points" if zeros is None else "zero points"
+        raise Unread(f"it has {has}, and the config says symmetric: {stated.symmetric}")
+    if len(weight.type.shape) != 2:
+        raise Unread(f"INT8 of shape {list(weight.type.shape)}")
+    rows, columns = weight.type.shape
+    shape = rows, stated.groups(columns)
+    parts = [(scale, INT_SCALES), *([] if zeros is None else [(zeros, ("I8",))])]
+    faults = (f for part, dtypes in parts for f in unlike(part, dtypes, shape, stated))
+    groups = checked(stated, columns, faults)
+    codes = Codes(8, stated.symmetric, zeros, signed=True)
+    grid = Grid(scale, 0, rows, groups, (1, columns // groups))
+    return Form("w8a8", weight, 0, rows, columns, grid, codes=codes)
+
+
+def _states_int8(weights: Weights) -> bool:
+    return weights.get("type", "int") == "int" and weights.get("num_bits", 8) == 8
+
+
+def _floats_int8(data: Bytes, dtype: str) -> Floats:
+    import numpy as np
+
+    return data.view(np.int8).astype(np.float32)
+
+
+INT8 = Spec(
+    name="INT8",
+    dtypes=("I8",),
+    stored=_stored_int8,
+    read=_read_int8,
+    faults=_faults_int8,
+    shape=lambda checkpoint, name, shape: shape,
+    encodings=(Encoding(name="w8a8", bits=8, floats=_floats_int8, largest=128.0, passes=PASSES),),
+    states=_states_int8,
+    formats=("int-quantized", "naive-quantized"),
+)
+
+SPECS = PACKED, INT8

@@ -1,7 +1,11 @@
-"""The receipt must describe its folder.
+"""The receipt must describe its folder; receipt and manifest must match their seals.
+
+The receipt has hashes of everything else, and ends in a hash of itself; so does the manifest, which is
+also read without a receipt. With both, one changed bit anywhere in a folder shows.
 
 QC020 a tensor or file of the receipt is not in the folder, or the other way round.
 QC021 the receipt states another type, place or size for a tensor or file than it has.
+QC049 receipt or manifest does not match its seal.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from qconvert.checkpoint.checkpoint import RECEIPT, Checkpoint
-from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need
+from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, Checkpoint
+from qconvert.checkpoint.receipt import Seal, manifest_seal
+from qconvert.validation.findings import Finding, Skipped
+from qconvert.validation.runner import Folder, Need, NotChecked
 
 # Changed after a conversion: the model card by people and `upload`, the other by the Hub.
 EDITED = frozenset({"README.md", ".gitattributes"})
@@ -71,4 +76,34 @@ def _strays(checkpoint: Checkpoint, known: set[str]) -> Iterator[Finding]:
         yield Finding("QC020", severity, file, f"is not in {RECEIPT}")
 
 
-VALIDATOR = ReceiptHolds()
+@dataclass(frozen=True)
+class Seals:
+    """Each seal against the bytes before it; if only one of the two has a seal, the other was
+    truncated."""
+
+    name: str = "seals"
+    proves: str = "receipt and manifest match their seals"
+    needs: frozenset[Need] = frozenset({"files"})
+
+    def __call__(self, folder: Folder) -> Iterator[Finding | Skipped]:
+        receipt = folder.receipt_text
+        found: dict[str, Seal] = {}
+        if receipt is not None:
+            found[RECEIPT] = receipt.seal
+        manifest = folder.checkpoint.manifest_bytes
+        if manifest is not None:
+            found[MANIFEST] = manifest_seal(manifest)
+        if not found:
+            raise NotChecked(f"the folder has no {MANIFEST}")
+        if set(found.values()) == {"none"}:
+            raise NotChecked("made by a version that wrote no seals")
+        for name, seal in found.items():
+            if seal == "broken":
+                yield Finding("QC049", "error", name, "its bytes do not match its seal")
+            elif seal == "none":
+                yield Finding(
+                    "QC049", "error", name, "has no seal, but the other of the two has one"
+                )
+
+
+VALIDATORS = ReceiptHolds(), Seals()

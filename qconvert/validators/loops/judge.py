@@ -1,6 +1,7 @@
 """Checks that all weights are as near to the source's as their format allows: what the rules of
 validators/weights and validators/amx ask, in one pass. A loop that says no has looked at enough to know
-that numpy's form is to say where and why; so has one that met a NaN."""
+that numpy's form is to say where and why; so has one that met a NaN. And sums over two matrices: what
+validators/weights/sums.py does."""
 
 from __future__ import annotations
 
@@ -186,4 +187,48 @@ def fp8_fits(
                 np.float32(slack), np.float32(more),
             ):  # fmt: skip
                 return False
+    return True
+
+
+# --- Sums ----------------------------------------------------------------------------------------
+
+_COLUMNS = 1024  # at a time: their sums stay in the first cache
+
+
+@inner
+def _products(left: Any, right: Any, source: Any, found: Any, product: Any, difference: Any) -> Any:
+    """Add a row's products to those of its columns. Returns the largest difference."""
+    worst = np.int32(0)  # sizes are in the order of their bits
+    for column in range(left.size):
+        one, other = left[column], right[column]
+        off = np.float32(other - one)
+        source[column] += np.float32(one * one)
+        found[column] += np.float32(other * other)
+        product[column] += np.float32(one * other)
+        difference[column] += np.float32(off * off)
+        worst = max(worst, np.int32(np.float32(off).view(np.int32) & np.int32(0x7FFFFFFF)))
+    return np.int32(worst).view(np.float32)
+
+
+@loop("rf4[2]", "rf4[2]", "int", "f4[3]", "f4[1]")
+def sums(expected: Any, found: Any, height: int, totals: Any, worst: Any) -> bool:
+    """Of [n, K] the sums of each column over `height` rows, `totals` [4, n / height, K]: squares of the
+    expected and of the found, their product, and squares of the difference; `worst` [1] is filled with
+    the largest difference. Declines a column alone, which numpy adds in another order; whether all sums
+    are finite, and so all weights, the caller sees in `totals`."""
+    rows, columns = expected.shape
+    if columns < 2:
+        return False
+    worst[0] = np.float32(0)
+    totals[:] = np.float32(-0.0)  # whatever is added to it stays as it is
+    for first in range(0, columns, _COLUMNS):
+        last = min(columns, first + _COLUMNS)
+        for row in range(rows):
+            group = row // height
+            off = _products(
+                expected[row, first:last], found[row, first:last], totals[0, group, first:last],
+                totals[1, group, first:last], totals[2, group, first:last],
+                totals[3, group, first:last],
+            )  # fmt: skip
+            worst[0] = off if off > worst[0] else worst[0]
     return True

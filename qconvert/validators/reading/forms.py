@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.discovery import FORMATS, discover
+from qconvert.core.discovery import FORMATS, discover, held
 from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.core.graph import Source
 from qconvert.validators.reading.decode import floats
@@ -207,7 +207,7 @@ _FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 def specs() -> tuple[Spec, ...]:
     """All formats, qconvert's and other packages', in the order of their files' names."""
     modules = discover(PACKAGE, group=FORMATS)
-    return tuple(module.SPEC for module in modules if hasattr(module, "SPEC"))
+    return tuple(held(modules, "SPEC"))
 
 
 @lru_cache(maxsize=1)
