@@ -74,7 +74,7 @@ def _encoder(form: Form) -> RowOp:
     return EncodeMx(form)
 
 
-def mx_group_config(form: Format, targets: Iterable[str]) -> dict[str, Any]:
+def mx_group_config(form: Form, targets: Iterable[str]) -> dict[str, Any]:
     """An entry of compressed-tensors' `config_groups` (0.19, `quantization/quant_scheme.py`: MXFP4A16
     and MXFP8). Runtimes decide for themselves how they compute with MXFP4 weights; with MXFP8 ones vLLM
     0.33 (`schemes/compressed_tensors_w8a8_mxfp8.py`) scales activations alike."""

@@ -280,7 +280,7 @@ def _read_int8(checkpoint: Checkpoint, name: str) -> Form:
 
 
 def _states_int8(weights: Weights) -> bool:
-    return weights.get("type", "int") == "int" and weights.get("num_bits", 8) == 8
+    return (weights.get("type", "int"), weights.get("num_bits", 8)) == ("int", 8)
 
 
 def _floats_int8(data: Bytes, dtype: str) -> Floats:
