@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -183,6 +184,14 @@ def fp8_moe(**config: Any) -> Model:
     return Model(settings, tensors, side)
 
 
+def wide_moe(vocab_size: int) -> Model:
+    """`fp8_moe` with so many embeddings, of 16 bytes each: more bytes than its headers have."""
+    model = fp8_moe(vocab_size=vocab_size)
+    for seed, name in enumerate(("model.embed_tokens.weight", "lm_head.weight"), 4):
+        model.tensors[name] = tensor("BF16", vocab_size, HIDDEN, seed=seed)
+    return model
+
+
 def _layer(at: str, seed: int) -> dict[str, Tensor]:
     found = {
         f"{at}.input_layernorm.weight": tensor("BF16", HIDDEN, seed=seed),
@@ -319,13 +328,18 @@ def without(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Te
     return {name: value for name, value in tensors.items() if name not in gone}
 
 
-def watched_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on, the sizes of all reads of sources in this process, as they are made."""
+def watched_reads(
+    monkeypatch: pytest.MonkeyPatch, of_each: Counter[str] | None = None
+) -> list[int]:
+    """From now on, the sizes of all reads of sources in this process, as they are made, and in `of_each`
+    the bytes of each tensor."""
     sizes: list[int] = []
     read = Reader.read
 
     def watched(self: Reader, source: Source, start: int, into: memoryview) -> None:
         sizes.append(into.nbytes)
+        if of_each is not None:
+            of_each[source.name] += into.nbytes
         read(self, source, start, into)
 
     monkeypatch.setattr(Reader, "read", watched)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -73,6 +73,33 @@ class HereCrew:
                 self.machines.remove(self.where[number])
             return number, WorkerLost("it was unplugged")
         return number, worker.run(self.sent[number].popleft())
+
+
+@dataclass
+class Heard:
+    """Events of a run; `call` is called once, after so many bytes were written."""
+
+    call: Callable[[], object] | None = None
+    after: int = 1
+    total: int = 0
+    done: int = 0
+    phases: list[str] = field(default_factory=list)
+
+    def start(self, total: int, done: int) -> None:
+        self.total, self.done = total, done
+
+    def wrote(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.call is not None and self.done >= self.after:
+            call, self.call = self.call, None
+            call()
+
+    def phase(self, text: str) -> None:
+        self.phases.append(text)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 @dataclass

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from qconvert.checkpoint.checkpoint import INDEX, SINGLE, WORK_DIR, Checkpoint
 from qconvert.checkpoint.safetensors import build_header
@@ -25,6 +26,7 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import OutputError
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
+from qconvert.run.events import Silent
 from qconvert.run.executor import execute
 from qconvert.run.folder.prepare import Options
 from qconvert.run.work.files import Files
@@ -198,6 +200,24 @@ def check_visible(out: Path, wanted: Tree) -> bool:
     return commit in seen
 
 
+class InTurn(Files):
+    """What is written is written at once: a unit is finished before the next begins."""
+
+    beside = False
+
+
+class At(Silent):
+    """Does something at the first bytes written."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act: Callable[[], object] | None = act
+
+    def wrote(self, nbytes: int) -> None:
+        if self._act is not None and nbytes:
+            act, self._act = self._act, None
+            act()
+
+
 # --- death ------------------------------------------------------------------------------------
 
 
@@ -220,10 +240,6 @@ class Stepping(Files, ABC):
         self.step(what)
         yield
         self.step(what)
-
-    def make_folder(self, path: Path) -> None:
-        with self._around("make_folder"):
-            super().make_folder(path)
 
     def create(self, path: Path, size: int) -> None:
         with self._around("create"):
@@ -258,32 +274,12 @@ class Stepping(Files, ABC):
             self.step("append")
             super().append(fd, path, data[half:])
 
-    def truncate(self, fd: int, path: Path, size: int) -> None:
-        with self._around("truncate"):
-            super().truncate(fd, path, size)
-
     def sync(self, fd: int, path: Path) -> None:
         # What a process has written outlives it, synced or not; really waiting would only be slow.
         self.step("sync")
 
     def sync_folder(self, path: Path) -> None:
         self.step("sync_folder")
-
-    def rename(self, old: Path, new: Path) -> None:
-        with self._around("rename"):
-            super().rename(old, new)
-
-    def link(self, old: Path, new: Path) -> None:
-        with self._around("link"):
-            super().link(old, new)
-
-    def link_once(self, old: Path, new: Path) -> bool:
-        with self._around("link"):
-            return super().link_once(old, new)
-
-    def remove(self, path: Path) -> None:
-        with self._around("remove"):
-            super().remove(path)
 
     def remove_tree(self, path: Path) -> None:
         for entry in sorted(path.iterdir(), reverse=self._backwards):
@@ -295,6 +291,21 @@ class Stepping(Files, ABC):
         self.step("remove_tree")
         path.rmdir()
         self.step("remove_tree")
+
+
+def _stepping(name: str) -> Callable[..., Any]:
+    """A file operation with a step before and after it."""
+    real, what = getattr(Files, name), name.removesuffix("_once")
+
+    def call(self: Stepping, *given: Any) -> Any:
+        with self._around(what):
+            return real(self, *given)
+
+    return call
+
+
+for _name in ("make_folder", "truncate", "rename", "link", "link_once", "remove"):
+    setattr(Stepping, _name, _stepping(_name))
 
 
 class Counting(Stepping):

@@ -7,14 +7,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import faults
 import pytest
 from checkpoints import run_cli
+from crews import Heard, interrupt
 from faults import Tree, differing, plan_of, tree
 from ray_clusters import add_node, anonymous_bytes, cluster, processes
 
@@ -30,29 +31,6 @@ from qconvert.run.work.worker import WorkerSetup
 
 _LAYERS = 24
 _BAD = "model.layers.7.mlp.up_proj.weight"
-
-
-@dataclass
-class Heard:
-    """Events of a run; `call` is called once, after so many bytes."""
-
-    call: Callable[[], object] | None = None
-    after: int = 1
-    done: int = 0
-    total: int = 0
-    phases: list[str] = field(default_factory=list)
-
-    def start(self, total: int, done: int) -> None:
-        self.total, self.done = total, done
-
-    def wrote(self, nbytes: int) -> None:
-        self.done += nbytes
-        if self.call is not None and self.done >= self.after:
-            call, self.call = self.call, None
-            call()
-
-    def phase(self, text: str) -> None:
-        self.phases.append(text)
 
 
 def _tensors() -> faults.Tensors:
@@ -141,16 +119,12 @@ def _a_node_is_killed(bench: Bench) -> Any:
     return lasting[0]
 
 
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 def _one_engine_finishes_what_another_began(bench: Bench) -> None:
     by_ray, by_this = bench.ray("sharded"), faults.options("sharded")
     for name, first, second in (("ray-local", by_ray, by_this), ("local-ray", by_this, by_ray)):
         out = bench.folder / name
         with pytest.raises(KeyboardInterrupt):
-            bench.convert(out, first, Heard(_interrupt, after=500_000))
+            bench.convert(out, first, Heard(interrupt, after=500_000))
         assert os.listdir(out) == [WORK_DIR]
         assert sorted(os.listdir(out / WORK_DIR)) == ["journal.jsonl", "lock", "stage"]
         heard = bench.convert(out, second)

@@ -60,14 +60,31 @@ def test_files_that_were_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        5, {"surprise": 1},
+        {"unit": -1, "records": [], "remarks": []}, {"unit": 0},
+        {"unit": 0, "records": "x", "remarks": []}, {"unit": 0, "records": [5], "remarks": []},
+        {"unit": 0, "records": [], "remarks": 7}, {"forget": ["all"]},
+        {"publish": "config.json"}, {"publish": [5]}, {"publish": ["../victim"]},
+        {"publish": ["/etc/passwd"]}, {"withdraw": [".qconvert/lock"], "edited": []},
         {"sent": None}, {"sent": [5]}, {"unsent": None}, {"unsent": ["../a"]},
         {"sent": [{"name": "../a", "size": 1, "sha256": "0"}]},
         {"sent": [{"name": "a", "size": -1, "sha256": "0"}]},
         {"sent": [{"name": "a", "size": 1, "sha256": None}]},
     ],
+    ids=str,
 )  # fmt: skip
-def test_lines_about_sent_files_that_qconvert_does_not_write(line: Any, tmp_path: Path) -> None:
+def test_lines_that_qconvert_does_not_write(line: Any, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(lines_of([{**HEADER, "run": "r"}, line]))
-    with pytest.raises(OutputError, match="line 2 was not written by qconvert"):
+    with pytest.raises(OutputError, match=r"journal\.jsonl: line 2 was not written by qconvert"):
+        read_journal(path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"run": []}, {"run": 5}, {"fingerprint": {}}, {"passes": [None]}], ids=str
+)
+def test_a_header_that_qconvert_does_not_write(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(lines_of([{**HEADER, "run": "r", **change}]))
+    with pytest.raises(OutputError, match=r"journal\.jsonl: line 1 was not written by qconvert"):
         read_journal(path)

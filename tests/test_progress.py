@@ -24,7 +24,6 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.progress import Bar, spell
 from qconvert.core.int_scheme import IntScheme
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Plan
 from qconvert.run.work.estimate import COSTS, FORWARD, HESSIAN, READ, SOLVE, WRITE, Estimate
 from qconvert.run.work.events import NoEvents, ProgressEvents
@@ -67,71 +66,72 @@ def test_nothing_is_known_before_anything_was_done() -> None:
 
 def test_each_kind_goes_on_at_its_own_speed() -> None:
     run = Run()
-    run.estimate.plan({READ: 100.0, SOLVE: 1000.0}, {})
+    run.work.estimate.plan({READ: 100.0, SOLVE: 1000.0}, {})
     run.work(READ, 50.0, 5.0)  # 0.1 s each
     run.work(SOLVE, 100.0, 20.0)  # 0.2 s each
-    assert run.estimate.left() == pytest.approx(50 * 0.1 + 900 * 0.2)
-    assert run.estimate.part() == pytest.approx(25 / (25 + 185))
+    assert run.work.estimate.left() == pytest.approx(50 * 0.1 + 900 * 0.2)
+    assert run.work.estimate.part() == pytest.approx(25 / (25 + 185))
     run.clock.at += 30.0  # while nothing is told, time passes
-    assert run.estimate.left() == pytest.approx(155.0)
+    assert run.work.estimate.left() == pytest.approx(155.0)
     run.clock.at += 1000.0
-    assert run.estimate.left() == 0.0
+    assert run.work.estimate.left() == 0.0
 
 
-def test_what_was_not_measured_is_as_much_slower_as_what_was() -> None:
+@pytest.mark.parametrize(
+    ("planned", "work", "left"),
+    [
+        # What was not measured is as much slower as what was.
+        ({READ: 10.0, SOLVE: 10.0}, [(READ, 10.0, 30 * COSTS[READ])], 30 * COSTS[SOLVE]),
+        # Half of the time goes to what no kind counts: the rest takes twice its seconds, too.
+        ({SOLVE: 10.0}, [*[(SOLVE, 1.0, 10.0), (None, 0.0, 10.0)] * 4, (SOLVE, 1.0, 10.0)],
+         5 * 10 * (90 / 50)),
+        # What passes before the first work is no part of the rest: 20 s of imports between writing and
+        # the first layer made 150 s of 38.
+        ({WRITE: 10.0, SOLVE: 10.0}, [(WRITE, 5.0, 1.0), (None, 0.0, 20.0), (SOLVE, 2.0, 10.0)],
+         5 * 0.2 + 8 * 5.0),
+    ],
+)  # fmt: skip
+def test_what_is_left(
+    planned: dict[str, float], work: list[tuple[str | None, float, float]], left: float
+) -> None:
     run = Run()
-    run.estimate.plan({READ: 10.0, SOLVE: 10.0}, {})
-    run.work(READ, 10.0, 10 * COSTS[READ] * 3)
-    assert run.estimate.left() == pytest.approx(10 * COSTS[SOLVE] * 3)
-
-
-def test_seconds_that_nobody_counts_come_with_the_rest() -> None:
-    """Half of the time goes to what no kind counts: the rest takes twice its seconds, too."""
-    run = Run()
-    run.estimate.plan({SOLVE: 10.0}, {})
-    for _ in range(4):
-        run.work(SOLVE, 1.0, 10.0)
-        run.clock.at += 10.0
-    run.work(SOLVE, 1.0, 10.0)
-    assert run.estimate.left() == pytest.approx(5 * 10 * (90 / 50))
-
-
-def test_what_passes_before_the_first_work_is_no_part_of_the_rest() -> None:
-    """20 s of imports between writing and the first layer made 150 s of 38."""
-    run = Run()
-    run.estimate.plan({WRITE: 10.0, SOLVE: 10.0}, {})
-    run.work(WRITE, 5.0, 1.0)
-    run.clock.at += 20.0
-    run.work(SOLVE, 2.0, 10.0)
-    assert run.estimate.left() == pytest.approx(5 * 0.2 + 8 * 5.0)
+    run.work.estimate.plan(planned, {})
+    for kind, amount, seconds in work:
+        if kind is None:
+            run.clock.at += seconds
+        else:
+            run.work(kind, amount, seconds)
+    assert run.work.estimate.left() == pytest.approx(left)
 
 
 def test_a_slow_disk_makes_no_slow_processor() -> None:
     run = Run()
-    run.estimate.plan({WRITE: 10.0, FORWARD: 1e9, SOLVE: 1e9}, {})
+    run.work.estimate.plan({WRITE: 10.0, FORWARD: 1e9, SOLVE: 1e9}, {})
     run.work(WRITE, 10.0, 10 * COSTS[WRITE] * 1000)
-    assert run.estimate.left() == pytest.approx(1e9 * (COSTS[FORWARD] + COSTS[SOLVE]))
+    assert run.work.estimate.left() == pytest.approx(1e9 * (COSTS[FORWARD] + COSTS[SOLVE]))
     run.work(FORWARD, 5e8, 5e8 * COSTS[FORWARD] * 3)
-    assert run.estimate.left() == pytest.approx(3 * (5e8 * COSTS[FORWARD] + 1e9 * COSTS[SOLVE]))
+    assert run.work.estimate.left() == pytest.approx(
+        3 * (5e8 * COSTS[FORWARD] + 1e9 * COSTS[SOLVE])
+    )
 
 
 def test_devices_at_work_together_count_once() -> None:
     run = Run()
-    run.estimate.plan({SOLVE: 8.0}, {})
+    run.work.estimate.plan({SOLVE: 8.0}, {})
     for _ in range(2):
         run.clock.at += 10.0
-        run.estimate.did(SOLVE, 1.0, 10.0)
-        run.estimate.did(SOLVE, 1.0, 10.0)
-    assert run.estimate.left() == pytest.approx(20.0)
+        run.work.estimate.did(SOLVE, 1.0, 10.0)
+        run.work.estimate.did(SOLVE, 1.0, 10.0)
+    assert run.work.estimate.left() == pytest.approx(20.0)
 
 
 def test_what_earlier_runs_did_is_part_of_the_whole_and_of_no_speed() -> None:
     run = Run()
-    run.estimate.plan({SOLVE: 50.0}, {SOLVE: 50.0})
-    assert run.estimate.part() == 0.5
+    run.work.estimate.plan({SOLVE: 50.0}, {SOLVE: 50.0})
+    assert run.work.estimate.part() == 0.5
     run.work(SOLVE, 25.0, 100.0)
-    assert run.estimate.part() == 0.75
-    assert run.estimate.left() == pytest.approx(100.0)
+    assert run.work.estimate.part() == 0.75
+    assert run.work.estimate.left() == pytest.approx(100.0)
 
 
 def layer(run: Run, work: Mapping[str, float], speed: Mapping[str, float]) -> None:
@@ -149,18 +149,18 @@ def test_it_holds_from_the_first_layer_on() -> None:
     run = Run()
     speed = {READ: 1e-7, FORWARD: 2e-9, HESSIAN: 1e-9, SOLVE: 4e-8, WRITE: 1e-8}
     each = [sum(amount * speed[kind] for kind, amount in work.items()) for work in works]
-    run.estimate.plan({WRITE: 1e6, **added(works)}, {})
+    run.work.estimate.plan({WRITE: 1e6, **added(works)}, {})
     run.work(WRITE, 1e6, 1e6 * speed[WRITE])
-    assert run.estimate.part() < 0.2
+    assert run.work.estimate.part() < 0.2
     for number, work in enumerate(works[:-1]):
         layer(run, work, speed)
-        left, true = run.estimate.left(), sum(each[number + 1 :])
+        left, true = run.work.estimate.left(), sum(each[number + 1 :])
         assert left is not None
         assert left == pytest.approx(true, rel=0.15)
-        assert run.estimate.part() == pytest.approx(1 - true / (sum(each) + 0.01), abs=0.05)
+        assert run.work.estimate.part() == pytest.approx(1 - true / (sum(each) + 0.01), abs=0.05)
     layer(run, works[-1], speed)
-    assert run.estimate.left() == pytest.approx(0.0, abs=1e-6)
-    assert run.estimate.part() == pytest.approx(1.0)
+    assert run.work.estimate.left() == pytest.approx(0.0, abs=1e-6)
+    assert run.work.estimate.part() == pytest.approx(1.0)
 
 
 # --- what calibrations tell -----------------------------------------------------------------------
@@ -202,13 +202,11 @@ def request(folder: Path, **more: Any) -> ExpertsToW4A16:
     return ExpertsToW4A16(group_size=64, calibrate=asked, **more)
 
 
-@pytest.mark.parametrize("targets", [(EXPERTS,), ("Linear",)])
-def test_what_is_told_comes_to_what_was_planned(
-    model: Path, targets: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_what_is_told_comes_to_what_was_planned(model: Path, tmp_path: Path) -> None:
+    """Of all linear layers; of experts alone, test_commands_write_it."""
     told = Heard()
     assert isinstance(told, ProgressEvents)
-    api.run(request(model, targets=targets), _MODEL, tmp_path / "out", jobs=1, events=told)
+    api.run(request(model, targets=("Linear",)), _MODEL, tmp_path / "out", jobs=1, events=told)
     del told.work[WRITE]
     assert set(told.work) == {READ, FORWARD, HESSIAN, SOLVE}
     assert told.did_work == pytest.approx(told.work)
@@ -328,16 +326,8 @@ def test_times_as_they_are_read(seconds: float | None, text: str) -> None:
 
 
 _KEYS = {
-    "event",
-    "time",
-    "seconds",
-    "phase",
-    "bytes",
-    "bytes_total",
-    "part",
-    "left_seconds",
-    "work",
-}
+    "event", "time", "seconds", "phase", "bytes", "bytes_total", "part", "left_seconds", "work",
+}  # fmt: skip
 
 
 def test_lines_of_json(tmp_path: Path) -> None:

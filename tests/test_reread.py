@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import read_tensors, run_cli
+from checkpoints import read_tensors, run_cli, watched_reads
 from models import qwen3_moe
 
 from qconvert import api
@@ -48,13 +48,7 @@ def units_of(source: Path) -> list[Unit]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Bytes read of each tensor."""
     found: Counter[str] = Counter()
-    real = Reader.read
-
-    def read(self: Reader, source: Source, start: int, into: memoryview) -> None:
-        found[source.name] += into.nbytes
-        real(self, source, start, into)
-
-    monkeypatch.setattr(Reader, "read", read)
+    watched_reads(monkeypatch, found)
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from faults import InTurn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,10 +19,6 @@ from qconvert.run.work.sink import BLOCK, MIN_WINDOW_BYTES, PendingMessages, Sin
 
 _SIZE = 40 * BLOCK + 123
 _WINDOW = MIN_WINDOW_BYTES
-
-
-class InTurn(Files):
-    beside = False
 
 
 class Watched(InTurn):

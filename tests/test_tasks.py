@@ -6,21 +6,20 @@ from __future__ import annotations
 import os
 import signal
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from checkpoints import Tensor, write_json, write_shard
+from checkpoints import Tensor, watched_reads, write_json, write_shard
 from hypothesis import given
 from hypothesis import strategies as st
 from stub_tasks import Count
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import RunError
-from qconvert.core.graph import Source
-from qconvert.run.work.reader import Reader
 from qconvert.validation.findings import Finding
 from qconvert.validation.workers import CHUNK, Folders, Numbered, Result, Watch, run_tasks
 
@@ -89,8 +88,10 @@ def results(folder: Checkpoint, jobs: int | None) -> list[tuple[int, Result]]:
 
 
 def test_several_processes_say_what_one_says(folder: Checkpoint) -> None:
-    alone = results(folder, 1)
+    """Each with the number of its task."""
+    alone, names = results(folder, 1), list(folder)
     assert len(alone) == 2 * LAYERS + 1
+    assert [names[n] for n, item in alone] == [getattr(item, "where", None) for _, item in alone]
     assert results(folder, 2) == results(folder, None) == alone
 
 
@@ -99,13 +100,6 @@ def test_results_come_layer_by_layer_whatever_names_are_like(folder: Checkpoint)
     names = [item.where for _, item in results(folder, 1) if isinstance(item, Finding)]
     expected = [name for n in range(LAYERS) for name in (f"model.layers.{n}.a", f"blk.{n}.b")]
     assert names == ["lm_head.weight", *expected]
-
-
-def test_results_carry_the_number_of_their_task(folder: Checkpoint) -> None:
-    names = list(folder)
-    for number, item in results(folder, 2):
-        assert isinstance(item, Finding)
-        assert names[number] == item.where
 
 
 def test_a_tensor_larger_than_the_buffer_is_read_in_chunks(tmp_path: Path) -> None:
@@ -169,26 +163,14 @@ def one_tensor(folder: Path, size: int, name: str = "x.weight") -> tuple[Checkpo
     return Checkpoint.open(folder), data
 
 
-def read_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Bytes read of each tensor from now on."""
-    found: dict[str, int] = {}
-    read = Reader.read
-
-    def counted(self: Reader, source: Source, start: int, into: memoryview) -> None:
-        found[source.name] = found.get(source.name, 0) + into.nbytes
-        read(self, source, start, into)
-
-    monkeypatch.setattr(Reader, "read", counted)
-    return found
-
-
 def test_what_a_task_reads_is_shown_and_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 2 * CHUNK + 5
     folder, data = one_tensor(tmp_path, size)
     tensor = folder["x.weight"]
-    counted = read_bytes(monkeypatch)
+    counted: Counter[str] = Counter()
+    watched_reads(monkeypatch, counted)
     tasks: list[Numbered] = [
         (0, See(tensor=tensor)),
         (1, Count(tensor, step=1000)),
@@ -224,7 +206,8 @@ def test_a_source_is_watched_beside_what_was_made_of_it(
         tensor=theirs["model.layers.3.z.weight"], side="source", spans=((10, 60),),
         grouped_with=fused.name,
     )  # fmt: skip
-    counted = read_bytes(monkeypatch)
+    counted: Counter[str] = Counter()
+    watched_reads(monkeypatch, counted)
     tasks: list[Numbered] = [(0, there), (1, Both(fused)), (2, See(tensor=fused))]
     found = dict(run_tasks(tasks, (ours.shards, theirs.shards), jobs=1))
     assert counted == {fused.name: 50, "model.layers.3.z.weight": 70}
@@ -274,7 +257,8 @@ def test_scales_and_shards_for_numa_nodes_are_read_with_their_matrix(
                 folders.output.read(folder[name], 0, memoryview(bytearray(1)))
             yield from ()
 
-    counted = read_bytes(monkeypatch)
+    counted: Counter[str] = Counter()
+    watched_reads(monkeypatch, counted)
     order = [
         item.where
         for _, item in run_tasks([*watches, (99, Matrix(first))], (folder.shards, ()), jobs=1)
