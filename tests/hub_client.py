@@ -11,10 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from checkpoints import tree
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 
 # Read when the client is imported: the environment comes too late for this process, and is what worker
 # processes read.
+FIRST_READ = 16 << 10  # of a shard, for its header
+SAMPLES, _BLOCK = 16, 4096
 _SETTINGS = {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
 
 
@@ -60,7 +63,23 @@ def hub_and_client(folder: Path) -> Iterator[tuple[LoopbackHub, list[float]]]:
         loopback_hub() as hub,
         client_of(hub, folder, patch) as waits,
     ):
+        hub.waits = waits
         yield hub, waits
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Of a folder, as a repo has them."""
+    return {name: data for name, data in tree(folder).items() if isinstance(data, bytes)}
+
+
+def size_of_samples(folder: Path) -> int:
+    """Bytes that are read of shards to tell two fine-tunes of one base apart."""
+    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    return sum(
+        min(_BLOCK, size - at)
+        for size in sizes
+        for at in range(0, size, max(_BLOCK, size // SAMPLES))
+    )
 
 
 def on_disk(place: Path) -> int:

@@ -123,17 +123,15 @@ class _Server(ThreadingHTTPServer):
 
 
 class LoopbackHub:
-    """The server. `lfs_from` bytes and more, and every safetensors file, go through LFS; objects of
-    more than `part` bytes in parts of that size. `garble` is applied to objects as they arrive."""
+    """The server. `lfs_from` bytes and more, and every safetensors file, go through LFS. `garble` is
+    applied to objects as they arrive."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
-        self.parts: dict[str, dict[int, bytes]] = {}
         self.log: list[Asked] = []
         self.faults: list[Fault] = []
         self.lfs_from = 4096
-        self.part: int | None = None
         self.page = 1000
         self.garble: dict[str, int] = {}
         self.lying_tree = False
@@ -393,7 +391,6 @@ class _Handler(BaseHTTPRequestHandler):
             ("GET", r"/api/models/([^/]+/[^/]+)", self._info),
             ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", self._batch),
             ("PUT", r"/lfs/(\w+)", self._put),
-            ("POST", r"/lfs/(\w+)/complete", self._complete),
             ("POST", r"/lfs/(\w+)/verify", self._verify),
             ("GET", r"/cdn/(\w+)", self._cdn),
             ("HEAD", r"/cdn/(\w+)", self._cdn),
@@ -477,41 +474,16 @@ class _Handler(BaseHTTPRequestHandler):
             oid, size = wanted["oid"], wanted["size"]
             entry: dict[str, Any] = {"oid": oid, "size": size}
             if oid not in self.hub.objects:
-                upload: dict[str, Any] = {"href": f"{self.hub.url}/lfs/{oid}"}
-                if self.hub.part is not None and size > self.hub.part:
-                    count = -(-size // self.hub.part)
-                    upload["header"] = {"chunk_size": str(self.hub.part)} | {
-                        str(n): f"{self.hub.url}/lfs/{oid}?part={n}" for n in range(1, count + 1)
-                    }
-                    upload["href"] += "/complete"
-                verify = {"href": f"{self.hub.url}/lfs/{oid}/verify"}
-                entry["actions"] = {"upload": upload, "verify": verify}
+                at = f"{self.hub.url}/lfs/{oid}"
+                entry["actions"] = {"upload": {"href": at}, "verify": {"href": f"{at}/verify"}}
             listed.append(entry)
         self._answer(200, {"transfer": "basic", "objects": listed})
 
     def _put(self, oid: str) -> None:
-        if "part" in self.query:
-            number = int(self.query["part"][0])
-            self.hub.parts.setdefault(oid, {})[number] = self.body
-            self._answer(200, b"", {"ETag": f'"{sha1(self.body).hexdigest()}"'})
-        else:
-            self._keep(oid, self.body)
-            self._answer(200)
-
-    def _complete(self, oid: str) -> None:
-        found = self.hub.parts.pop(oid)
-        said = json.loads(self.body)["parts"]
-        for part in said:
-            etag = f'"{sha1(found[part["partNumber"]]).hexdigest()}"'
-            if part["etag"] != etag:
-                raise _Refused(400, "", "a part's etag is another")
-        self._keep(oid, b"".join(found[part["partNumber"]] for part in said))
-        self._answer(200, {})
-
-    def _keep(self, oid: str, data: bytes) -> None:
-        if not self.hub.trusting and sha256(data).hexdigest() != oid:
+        if not self.hub.trusting and sha256(self.body).hexdigest() != oid:
             raise _Refused(400, "", "these bytes have another hash")
-        self.hub.objects[oid] = data
+        self.hub.objects[oid] = self.body
+        self._answer(200)
 
     def _verify(self, oid: str) -> None:
         self._writer()

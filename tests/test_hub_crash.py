@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import published, run_cli, tensor, tree, watched_reads
-from hub_client import client_of, on_disk
+from checkpoints import published, run_cli, tree, watched_reads
+from faults import InTurn
+from hub_client import FIRST_READ, client_of, files_in, size_of_samples
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
-from models import qwen3_moe
 
 from qconvert import api
 from qconvert.cli.demo_checkpoint import write_sample
@@ -25,11 +25,9 @@ from qconvert.core.errors import OutputError
 from qconvert.run.executor import run_prepared
 from qconvert.run.folder.journal import read_journal
 from qconvert.run.folder.workspace import JOURNAL
-from qconvert.run.work.files import Files
 from qconvert.run.work.reader import AT_ONCE, PIECE_BYTES
 
 REPO = "org/sample"
-SAMPLES, BLOCK, FIRST_READ = 16, 4096, 16 << 10
 AHEAD = AT_ONCE * PIECE_BYTES
 # At these parts of a run's requests it is killed; `QCONVERT_ALL=1 make check` kills at 20.
 MOMENTS = range(20) if os.environ.get("QCONVERT_ALL") else range(1, 20, 6)
@@ -65,9 +63,7 @@ def near(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
 def hub(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with loopback_hub() as server, client_of(server, tmp_path / "home", monkeypatch):
-        server.add(
-            REPO, {name: data for name, data in tree(sample).items() if isinstance(data, bytes)}
-        )
+        server.add(REPO, files_in(sample))
         yield server
 
 
@@ -100,15 +96,6 @@ def fetched(hub: LoopbackHub, after: int = 0) -> int:
     )
 
 
-def size_of_samples(folder: Path) -> int:
-    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
-    return sum(
-        min(BLOCK, size - at)
-        for size in sizes
-        for at in range(0, size, max(BLOCK, size // SAMPLES))
-    )
-
-
 def kept_of(out: Path) -> int:
     """Source bytes that finished units of an unfinished folder were made from."""
     found = read_journal(out / ".qconvert" / JOURNAL) if out.is_dir() else None
@@ -125,9 +112,7 @@ def kept_of(out: Path) -> int:
 def requests_of_a_run(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
     room = tmp_path_factory.mktemp("whole")
     with loopback_hub() as server:
-        server.add(
-            REPO, {name: data for name, data in tree(sample).items() if isinstance(data, bytes)}
-        )
+        server.add(REPO, files_in(sample))
         running = started(server, room)
         assert running.communicate(timeout=120)[0].strip() == "0"
         return len(server.log)
@@ -204,12 +189,6 @@ def test_workers_fetch_each_byte_once(
     assert tree(tmp_path / "second" / "out") == near
 
 
-class _InTurn(Files):
-    """What is written is written at once: a unit is finished before the next begins."""
-
-    beside = False
-
-
 @pytest.mark.crash
 def test_a_disk_that_fills_up(
     sample: Path,
@@ -236,7 +215,7 @@ def test_a_disk_that_fills_up(
         with pytest.raises(
             OutputError, match=r"cannot write: No space left .* run the same command"
         ):
-            run_prepared(ready, out, files=_InTurn())
+            run_prepared(ready, out, files=InTurn())
     before, kept = len(hub.log), kept_of(out)
     assert kept > 0
     assert api.run("dequant-fp8", REPO, out, jobs=1).resumed_units
@@ -252,16 +231,8 @@ CONVERSIONS = {
     "copy": ("run", "copy"),
     "dequant": ("dequant",),
     "fuse": ("fuse", "--for", "sglang"),
-    "stack": ("experts", "stack"),
     "amx": ("amx", "--method", "int4", "--numa", "2"),
-    "w4a16": ("w4a16", "--rtn"),
     "searched": ("w4a16", "--rtn", "--scales", "search"),
-    "nvfp4": ("nvfp4", "--dialect", "compressed-tensors"),
-    "modelopt": ("nvfp4", "--dialect", "modelopt"),
-    "fp8": ("fp8", "--channel"),
-    "int8": ("int8",),
-    "mx": ("mx",),
-    "extract": ("mtp", "extract"),
     "drop": ("mtp", "drop"),
     "split": ("split", "--pp", "2,2", "--copy"),
 }
@@ -308,8 +279,7 @@ OTHERS = {
 def test_every_other_command(name: str, sample: Path, hub: LoopbackHub, tmp_path: Path) -> None:
     if name == "unfuse":
         _convert(("fuse", "--for", "sglang"), sample, tmp_path / "fused")
-        made = {n: data for n, data in tree(tmp_path / "fused").items() if isinstance(data, bytes)}
-        hub.add("me/fused", made)
+        hub.add("me/fused", files_in(tmp_path / "fused"))
     places = {"sample": str(sample), "room": str(tmp_path), "fused": "me/fused"}
     done = run_cli(*(word.format(**places) for word in OTHERS[name]))
     assert done.code == 0, done.out + done.err
@@ -320,37 +290,3 @@ def _convert(words: Sequence[str], source: Path | str, out: Path, *more: str) ->
     at = 2 if words[0] in ("run", "experts", "mtp") else 1
     done = run_cli(*words[:at], source, out, *words[at:], "--jobs", "1", *more)
     assert done.code == 0, done.err
-
-
-@pytest.mark.crash
-def test_within_a_quarter_of_the_source(
-    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk that a conversion by id takes, its headers included, sampled while requests fail."""
-    model = qwen3_moe()
-    hidden = model.config["hidden_size"]
-    model.config["vocab_size"] = 30_000
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        model.tensors[name] = tensor("BF16", 30_000, hidden)
-    source = model.write(tmp_path / "source")
-    hub.add("org/wide", {n: data for n, data in tree(source).items() if isinstance(data, bytes)})
-    for pattern, status in (("/resolve/", 503), ("/cdn/", 500)):
-        hub.fail("GET", pattern, status, times=2, headers={"Retry-After": "0"})
-    hub.cut_answer("/cdn/", 1000, times=2)
-    budget = sum(file.stat().st_size for file in source.glob("*.safetensors")) // 4
-    room, largest = tmp_path / "room", 0
-    monkeypatch.setenv("XDG_CACHE_HOME", str(room / "cache"))
-
-    def sampled(method: str, path: str) -> None:
-        nonlocal largest
-        largest = max(largest, on_disk(room))
-
-    hub.watch = sampled
-    words = ("amx", "org/wide", room / "out", "--method", "int4", "--numa", "1", "--jobs", "1")
-    done = run_cli(*words, "--disk-budget", str(budget))
-    assert done.code == 0, done.err
-    assert 0 < max(largest, on_disk(room)) <= budget
-    assert run_cli(*words[:2], tmp_path / "x", *words[3:], "--disk-budget", "100KB").code == 1
-    near = ("amx", source, tmp_path / "near", *words[3:], "--base-model", "org/wide")
-    assert run_cli(*near).code == 0
-    assert tree(room / "out") == tree(tmp_path / "near")

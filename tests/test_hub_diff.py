@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import copied, fp8_moe, run_cli, tree
-from hub_client import hub_and_client
+from hub_client import files_in, hub_and_client
 from loopback_hub import LoopbackHub
 
 from qconvert import api
@@ -43,10 +43,8 @@ def made(source: Path) -> Path:
 @pytest.fixture
 def hub(tmp_path: Path, made: Path) -> Iterator[LoopbackHub]:
     """A Hub with a repo of the folder's files."""
-    with hub_and_client(tmp_path / "home") as (server, waits):
-        server.waits = waits
-        files = {name: data for name, data in tree(made).items() if isinstance(data, bytes)}
-        server.add(REPO, {**files, ".gitattributes": b"*.safetensors filter=lfs\n"})
+    with hub_and_client(tmp_path / "home") as (server, _):
+        server.add(REPO, {**files_in(made), ".gitattributes": b"*.safetensors filter=lfs\n"})
         yield server
 
 

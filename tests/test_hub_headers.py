@@ -9,51 +9,36 @@ from pathlib import Path
 
 import pytest
 from checkpoints import (
-    INDEX,
     bf16_moe,
     convert,
     edit_json,
-    fp8_moe,
     run_cli,
     tensor,
-    tree,
-    write_shard,
+    wide_moe,
 )
-from hub_client import hub_and_client
-from loopback_hub import TOKEN, LoopbackHub
+from hub_client import FIRST_READ, files_in, hub_and_client
+from loopback_hub import LoopbackHub
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.hub_cache import Repo, cached_id, parse_repo
 from qconvert.client.ranges import ranges_of
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.hub.headers import place_of
-from qconvert.validation.runner import validate_folder
 
 REPO = "org/model"
-WIDE = 65_536
-FIRST_READ = 16 << 10
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards of about 1 MiB."""
-    model = fp8_moe()
-    for seed, name in enumerate(("model.embed_tokens.weight", "lm_head.weight")):
-        model.tensors[name] = tensor("BF16", WIDE, 8, seed=seed)
-    model.config["vocab_size"] = WIDE
-    return model.write(tmp_path_factory.mktemp("headers") / "model")
+    return wide_moe(65_536).write(tmp_path_factory.mktemp("headers") / "model")
 
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path) -> Iterator[LoopbackHub]:
-    with hub_and_client(tmp_path / "home") as (server, waits):
-        server.waits = waits
+    with hub_and_client(tmp_path / "home") as (server, _):
         server.add(REPO, files_in(folder))
         yield server
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in tree(folder).items() if isinstance(data, bytes)}
 
 
 def header_bytes(raw: bytes) -> int:
@@ -68,7 +53,7 @@ def fetched(hub: LoopbackHub) -> int:
 # --- What is fetched ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [REPO, f"hf://{REPO}", f"{REPO}@main", f"hf://{REPO}@main"])
+@pytest.mark.parametrize("name", [REPO, f"hf://{REPO}@main"])
 def test_validate_fetches_headers_only(hub: LoopbackHub, folder: Path, name: str) -> None:
     here = run_cli("validate", folder)
     there = run_cli("validate", name, "--level", "headers")
@@ -153,7 +138,8 @@ def test_a_made_folder_is_held_against_its_source(
     edit_json(tmp_path / "out" / "config.json", lambda c: c.update(num_experts_per_tok=7))
     hub.add("me/out", files_in(tmp_path / "out"))
     assert run_cli("validate", "me/out", "--against", folder).code == 3
-    assert fetched(hub) < 300_000
+    assert run_cli("validate", tmp_path / "out", "--against", REPO).code == 3
+    assert fetched(hub) < 500_000, "no weights of either side"
 
 
 def test_weights_of_other_kinds_are_not_fetched(hub: LoopbackHub, folder: Path) -> None:
@@ -236,30 +222,7 @@ def test_a_folder_goes_before_a_repo_of_its_name(
     assert "F8_E4M3" in run_cli("inspect", f"hf://{REPO}").out
 
 
-def test_level_headers_fetches_no_weights_of_the_source_either(
-    hub: LoopbackHub, folder: Path, tmp_path: Path
-) -> None:
-    convert("dequant", folder, tmp_path / "out")
-    assert run_cli("validate", tmp_path / "out", "--against", REPO).code == 0
-    assert fetched(hub) < 500_000
-
-
 # --- What goes wrong ------------------------------------------------------------------------------
-
-
-def test_a_private_repo_wants_its_token(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.repos[REPO].private = True
-    assert run_cli("inspect", REPO).code == 0
-    elsewhere = hub.asked("GET", "/cdn/")
-    assert {a.token for a in elsewhere} == {None}, "a token for the Hub went to another host"
-    assert {a.token for a in hub.asked("GET", "/resolve/")} == {TOKEN}
-    monkeypatch.delenv("HF_TOKEN")
-    hub.log.clear()
-    result = run_cli("inspect", REPO)
-    assert result.code == 1
-    assert "401" in result.err
-    assert result.err.count("\n") == 1
-    assert len(hub.log) == 1
 
 
 def test_a_repo_that_is_not_there(hub: LoopbackHub) -> None:
@@ -271,27 +234,6 @@ def test_a_repo_that_is_not_there(hub: LoopbackHub) -> None:
     assert hub.waits == []
 
 
-def test_cuts_and_503s_are_survived(hub: LoopbackHub, folder: Path) -> None:
-    hub.fail("GET", f"/api/models/{REPO}$", 503)
-    hub.fail("GET", "/tree/", 503)
-    hub.fail("GET", "/resolve/.*config.json", 503, times=2)
-    hub.cut("GET", "/resolve/.*tokenizer", times=2)
-    hub.cut_answer("/cdn/", 100, times=2)
-    hub.cut_answer(INDEX, 10)
-    result = run_cli("validate", REPO)
-    assert (result.code, result.out) == (0, run_cli("validate", folder).out)
-    assert [fault.times for fault in hub.faults] == [0] * 6
-
-
-def test_a_wait_is_said(hub: LoopbackHub, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hub.fail("GET", f"/api/models/{REPO}", 429, headers={"Retry-After": "inf"})
-    result = run_cli("validate", REPO)
-    said = result.err + capsys.readouterr().err
-    assert f"looking for {REPO}: status 429" in said
-    assert "retrying in 300 s" in said
-    assert hub.waits == [300.0]
-
-
 def test_a_server_without_ranges(hub: LoopbackHub, folder: Path) -> None:
     """What was asked for is taken, and no more."""
     hub.ranges = False
@@ -300,17 +242,6 @@ def test_a_server_without_ranges(hub: LoopbackHub, folder: Path) -> None:
             len(raw) for name, raw in files_in(folder).items() if not name.endswith("safetensors")
         ) + 2 * (1 << 20)
         assert Checkpoint.open(place.folder).nbytes == Checkpoint.open(folder).nbytes
-
-
-@pytest.mark.parametrize("path", ["../evil", "/etc/evil", "a/../../evil", "a\\evil"])
-def test_a_tree_that_leaves_the_folder_is_refused(
-    hub: LoopbackHub, folder: Path, path: str
-) -> None:
-    hub.add("org/evil", files_in(folder) | {path: b"x"})
-    result = run_cli("inspect", "org/evil")
-    assert result.code == 1
-    assert "no file inside the folder" in result.err
-    assert hub.asked("GET", "/resolve/") == []
 
 
 @pytest.mark.parametrize(
@@ -379,14 +310,3 @@ def test_the_id_of_a_snapshot() -> None:
     assert cached_id(Path("/h/hub/models--org--a-b/snapshots/0123")) == "org/a-b"
     for other in ("/h/models--org--a/other/0", "/h/datasets--o--a/snapshots/0", "/data/org/a"):
         assert cached_id(Path(other)) is None
-
-
-def test_stray_shards_show_as_in_a_folder(hub: LoopbackHub, tmp_path: Path) -> None:
-    plain = bf16_moe().write(tmp_path / "plain")
-    write_shard(plain / "extra.safetensors", {"x": tensor("BF16", 2)})
-    hub.add("org/stray", files_in(plain))
-    with place_of("org/stray") as place:
-        there = validate_folder(Path(place.folder))
-    here = validate_folder(plain)
-    assert [(f.rule, f.where) for f in there.findings] == [(f.rule, f.where) for f in here.findings]
-    assert ("QC056", "extra.safetensors") in [(f.rule, f.where) for f in here.findings]

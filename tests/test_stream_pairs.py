@@ -16,17 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 CPU, GPU = "me/model-cpu", "me/model-gpu"
 PAIR = (
-    "--cpu",
-    "int4",
-    "--numa",
-    "1",
-    "--gpu",
-    "w4a16",
-    "--jobs",
-    "1",
-    "--max-shard-size",
-    "64KiB",
-)
+    "--cpu", "int4", "--numa", "1", "--gpu", "w4a16", "--jobs", "1", "--max-shard-size", "64KiB",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +32,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
-    with hub_and_client(tmp_path / "home") as (server, waits):
-        server.waits = waits
+    with hub_and_client(tmp_path / "home") as (server, _):
         yield server
 
 

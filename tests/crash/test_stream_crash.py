@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import fp8_moe, tensor, tree
+from checkpoints import tree, wide_moe
 from faults import Stepping, in_child
 from hub_client import hub_and_client
 from loopback_hub import LoopbackHub
@@ -37,11 +37,7 @@ _MOMENTS = 12
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = fp8_moe()
-    for name, seed in (("model.embed_tokens.weight", 4), ("lm_head.weight", 5)):
-        model.tensors[name] = tensor("BF16", 8192, 8, seed=seed)
-    model.config["vocab_size"] = 8192
-    return model.write(tmp_path_factory.mktemp("crash") / "source")
+    return wide_moe(8192).write(tmp_path_factory.mktemp("crash") / "source")
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +49,7 @@ def wanted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
-    with hub_and_client(tmp_path / "home") as (server, waits):
-        server.waits = waits
+    with hub_and_client(tmp_path / "home") as (server, _):
         yield server
 
 
