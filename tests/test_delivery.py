@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import INDEX, fp8_moe, run_cli, tensor, tree
+from checkpoints import INDEX, fp8_moe, run_cli, tree, wide_moe
 from s3_server import BUCKET, Server, serving
 
 from qconvert import api
@@ -28,7 +28,6 @@ from qconvert.run.engines import store_upload
 from qconvert.run.engines.store_upload import NOTE, md5_mark, part_size
 
 SHARD_SIZE = 400  # bytes: several shards
-WIDE = 65_536
 
 
 @pytest.fixture(autouse=True)
@@ -241,10 +240,7 @@ def test_what_cannot_be_done_in_a_store(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", ["finish", "the same command"])
 def test_shards_of_a_result_in_a_store(by: str, tmp_path: Path) -> None:
     """They fill a folder that they share, and who publishes it sends it."""
-    model = fp8_moe(vocab_size=WIDE)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        model.tensors[name] = tensor("BF16", WIDE, 8)
-    source = model.write(tmp_path / "source")
+    source = wide_moe(65_536).write(tmp_path / "source")
     there, work = tmp_path / "there", tmp_path / "work"
     words = ("dequant", source.as_uri(), there.as_uri(), "--work-dir", work, "--jobs", "1")
     for number in range(4):
