@@ -183,7 +183,7 @@ def decoded(model: Model, module: str) -> bytes:
     dtype, shape, data = model.tensors[f"{module}.weight"]
     if dtype == "BF16":
         return data
-    import torch  # here, because crash/test_kt_crash.py forks what it imports, hundreds of times
+    import torch  # here, because crash/ forks what it imports, hundreds of times
 
     codes = torch.frombuffer(bytearray(data), dtype=torch.float8_e4m3fn).view(shape).float()
     scale = model.tensors[f"{module}.weight_scale_inv"]

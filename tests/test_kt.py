@@ -1,6 +1,6 @@
 """`qconvert kt`: a CPU and a GPU folder from one read, what their bytes and configs are, what the
 command says. What is refused: test_kt_refused.py; interrupted
-pairs: test_kt_resume.py; killed and powerless ones: crash/test_kt_crash.py.
+pairs: test_kt_resume.py; killed and powerless ones: crash/.
 
 The oracles: `qconvert amx` for the CPU side, `w4a16` (proved in test_w4a16.py) for the GPU side.
 """

@@ -32,7 +32,8 @@ from faults import (
     workers_of,
 )
 
-from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, WORK_DIR, Checkpoint
+from crash.cases import GPU, OUT, Case
+from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, SINGLE, WORK_DIR, Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import OutputError
 from qconvert.passes.dequant import Dequant
@@ -50,65 +51,46 @@ pytestmark = pytest.mark.crash
 KILLED = -signal.SIGKILL
 
 
-@pytest.fixture(scope="module")
-def steps(source: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Every step of a whole run."""
-    counting = Counting()
-    convert(source, tmp_path_factory.mktemp("counted") / "out", faults.options(kind), counting)
-    return counting.steps
-
-
 def _killed_at(source: Path, kind: str, out: Path, at: int) -> int:
     """Run in a process that dies at a step. Returns its exit code."""
     return in_child(lambda: convert(source, out, faults.options(kind), Killing(at)))
 
 
-def _resume(source: Path, kind: str, out: Path) -> None:
-    assert in_child(lambda: convert(source, out, faults.options(kind))) == 0
+def test_the_run_is_worth_killing(case: Case) -> None:
+    for files in case.wanted.values():
+        assert (INDEX in files) == (case.kind != "single")
+        assert (SINGLE in files) == (case.kind == "single")
+        assert case.kind == "single" or sum(name.startswith("model-") for name in files) >= 2
+    assert OUT not in case.wanted or "extra/words/list.txt" in case.wanted[OUT]
+    assert ("link" in case.steps) == (case.kind == "linked")
+    assert {"create", "write", "append", "sync", "sync_folder", "rename"} <= set(case.steps)
 
 
-def _publishing(steps: list[str]) -> range:
-    """The steps from the first rename on."""
-    return range(steps.index("rename"), len(steps))
+def test_killed_at_any_step(case: Case, tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    before = tree(case.source)
+    pair = GPU in case.wanted
+    for at in case.sample(16) if pair else faults.moments(len(case.steps)):
+        assert case.killed_at(root, at) == KILLED
+        case.check_visible(root)
+        case.resume(root)
+        assert case.wrong(root) == [], f"killed at {at}, {case.steps[at]}"
+        shutil.rmtree(root)
+    assert differing(tree(case.source), before) == []
 
 
-def test_the_run_is_worth_killing(wanted: Tree, kind: str, steps: list[str]) -> None:
-    assert (INDEX in wanted) == (kind != "single")
-    assert "extra/words/list.txt" in wanted
-    files = {"sharded": 4, "linked": 2, "single": 0}[kind]
-    assert sum(name.startswith("model-") for name in wanted) == files
-    assert ("link" in steps) == (kind == "linked")
-    assert {"create", "write", "append", "sync", "sync_folder", "rename"} <= set(steps)
-
-
-def test_killed_at_every_operation(
-    source: Path, kind: str, wanted: Tree, steps: list[str], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    before = tree(source)
-    for at in faults.moments(len(steps)):
-        assert _killed_at(source, kind, out, at) == KILLED
-        faults.check_visible(out, wanted)
-        _resume(source, kind, out)
-        assert differing(tree(out), wanted) == [], f"killed at {at}, {steps[at]}"
-        shutil.rmtree(out)
-    assert differing(tree(source), before) == []
-
-
-def test_killed_while_resuming(
-    source: Path, kind: str, wanted: Tree, steps: list[str], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
+def test_killed_while_resuming(case: Case, tmp_path: Path) -> None:
+    root = tmp_path / "out"
     chooser = random.Random(11)
-    for _ in range(20):
+    for _ in range(16):
         for _ in range(3):
-            code = _killed_at(source, kind, out, chooser.randrange(len(steps)))
+            code = case.killed_at(root, chooser.randrange(len(case.steps)))
             # A resumed run has fewer steps: it may end before the one it would die at.
             assert code in (0, KILLED)
-            assert faults.check_visible(out, wanted) or code == KILLED
-        _resume(source, kind, out)
-        assert differing(tree(out), wanted) == []
-        shutil.rmtree(out)
+            assert case.check_visible(root) or code == KILLED
+        case.resume(root)
+        assert case.wrong(root) == []
+        shutil.rmtree(root)
 
 
 def test_resuming_keeps_finished_units(source: Path, tmp_path: Path) -> None:
@@ -129,26 +111,24 @@ def test_resuming_keeps_finished_units(source: Path, tmp_path: Path) -> None:
 # --- clean ------------------------------------------------------------------------------------
 
 
-def test_clean_at_every_kill_point(
-    source: Path, kind: str, wanted: Tree, steps: list[str], tmp_path: Path
-) -> None:
+def test_clean_at_every_kill_point(plain: Case, tmp_path: Path) -> None:
     """The folder is left empty, or, where all had been published, finished."""
-    out = tmp_path / "out"
-    for at in faults.moments(len(steps), 3):
-        assert _killed_at(source, kind, out, at) == KILLED
-        finished = faults.check_visible(out, wanted)
-        clean(out, Files())
-        assert differing(tree(out), wanted if finished else {}) == [], f"killed at {at}"
+    wanted, root = plain.wanted[OUT], tmp_path / "root"
+    for at in faults.moments(len(plain.steps), 3):
+        assert plain.killed_at(root, at) == KILLED
+        finished = plain.check_visible(root)
+        clean(root / OUT, Files())
+        assert differing(tree(root / OUT), wanted if finished else {}) == [], f"killed at {at}"
         if at % 5 == 0:
-            _resume(source, kind, out)
-            assert differing(tree(out), wanted) == []
-        shutil.rmtree(out, ignore_errors=True)  # killed at first, there is no folder yet
+            plain.resume(root)
+            assert plain.wrong(root) == []
+        shutil.rmtree(root, ignore_errors=True)  # killed at first, there is none yet
 
 
-def _asks_to_clean(source: Path, kind: str, out: Path) -> bool:
+def _asks_to_clean(plain: Case, root: Path) -> bool:
     """Run; whether it was refused with the advice to clean. Any other refusal is raised."""
     try:
-        convert(source, out, faults.options(kind))
+        plain.run(root)
     except OutputError as error:
         if "qconvert clean" in str(error):
             return True
@@ -156,25 +136,23 @@ def _asks_to_clean(source: Path, kind: str, out: Path) -> bool:
     return False
 
 
-def test_clean_killed_itself(
-    source: Path, kind: str, wanted: Tree, steps: list[str], tmp_path: Path
-) -> None:
+def test_clean_killed_itself(plain: Case, tmp_path: Path) -> None:
     """Cleaning again finishes it; a run after it starts afresh or says to clean, nothing else."""
-    out, half = tmp_path / "out", tmp_path / "half"
-    for at in [len(steps) // 3, *_publishing(steps)[::7]]:
-        assert _killed_at(source, kind, half, at) == KILLED
-        finished = faults.check_visible(half, wanted)
+    root, half = tmp_path / "root", tmp_path / "half"
+    for at in [len(plain.steps) // 3, *range(plain.publishing, len(plain.steps), 7)]:
+        assert plain.killed_at(half, at) == KILLED
+        finished = plain.check_visible(half)
         code, stop = KILLED, 0
         while code == KILLED:
-            shutil.copytree(half, out)
-            code = in_child(partial(clean, out, Killing(stop)))
+            shutil.copytree(half, root)
+            code = in_child(partial(clean, root / OUT, Killing(stop)))
             stop += 1
-            if _asks_to_clean(source, kind, out):
-                clean(out, Files())
-                assert tree(out) == ({} if not finished else wanted)
-                convert(source, out, faults.options(kind))
-            assert differing(tree(out), wanted) == []
-            shutil.rmtree(out)
+            if _asks_to_clean(plain, root):
+                clean(root / OUT, Files())
+                assert tree(root / OUT) == ({} if not finished else plain.wanted[OUT])
+                plain.run(root)
+            assert plain.wrong(root) == []
+            shutil.rmtree(root)
         shutil.rmtree(half)
 
 
@@ -318,21 +296,19 @@ def _opened(file: Path) -> int:
     return sum(os.path.realpath(link) == str(file.resolve()) for link in links)
 
 
-def test_the_same_command_again_does_nothing(
-    source: Path, kind: str, wanted: Tree, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    convert(source, out, faults.options(kind))
+def test_the_same_command_again_does_nothing(plain: Case, tmp_path: Path) -> None:
+    plain.run(tmp_path)
     counting = Counting()
-    convert(source, out, faults.options(kind), counting)
+    plain.run(tmp_path, counting)
     assert counting.steps == []
-    assert tree(out) == wanted
-    if kind == "linked":
+    assert plain.wrong(tmp_path) == []
+    if plain.kind == "linked":
         return
-    assert execute(faults.plan_of(source), out, faults.options(kind)).already_done
     with pytest.raises(OutputError, match="finished result of another plan"):
-        execute(Plan.identity(Checkpoint.open(source)), out, faults.options(kind))
-    assert tree(out) == wanted
+        execute(
+            Plan.identity(Checkpoint.open(plain.source)), tmp_path / OUT, faults.options(plain.kind)
+        )
+    assert plain.wrong(tmp_path) == []
 
 
 def test_foreign_folders_are_refused(source: Path, tmp_path: Path) -> None:
