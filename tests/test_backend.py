@@ -197,15 +197,8 @@ def test_what_a_calibration_remembers_goes_with_the_work_folder(
     assert not (tmp_path / "out" / ".qconvert").exists()
 
 
-def test_another_calibration_is_another_plan(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        execute(amx_plan(source), tmp_path / "out", backend=backend(stop=2))
-    other = amx_plan(source, Calibration(synthetic=True, samples=2, length=8, dampening_frac=0.02))
-    with pytest.raises(OutputError, match=r"dampening_frac: 0\.02"):
-        execute(other, tmp_path / "out", backend=backend())
-
-
-@pytest.mark.parametrize("over", [{"solver": "llmcompressor"}, {"scales": "amax"},
+@pytest.mark.parametrize("over", [{"solver": "llmcompressor"}, {"dampening_frac": 0.02},
+                                  {"scales": "amax"},
                                   {"order": "stored"}, {"refit": 1}, {"descent": 0},
                                   {"propagated_error": "ignore"}, {"signs": "positive"}])  # fmt: skip
 def test_another_solver_is_another_plan(over: Any, source: Path, tmp_path: Path) -> None:

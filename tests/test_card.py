@@ -95,7 +95,7 @@ BF16 = {"model_type": "qwen3_moe"}
 # --- Every recipe ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", sampled(sorted(builtin_recipes()), 3))
+@pytest.mark.parametrize("recipe", sampled(sorted(builtin_recipes()), 5))
 def test_the_card_of_every_recipe(recipe: str, tmp_path: Path) -> None:
     """Without a warning from the client that reads it, and with the base model's name."""
     from huggingface_hub import ModelCard

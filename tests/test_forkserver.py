@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,7 @@ def _descriptors() -> set[str]:
 
 def test_workers_end_with_their_status_and_nothing_is_left_open() -> None:
     before = _descriptors()
-    server = ForkServer()
-    try:
+    with closing(ForkServer()) as server:
         connection, _ = server.fork(2, (0, 1))
         os.kill(server.pids()[1], signal.SIGKILL)
         assert server.ended(1) == -signal.SIGKILL
@@ -35,40 +35,30 @@ def test_workers_end_with_their_status_and_nothing_is_left_open() -> None:
         assert server.ended(0) == 0
         assert server.ended(1) == -signal.SIGKILL, "asked again"
         server.finish()
-    finally:
-        server.close()
     assert _descriptors() == before
 
 
-def test_more_workers_than_descriptors_of_one_message() -> None:
+def test_more_descriptors_than_one_message_takes() -> None:
     """Each has only its own pipe: its end is seen while all others live."""
-    count = _MOST_DESCRIPTORS + 20
-    server = ForkServer()
-    try:
-        connections = server.fork(count, (0,))
-        assert len({*server.pids()}) == count
+    with closing(ForkServer()) as server:
+        connections = server.fork(5, [0] * (_MOST_DESCRIPTORS + 20))
+        assert len({*server.pids()}) == 5
         os.kill(server.pids()[-1], signal.SIGKILL)
         with pytest.raises(EOFError):
             connections[-1].recv()
         assert not connections[0].poll()
-    finally:
-        server.close()
 
 
 def test_what_a_worker_said_last_is_told() -> None:
-    server = ForkServer()
-    try:
+    with closing(ForkServer()) as server:
         (connection,) = server.fork(1, ())
         connection.send("no setup")
         assert "ended with status 1 (AssertionError" in str(server.why_ended(0))
-    finally:
-        server.close()
 
 
 def test_descriptors_that_the_server_has_no_room_for() -> None:
     others = set(children(os.getpid()))
-    server = ForkServer()
-    try:
+    with closing(ForkServer()) as server:
         (process,) = set(children(os.getpid())) - others
         resource.prlimit(process, resource.RLIMIT_NOFILE, (9, 9))
         server.fork(1, [0] * 8)
@@ -76,13 +66,10 @@ def test_descriptors_that_the_server_has_no_room_for() -> None:
             RunError, match=r"cannot be started: Too many open files; raise the limit"
         ):
             server.pids()
-    finally:
-        server.close()
 
 
 def test_a_server_that_is_killed_takes_its_workers_along() -> None:
-    server = ForkServer()
-    try:
+    with closing(ForkServer()) as server:
         server.fork(1, ())
         (worker,) = server.pids()
         (process,) = [pid for pid in children(os.getpid()) if worker in children(pid)]
@@ -90,8 +77,6 @@ def test_a_server_that_is_killed_takes_its_workers_along() -> None:
         wait_until_gone([worker])
         with pytest.raises(RunError, match=rf"worker process {process} was killed by signal 9"):
             server.ended(0)
-    finally:
-        server.close()
 
 
 def test_closed_in_the_middle_of_anything() -> None:
@@ -100,40 +85,31 @@ def test_closed_in_the_middle_of_anything() -> None:
     for asked in (0, 1, 3):
         for read in (False, True):
             others = set(children(os.getpid()))
-            server = ForkServer()
-            try:
+            with closing(ForkServer()) as server:
                 server.preload(["json"], compiled=False)
                 if asked:
                     server.fork(asked, ())
                 known = server.pids() if asked and read else []
                 (process,) = set(children(os.getpid())) - others
                 forked = children(process)
-            finally:
-                server.close()
             assert state_of(process) == ""
             wait_until_gone([*known, *forked])
 
 
 def test_a_module_that_cannot_be_imported_is_named() -> None:
-    server = ForkServer()
-    try:
+    with closing(ForkServer()) as server:
         server.preload(["no_such_module"], compiled=False)
         server.fork(1, ())
         with pytest.raises(RunError, match=r"ended with status 1 \(ModuleNotFoundError: .*no_such"):
             server.pids()
-    finally:
-        server.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS does not survive it")
 @pytest.mark.parametrize("modules", [[], ["numpy"]])
 def test_what_is_preloaded_is_there_in_a_worker(modules: list[str]) -> None:
     """Read from what the worker has mapped."""
-    server = ForkServer()
-    try:
+    with closing(ForkServer()) as server:
         server.preload(modules, compiled=False)
         server.fork(1, ())
         mapped = Path(f"/proc/{server.pids()[0]}/maps").read_text()
         assert ("_multiarray_umath" in mapped) == bool(modules)
-    finally:
-        server.close()

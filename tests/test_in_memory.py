@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import gdn_models
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,6 @@ from checkpoints import bf16_moe, fp8_moe
 from safetensors.torch import load_file
 
 from qconvert import api
-from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fp8 import ToFp8
 from qconvert.passes.fuse import Fuse
@@ -24,15 +24,10 @@ from qconvert.samples.request import Calibration
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("memory") / "sample"
-    write_sample(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def bf16(sample: Path) -> Path:
-    return api.run("dequant-fp8", sample, sample.parent / "bf16", jobs=1).folder
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Linear attention, so that there is something to fuse, and experts."""
+    model = gdn_models.model("qwen3_5_moe_text")
+    return model.write(tmp_path_factory.mktemp("memory") / "bf16")
 
 
 def held(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -50,7 +45,7 @@ def as_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 STEPS = [
-    ToFp8(), ToFp8(exponents=True), ExpertsToW4A16(group_size=32), ToNvfp4(dialect="compressed-tensors"),
+    ToFp8(), ToFp8(exponents=True), ExpertsToW4A16(group_size=16), ToNvfp4(dialect="compressed-tensors"),
     ToNvfp4(targets=("Linear",)), Fuse(consumer="sglang"),
 ]  # fmt: skip
 
@@ -154,8 +149,8 @@ def test_what_is_refused(bf16: Path) -> None:
         dict(converter.stream({**tensors, name: tensors[name].float()}))
 
 
-def test_data_that_cannot_be_right_names_the_tensor(sample: Path) -> None:
-    tensors, config = held(sample)
+def test_data_that_cannot_be_right_names_the_tensor(tmp_path: Path) -> None:
+    tensors, config = held(fp8_moe().write(tmp_path / "source"))
     scale = next(name for name in tensors if name.endswith("down_proj.weight_scale_inv"))
     bad = {**tensors, scale: tensors[scale] * float("inf")}
     with pytest.raises(api.RunError, match=scale.removesuffix("_scale_inv").replace(".", r"\.")):

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoints import published, read_tensors, run_cli, tree, watched_reads
 from kt_pair import Pair, kt
-from models import (
-    qwen3_moe,
-)
+from models import qwen3_moe
 
 from qconvert.cli.progress import Bar
 from qconvert.run.work.files import Files
@@ -86,7 +84,7 @@ def pair(plain: Path, tmp_path: Path) -> Pair:
     return Pair(plain, tmp_path / "cpu", tmp_path / "gpu")
 
 
-@pytest.mark.parametrize("at", [1, 2, 5, 9, 14, 20])
+@pytest.mark.parametrize("at", [1, 2, 9, 20])
 def test_an_interrupted_pair_goes_on(
     at: int, pair: Pair, undisturbed: tuple[object, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,15 +98,6 @@ def test_an_interrupted_pair_goes_on(
     assert pair.trees == undisturbed
     size = sum(len(value.data) for value in read_tensors(pair.source).values())
     assert (sum(reads) < size) is (at > 1), "what was written is not read again"
-
-
-def test_interrupted_again_and_again(
-    pair: Pair, undisturbed: tuple[object, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for _ in range(4):
-        pair.interrupted(4, monkeypatch)
-    assert pair.run().code == 0
-    assert pair.trees == undisturbed
 
 
 def test_interrupted_as_publishing_begins(
@@ -155,7 +144,7 @@ def test_one_half_alone_is_refused_naming_both(
     assert f"{left} is finished, and the other folder of its run, {lost}, is not" in done.err
     assert reads == []
     assert tree(left) == before
-    assert not lost.exists() or os.listdir(lost) == []
+    assert not lost.exists() or os.listdir(lost) == [], "no work folder is left behind"
     shutil.rmtree(left)
     assert pair.run().code == 0
     assert pair.trees == undisturbed

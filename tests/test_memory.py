@@ -217,12 +217,9 @@ def _experts(layers: int) -> HeaderSet:
                 tensors[f"{at}.{name}.weight"] = TensorType("BF16", (intermediate, hidden))
             tensors[f"{at}.down_proj.weight"] = TensorType("BF16", (hidden, intermediate))
     config = {
-        "model_type": "qwen3_moe",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_experts": experts,
-        "moe_intermediate_size": intermediate,
-    }
+        "model_type": "qwen3_moe", "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_experts": experts, "moe_intermediate_size": intermediate,
+    }  # fmt: skip
     ordered = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
     return HeaderSet(config, ordered, 2)
 
@@ -244,7 +241,7 @@ def _converted(room: Path, made: HeaderSet, memory: str, *command: str) -> Peak:
 def test_a_run_keeps_to_its_memory(
     room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 GB of FP8, more than half of it in one tensor: within 512 MiB, and no more than 0.5 GB takes.
+    """2 GB of FP8, 1.2 GB of it in one tensor: within 512 MiB, and no more than 0.5 GB takes.
     In numpy: the larger run would compute in compiled loops, whose memory test_compiled.py measures."""
     monkeypatch.setenv("QCONVERT_KERNELS", "numpy")
     less = _converted(room, _fp8_headers(matrices=30, experts=0), "512MiB")
@@ -253,14 +250,6 @@ def test_a_run_keeps_to_its_memory(
         print(f"\n0.5 GB: {_told(less)}\n2 GB: {_told(more)}")
     _check(more, 512 * MIB)
     assert more.total < less.total + 16 * MIB
-
-
-@pytest.mark.big
-def test_a_tensor_larger_than_the_memory(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    peak = _converted(room, _fp8_headers(matrices=2, experts=64), "128MiB")
-    with capsys.disabled():
-        print(f"\n1.2 GB tensor: {_told(peak)}")
-    _check(peak, 128 * MIB)
 
 
 @pytest.mark.big

@@ -12,11 +12,12 @@ import pytest
 from header_checkpoints import ANY, checkpoint, published
 from hypothesis import given
 from hypothesis import strategies as st
+from sampled import sampled
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output, Source, Value, apply, concat
+from qconvert.core.graph import Output, Source, apply, concat
 from qconvert.core.names import ACTIVATIONS
 from qconvert.formats.amx.encode import Amx
 from qconvert.ops.cast import ToBf16
@@ -68,12 +69,6 @@ def test_a_tensor_lost_without_a_rule_is_named() -> None:
         without(plan, "model.norm.weight").check()
 
 
-def test_a_lost_mtp_weight_is_named() -> None:
-    plan = Plan.identity(published("deepseek-v3"))
-    with pytest.raises(PlanError, match=r"'model\.layers\.61\.eh_proj\.weight'"):
-        without(plan, "model.layers.61.eh_proj.weight").check()
-
-
 def test_half_an_expert_is_named() -> None:
     plan = Plan.identity(published("qwen3.5-35b-a3b"))
     name = "model.language_model.layers.7.mlp.experts.down_proj"
@@ -83,18 +78,17 @@ def test_half_an_expert_is_named() -> None:
         replace(plan, tensors={**plan.tensors, name: half}).check()
 
 
-def test_half_an_expert_dropped_by_a_rule_is_refused() -> None:
-    plan = Plan.identity(published("qwen3-30b-a3b-fp8"))
-    rule = Drop(match="model.layers.3.mlp.experts.1.up_proj.*", why="to save space")
-    with pytest.raises(PlanError, match=r"experts\.1\.up_proj.*kept or dropped whole"):
-        run_passes(plan, (rule,))
-
-
-def test_half_of_mtp_dropped_by_a_rule_is_refused() -> None:
-    plan = Plan.identity(published("deepseek-v3"))
-    rule = Drop(match="model.layers.61.self_attn.*", why="to save space")
-    with pytest.raises(PlanError, match="MTP layers are kept or dropped whole"):
-        run_passes(plan, (rule,))
+@pytest.mark.parametrize(
+    ("model", "match", "said"),
+    [
+        ("qwen3-30b-a3b-fp8", "model.layers.3.mlp.experts.1.up_proj.*",
+         r"experts\.1\.up_proj.*kept or dropped whole"),
+        ("deepseek-v3", "model.layers.61.self_attn.*", "MTP layers are kept or dropped whole"),
+    ],
+)  # fmt: skip
+def test_half_of_a_group_dropped_by_a_rule_is_refused(model: str, match: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        run_passes(Plan.identity(published(model)), (Drop(match=match, why="to save space"),))
 
 
 def test_bytes_written_twice_are_refused() -> None:
@@ -150,7 +144,9 @@ def test_a_parameter_of_the_model_is_no_part_of_a_stored_weight(name: str) -> No
     assert methods_of(of) == frozenset()
 
 
-@pytest.mark.parametrize("name", ["router.scale", "attn.q_proj_scale", "mixer.weight_scale"])
+@pytest.mark.parametrize(
+    "name", ["router.scale", "attn.q_proj_scale", "mixer.weight_scale", "mlp.up_proj.scale"]
+)
 def test_a_parameter_of_a_model_in_block_fp8(name: str) -> None:
     """Codes with scales beside it do not make it a scale under a name that these have not."""
     own = {f"layers.0.{name}": TensorType("F32", (4,))}
@@ -159,14 +155,6 @@ def test_a_parameter_of_a_model_in_block_fp8(name: str) -> None:
     assert judged(of) == []
     done = run_passes(plan, (Dequant(),))
     assert done.tensors.keys() == {"layers.0.mlp.up_proj.weight", f"layers.0.{name}"}
-
-
-def test_a_gain_beside_the_scale_of_an_fp8_weight_is_the_models_own() -> None:
-    own = {"a.scale": TensorType("BF16", (128,))}
-    of = checkpoint({**fp8(128, 128), **own}, FP8_BLOCKS)
-    done = run_passes(Plan.identity(of), (Dequant(),))
-    assert done.tensors.keys() == {"a.weight", "a.scale"}
-    assert judged(of) == []
 
 
 @pytest.mark.parametrize("end", ["scale", "weight_scale", "weight_scale_inv"])
@@ -214,6 +202,7 @@ def test_what_is_known_of_activations_leaves_with_the_codes(end: str, step: str)
     else:
         assert left == []
     assert own.keys() <= done.tensors.keys()
+    assert step != "dequant" or set(done.dropped.values()) == {STALE_RULE}
 
 
 @pytest.mark.parametrize("end", ["input_scale", "activation_scale"])
@@ -291,7 +280,8 @@ def test_ties_must_stay_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [name for name in headers.names() if name == "deepseek-v3" or name.endswith("fp8")]
+    "model",
+    sampled([n for n in headers.names() if n == "deepseek-v3" or n.endswith("fp8")], 3),
 )
 def test_published_fp8_models_dequantize(model: str) -> None:
     plan = run_passes(Plan.identity(published(model)), (Dequant(),))
@@ -396,12 +386,6 @@ def test_compressed_tensors_configs() -> None:
         run_passes(Plan.identity(checkpoint(channel, config)), (Dequant(),))
 
 
-def test_activation_scales_go_by_a_named_rule() -> None:
-    tensors = {**fp8(128, 128), "a.input_scale": TensorType("F32", ())}
-    plan = run_passes(Plan.identity(checkpoint(tensors, FP8_BLOCKS)), (Dequant(),))
-    assert dict(plan.dropped) == {"a.input_scale": STALE_RULE}
-
-
 def test_nested_and_disagreeing_quantization_blocks() -> None:
     """A stale nested block overrides the root in some runtimes: both go, and both must agree."""
     block = FP8_BLOCKS["quantization_config"]
@@ -459,7 +443,7 @@ def test_drop_comes_before_what_computes() -> None:
 # ---- units and fingerprint
 
 
-@pytest.mark.parametrize("model", headers.names())
+@pytest.mark.parametrize("model", sampled(headers.names(), 4))
 def test_units_partition_the_outputs(model: str) -> None:
     start = Plan.identity(published(model))
     is_fp8 = any(o.type.dtype == "F8_E4M3" for o in start.tensors.values())
@@ -596,15 +580,6 @@ def test_fingerprint_tells_plans_apart() -> None:
     found = [plan.fingerprint() for plan in variants]
     assert len(set(found)) == len(found)
     assert run_passes(Plan.identity(base), (Dequant(),)).fingerprint() == converted.fingerprint()
-
-
-def test_nodes_come_after_their_arguments_and_once() -> None:
-    plan = run_passes(Plan.identity(checkpoint(fp8(256, 256), FP8_BLOCKS)), (Dequant(),))
-    result = plan.tensors["a.weight"]
-    (only,) = nodes([result, result.rows(0, 1)])
-    origin = result.pieces[0].origin
-    assert isinstance(origin, Value)
-    assert only is origin.node
 
 
 def test_the_log_keeps_what_passes_did() -> None:

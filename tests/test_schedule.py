@@ -67,30 +67,13 @@ def test_a_unit_that_writes_to_several_files_keeps_them_here() -> None:
 
 
 def test_several_folders_are_one_run() -> None:
-    places = places_of(
-        [
-            layout(("a",), ("b",)),
-            layout(
-                ("x", "y"),
-            ),
-        ]
-    )
+    layouts = [layout(("a",), ("b",)), layout(("x", "y"))]
+    places = places_of(layouts)
     assert places == {"a": (0, 0), "b": (1, 0), "x": (2, 0), "y": (2, 10)}
     assert files_of(unit("b", "y"), places) == {1, 2}
     # The second folder's file is begun with the first of the first, and done with its last.
     both = [unit("a", "x"), unit("b", "y")]
-    assert (
-        peak(
-            both,
-            [
-                layout(("a",), ("b",)),
-                layout(
-                    ("x", "y"),
-                ),
-            ],
-        )
-        == 30
-    )
+    assert peak(both, layouts) == 30
 
 
 @pytest.mark.parametrize("seed", range(5))

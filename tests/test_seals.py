@@ -173,14 +173,6 @@ def test_a_folder_from_before_seals_still_validates(folder: Path, tmp_path: Path
     assert "its receipt is older than such hashes" in told
 
 
-def test_another_readme_keeps_the_seal_right(folder: Path, tmp_path: Path) -> None:
-    out = copied(folder, tmp_path / "out")
-    (out / "README.md").write_text("mine\n")
-    assert account_for_readme(out)
-    assert _full(out).errors == 0
-    assert not account_for_readme(out)
-
-
 def test_a_broken_seal_is_not_made_good_by_a_readme(folder: Path, tmp_path: Path) -> None:
     out = copied(folder, tmp_path / "out")
     text = (out / RECEIPT).read_text().replace('"offset":4096', '"offset":4097', 1)

@@ -128,18 +128,20 @@ def test_in_every_way_files_are_made(kind: str, source: Path, tmp_path: Path) ->
     assert differing(tree(tmp_path / "out"), tree(tmp_path / "one")) == []
 
 
-def test_the_command_without_shard_does_the_rest(source: Path, one: Tree, tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [["0/1"], ["0/4", "0/3", "1/3", "2/3"], ["2/4"]], ids=str)
+def test_other_divisions_make_the_same(
+    numbers: list[str], source: Path, one: Tree, tmp_path: Path
+) -> None:
+    """Units are what journals know: those that are left may be divided anew, or done by the command
+    without --shard."""
     out = tmp_path / "out"
-    assert _shard(source, out, "2/4").code == 0
-    done = json.loads(run_cli("dequant", source, out, *_SIZE, "--json").out)
-    assert done["resumed_units"] == 1
-    assert differing(tree(out), one) == []
-
-
-def test_one_shard_is_the_whole(source: Path, one: Tree, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert _shard(source, out, "0/1").code == 0
-    assert run_cli("finish", out).code == 0
+    for number in numbers:
+        assert _shard(source, out, number).code == 0
+    if numbers == ["2/4"]:
+        done = json.loads(run_cli("dequant", source, out, *_SIZE, "--json").out)
+        assert done["resumed_units"] == 1
+    else:
+        assert run_cli("finish", out).code == 0
     assert differing(tree(out), one) == []
 
 
@@ -481,16 +483,6 @@ def test_a_shard_that_runs_is_not_run_twice(source: Path, tmp_path: Path) -> Non
     finally:
         busy.end("stopped")
     assert _shard(source, out, "1/4").code == 0
-
-
-def test_another_number_of_shards(source: Path, one: Tree, tmp_path: Path) -> None:
-    """Units are what journals know, so that those that are left may be divided anew."""
-    out = tmp_path / "out"
-    assert _shard(source, out, "0/4").code == 0
-    for number in range(3):
-        assert _shard(source, out, f"{number}/3").code == 0
-    assert run_cli("finish", out).code == 0
-    assert differing(tree(out), one) == []
 
 
 @pytest.mark.usefixtures("elsewhere")

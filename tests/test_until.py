@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count, repeat
 from pathlib import Path
 
 import faults
@@ -30,7 +30,7 @@ from qconvert.run.folder.prepare import Options
 from qconvert.run.work.deadline import Pace, Until, parse_until
 from qconvert.samples.request import Calibration
 
-LAYERS = 3
+LAYERS, UNITS = 3, 30
 _SIZE = ("--max-shard-size", str(faults.SHARD_BYTES), "--jobs", "1")
 
 
@@ -56,10 +56,10 @@ class Hand:
         return self.at
 
 
-def over() -> Until:
-    """A time that has passed before a run begins."""
+def over(looks: int = 0) -> Until:
+    """A time that has passed before a run begins, or after so many looks at the clock."""
     ticking = count(1)
-    return Until(0.5, 0.0, lambda: float(next(ticking)))
+    return Until(looks + 0.5, 0.0, lambda: float(next(ticking)))
 
 
 @pytest.fixture
@@ -236,12 +236,13 @@ def undisturbed(model: Path) -> Tree:
 def test_a_calibration_stops_at_a_layer_and_goes_on(
     model: Path, undisturbed: Tree, tmp_path: Path
 ) -> None:
-    """First what is not calibrated, a unit each time, then a layer each time though its time is over:
-    every start gets on."""
+    """First what is not calibrated, most of it in one start, then a unit and at last a layer each time
+    though its time is over: every start gets on."""
     out, said = tmp_path / "out", []
     stats = str(tmp_path / "stats")
+    looks = chain([UNITS - 3], repeat(0))
     while True:
-        result = calibrated(model, out, Options(jobs=1, until=over()), save_stats=stats)
+        result = calibrated(model, out, Options(jobs=1, until=over(next(looks))), save_stats=stats)
         if not result.left_units:
             break
         assert not result.published
