@@ -244,7 +244,9 @@ def test_a_full_disk_names_the_file(option: str, name: str, made: Path, tmp_path
     """The system's error of a write names none: which of several disks is it?"""
     full = tmp_path / name
     full.symlink_to("/dev/full")
-    words = ("validate", made) if option == "--report" else ("run", "copy", made, tmp_path / "out")
+    words: tuple[str | Path, ...] = ("run", "copy", made, tmp_path / "out")
+    if option == "--report":
+        words = ("validate", made)
     result = run_cli(*words, "--jobs", "1", option, full)
     assert result.code == 1
     assert f"{full}: cannot be written: No space left on device" in result.err
