@@ -26,9 +26,9 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import OutputError
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.events import Silent
 from qconvert.run.executor import execute
 from qconvert.run.folder.prepare import Options
+from qconvert.run.work.events import NoEvents
 from qconvert.run.work.files import Files
 
 BLOCK = 128
@@ -206,7 +206,7 @@ class InTurn(Files):
     beside = False
 
 
-class At(Silent):
+class At(NoEvents):
     """Does something at the first bytes written."""
 
     def __init__(self, act: Callable[[], object]) -> None:

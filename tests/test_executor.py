@@ -37,8 +37,8 @@ from qconvert.core.graph import Buffer, Output, Part, apply, concat, whole
 from qconvert.core.names import natural_key
 from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.plan.plan import Plan
-from qconvert.run import workspace
 from qconvert.run.executor import execute
+from qconvert.run.folder import workspace
 from qconvert.run.folder.prepare import Options, prepare
 from qconvert.run.work.files import Files
 from qconvert.run.work.memory import PLAN_BYTES_PER_TENSOR

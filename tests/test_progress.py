@@ -66,15 +66,15 @@ def test_nothing_is_known_before_anything_was_done() -> None:
 
 def test_each_kind_goes_on_at_its_own_speed() -> None:
     run = Run()
-    run.work.estimate.plan({READ: 100.0, SOLVE: 1000.0}, {})
+    run.estimate.plan({READ: 100.0, SOLVE: 1000.0}, {})
     run.work(READ, 50.0, 5.0)  # 0.1 s each
     run.work(SOLVE, 100.0, 20.0)  # 0.2 s each
-    assert run.work.estimate.left() == pytest.approx(50 * 0.1 + 900 * 0.2)
-    assert run.work.estimate.part() == pytest.approx(25 / (25 + 185))
+    assert run.estimate.left() == pytest.approx(50 * 0.1 + 900 * 0.2)
+    assert run.estimate.part() == pytest.approx(25 / (25 + 185))
     run.clock.at += 30.0  # while nothing is told, time passes
-    assert run.work.estimate.left() == pytest.approx(155.0)
+    assert run.estimate.left() == pytest.approx(155.0)
     run.clock.at += 1000.0
-    assert run.work.estimate.left() == 0.0
+    assert run.estimate.left() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -95,43 +95,41 @@ def test_what_is_left(
     planned: dict[str, float], work: list[tuple[str | None, float, float]], left: float
 ) -> None:
     run = Run()
-    run.work.estimate.plan(planned, {})
+    run.estimate.plan(planned, {})
     for kind, amount, seconds in work:
         if kind is None:
             run.clock.at += seconds
         else:
             run.work(kind, amount, seconds)
-    assert run.work.estimate.left() == pytest.approx(left)
+    assert run.estimate.left() == pytest.approx(left)
 
 
 def test_a_slow_disk_makes_no_slow_processor() -> None:
     run = Run()
-    run.work.estimate.plan({WRITE: 10.0, FORWARD: 1e9, SOLVE: 1e9}, {})
+    run.estimate.plan({WRITE: 10.0, FORWARD: 1e9, SOLVE: 1e9}, {})
     run.work(WRITE, 10.0, 10 * COSTS[WRITE] * 1000)
-    assert run.work.estimate.left() == pytest.approx(1e9 * (COSTS[FORWARD] + COSTS[SOLVE]))
+    assert run.estimate.left() == pytest.approx(1e9 * (COSTS[FORWARD] + COSTS[SOLVE]))
     run.work(FORWARD, 5e8, 5e8 * COSTS[FORWARD] * 3)
-    assert run.work.estimate.left() == pytest.approx(
-        3 * (5e8 * COSTS[FORWARD] + 1e9 * COSTS[SOLVE])
-    )
+    assert run.estimate.left() == pytest.approx(3 * (5e8 * COSTS[FORWARD] + 1e9 * COSTS[SOLVE]))
 
 
 def test_devices_at_work_together_count_once() -> None:
     run = Run()
-    run.work.estimate.plan({SOLVE: 8.0}, {})
+    run.estimate.plan({SOLVE: 8.0}, {})
     for _ in range(2):
         run.clock.at += 10.0
-        run.work.estimate.did(SOLVE, 1.0, 10.0)
-        run.work.estimate.did(SOLVE, 1.0, 10.0)
-    assert run.work.estimate.left() == pytest.approx(20.0)
+        run.estimate.did(SOLVE, 1.0, 10.0)
+        run.estimate.did(SOLVE, 1.0, 10.0)
+    assert run.estimate.left() == pytest.approx(20.0)
 
 
 def test_what_earlier_runs_did_is_part_of_the_whole_and_of_no_speed() -> None:
     run = Run()
-    run.work.estimate.plan({SOLVE: 50.0}, {SOLVE: 50.0})
-    assert run.work.estimate.part() == 0.5
+    run.estimate.plan({SOLVE: 50.0}, {SOLVE: 50.0})
+    assert run.estimate.part() == 0.5
     run.work(SOLVE, 25.0, 100.0)
-    assert run.work.estimate.part() == 0.75
-    assert run.work.estimate.left() == pytest.approx(100.0)
+    assert run.estimate.part() == 0.75
+    assert run.estimate.left() == pytest.approx(100.0)
 
 
 def layer(run: Run, work: Mapping[str, float], speed: Mapping[str, float]) -> None:
@@ -149,18 +147,18 @@ def test_it_holds_from_the_first_layer_on() -> None:
     run = Run()
     speed = {READ: 1e-7, FORWARD: 2e-9, HESSIAN: 1e-9, SOLVE: 4e-8, WRITE: 1e-8}
     each = [sum(amount * speed[kind] for kind, amount in work.items()) for work in works]
-    run.work.estimate.plan({WRITE: 1e6, **added(works)}, {})
+    run.estimate.plan({WRITE: 1e6, **added(works)}, {})
     run.work(WRITE, 1e6, 1e6 * speed[WRITE])
-    assert run.work.estimate.part() < 0.2
+    assert run.estimate.part() < 0.2
     for number, work in enumerate(works[:-1]):
         layer(run, work, speed)
-        left, true = run.work.estimate.left(), sum(each[number + 1 :])
+        left, true = run.estimate.left(), sum(each[number + 1 :])
         assert left is not None
         assert left == pytest.approx(true, rel=0.15)
-        assert run.work.estimate.part() == pytest.approx(1 - true / (sum(each) + 0.01), abs=0.05)
+        assert run.estimate.part() == pytest.approx(1 - true / (sum(each) + 0.01), abs=0.05)
     layer(run, works[-1], speed)
-    assert run.work.estimate.left() == pytest.approx(0.0, abs=1e-6)
-    assert run.work.estimate.part() == pytest.approx(1.0)
+    assert run.estimate.left() == pytest.approx(0.0, abs=1e-6)
+    assert run.estimate.part() == pytest.approx(1.0)
 
 
 # --- what calibrations tell -----------------------------------------------------------------------

@@ -27,7 +27,7 @@ from qconvert.cli.demo_checkpoint import write_sample
 from qconvert.core.errors import CheckpointError, RunError, UsageError
 from qconvert.run import executor
 from qconvert.run.engines.scheduler import Node
-from qconvert.run.work.cluster_node import check_node
+from qconvert.run.work.cluster_node import NodeCheck, check_node
 
 
 @pytest.fixture(autouse=True)

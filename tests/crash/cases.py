@@ -16,8 +16,8 @@ from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute, run_together
-from qconvert.run.files import Files
-from qconvert.run.prepare import Options, prepare_together
+from qconvert.run.folder.prepare import Options, prepare_together
+from qconvert.run.work.files import Files
 
 OUT, CPU, GPU = "out", "cpu", "gpu"
 _SIZES = {"sharded": 40_000, "single": 5_000_000_000}

@@ -14,7 +14,7 @@ from faults import Counting, PowerFiles
 
 from crash.cases import GPU, OUT, Case
 from qconvert.core.errors import QConvertError
-from qconvert.run.workspace import clean
+from qconvert.run.folder.workspace import clean
 
 pytestmark = pytest.mark.crash
 
