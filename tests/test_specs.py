@@ -14,16 +14,10 @@ from other_package import installed, run_beside
 # A byte holds columns j and j + 32 of a block of 64.
 SPEC = '''
 """Acme4: 4 bits, a scale and an offset for 64 columns, columns interleaved."""
+from qconvert.formats.base import Format
 from qconvert.validation.findings import Finding
 from qconvert.validators.reading.forms import Encoding, Form, Grid, Spec, Unread
 from qconvert.validators.reading.rows import scales
-
-
-class Acme:
-    name = "acme4"
-
-    def read(self, plan, module):
-        return None
 
 
 def floats(data, dtype):
@@ -41,8 +35,8 @@ def nearest(reader, matrix, start, stop, expected, found):
 
 
 def parts(checkpoint, name):
-    stem = name.removesuffix("packed")
-    return [checkpoint.get(stem + part) for part in ("scale", "zero_point")]
+    stem = name.removesuffix("acme")
+    return [checkpoint.get(stem + part) for part in ("scale", "offset")]
 
 
 def faults(checkpoint, name):
@@ -63,10 +57,13 @@ def read(checkpoint, name):
     return Form("acme4", weight, 0, rows, 2 * half, scale, offset=offset)
 
 
-FORMAT = Acme()
+NAMES = ("weight_acme", "weight_scale", "weight_offset")
+FORMAT = Format(
+    name="acme4", title="Acme4", parameters=NAMES, codes=("U8",), cut=(1, 64), equals="this test"
+)
 SPEC = Spec(
-    name="Acme4", dtypes=("U8",), stored=lambda checkpoint, name: name.endswith(".weight_packed"),
-    read=read, faults=faults, parts=("scale", "zero_point"), methods=("acme",),
+    name="Acme4", dtypes=("U8",), stored=lambda checkpoint, name: name.endswith(".weight_acme"),
+    read=read, faults=faults, parts=("scale", "offset"), methods=("acme",),
     shape=lambda checkpoint, name, shape: (*shape[:-1], shape[-1] // 2),
     encodings=(Encoding(name="acme4", bits=4, floats=floats, largest=15.0, nearest=nearest,
                         passes=("acme4",)),),
@@ -88,9 +85,9 @@ def encode(tensor: Tensor) -> dict[str, Tensor]:
     packed = codes[..., :32] | codes[..., 32:] << 4
     grid = (rows, columns // 64)
     return {
-        "weight_packed": Tensor("U8", (rows, columns // 2), packed.tobytes()),
+        "weight_acme": Tensor("U8", (rows, columns // 2), packed.tobytes()),
         "weight_scale": Tensor("F16", grid, scale.tobytes()),
-        "weight_zero_point": Tensor("BF16", grid, offset.tobytes()),
+        "weight_offset": Tensor("BF16", grid, offset.tobytes()),
     }
 
 
@@ -147,11 +144,11 @@ def test_a_format_of_another_package_is_validated(
 @pytest.mark.parametrize(
     ("part", "change", "rule"),
     [
-        ("weight_packed", lambda data: data[:7] + bytes([data[7] ^ 0x80]) + data[8:], "QC060"),
+        ("weight_acme", lambda data: data[:7] + bytes([data[7] ^ 0x80]) + data[8:], "QC060"),
         ("weight_scale", lambda data: data[2:4] + data[:2] + data[4:], "QC060"),
-        ("weight_zero_point", lambda data: data[:1] + bytes([data[1] ^ 0x80]) + data[2:], "QC060"),
+        ("weight_offset", lambda data: data[:1] + bytes([data[1] ^ 0x80]) + data[2:], "QC060"),
         ("weight_scale", lambda data: b"\0\x7c" + data[2:], "QC068"),
-        ("weight_zero_point", None, "QC027"),
+        ("weight_offset", None, "QC027"),
     ],
 )
 def test_faults_of_it_are_found(

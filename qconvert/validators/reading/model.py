@@ -16,6 +16,7 @@ from qconvert.core.family import Config, Dims, expert_inputs, first_int, text_co
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.names import parse, split_parameter
 from qconvert.validation.runner import NotChecked
+from qconvert.validators.reading.forms import coded_weights
 from qconvert.validators.reading.quantization import read_methods
 
 # Parameters that are a matrix itself, not a part of one.
@@ -284,9 +285,9 @@ def forms_in(checkpoint: Checkpoint) -> dict[Where, Present]:
 
 def _matrices(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int | None]]:
     """Name, module template and layer of every matrix."""
-    role_index = checkpoint.role_index
+    role_index, coded = checkpoint.role_index, coded_weights(checkpoint)
     for name, place in role_index.places.items():
-        if place.parameter in _MATRICES:
+        if place.parameter in _MATRICES or name in coded:
             yield name, place.role.module, place.layer
     for name in role_index.unknown:
         template, layer, _ = parse(name)

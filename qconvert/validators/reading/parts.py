@@ -18,6 +18,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.graph import Source
 from qconvert.core.names import parse
 from qconvert.validators.reading.decode import FLOATS
+from qconvert.validators.reading.forms import coded_weights
 
 _PACKED = ("weight_packed", "weight")
 # Of a name's last component: which weights it may be a part of.
@@ -86,6 +87,13 @@ def lost(checkpoint: Checkpoint) -> frozenset[str]:
                 break
         else:
             alone += [name] if ends else []
+    named = {name.rpartition(".") for name in coded_weights(checkpoint)} if alone else set()
+    own_names = {
+        module
+        for module, _, last in named
+        if last.startswith("weight_") and last != "weight_packed"
+    }
+    alone = [name for name in alone if name.rpartition(".")[0] not in own_names]
     if not alone:
         return frozenset()
     paired = {
