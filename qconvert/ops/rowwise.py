@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_check
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import RowError
-from qconvert.core.graph import Buffer, Op, Output, Part, aligned
+from qconvert.core.graph import Buffer, Op, Output, Part, aligned, whole
 from qconvert.ops.transpose import Columns
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class EachRow:
 
     def rows(self: RowOp, start: int, stop: int, *args: TensorType) -> Part:
         count, step = args[0].shape[0], self.row_step(*args)
+        if (start, stop) == (0, count):  # whatever rows the results have
+            return whole(self, args)
         taken = [
             _cut(kind, start, stop, count, step) if n == 0 or len(kind.shape) > 1 else (0, kind)
             for n, kind in enumerate(args)
