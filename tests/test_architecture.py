@@ -194,8 +194,8 @@ _FOR_VALIDATORS = {
     "qconvert.run.work.reader", "qconvert.runtimes.pipeline",
     # How numba compiles a loop: no arithmetic.
     "qconvert.compiled.jit",
-    # Which packages are installed.
-    "qconvert.core.extras",
+    # Which packages are installed, and which versions facts hold for.
+    "qconvert.core.extras", "qconvert.core.versions",
     # How another interpreter is started.
     "qconvert.core.own_process",
     # Names that a manifest has: facts, no code that makes a folder.

@@ -38,7 +38,8 @@ RELEASES = {
     "huggingface_hub": Release("huggingface_hub", "1.33"),
 }
 SGLANG, VLLM, TRANSFORMERS = (RELEASES[name] for name in ("sglang", "vllm", "transformers"))
-KT_KERNEL = RELEASES["kt-kernel"]
+KT_KERNEL, COMPRESSED_TENSORS = RELEASES["kt-kernel"], RELEASES["compressed-tensors"]
+LLM_COMPRESSOR, MODELOPT = RELEASES["llmcompressor"], RELEASES["nvidia-modelopt"]
 
 # Versions as packages have them (PEP 440): 0.5.23, 0.5.23rc1, 5.17.0.dev0, 0.33.0+cpu.
 _VERSION = re.compile(

@@ -272,7 +272,7 @@ def _read(plan: Plan, name: str, place: Place) -> Iterator[tuple[Projection, tup
 
 
 def is_transposed(plan: Plan) -> bool:
-    """Return whether stacks hold columns before rows. transformers 5.17 saves Qwen3-VL-MoE, which is
+    """Return whether stacks hold columns before rows. transformers saves Qwen3-VL-MoE, which is
     published so, the other way round: gate_up [E, 2I, H], not [E, H, 2I]. Only shapes tell, and of a
     square matrix (H = I, or H = 2I) only those of the other stack."""
     if not plan.family.stacked_transposed:

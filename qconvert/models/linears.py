@@ -1,7 +1,7 @@
 """The matrices that runtimes build as linear layers, beside the routed experts: which exist, which
 of them can be quantized, and which must be quantized together.
 
-What runtimes do was read in sglang 0.5.23 and vLLM 0.33.
+What runtimes do was read in sglang and vLLM.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from qconvert.core.int_scheme import CodePacker
 from qconvert.core.names import split_parameter
 from qconvert.core.patterns import compiled
 from qconvert.core.roles import Kind, joined_with
+from qconvert.core.versions import SGLANG
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import code_parameters
@@ -73,15 +74,15 @@ def _stored_as(module: str, weight: Stored) -> str:
 
 
 _FUSED_INPUT = (
-    "sglang 0.5.23 joins q_a_proj and kv_a_proj_with_mqa while it loads them, their weight_shape too, "
+    f"{SGLANG} joins q_a_proj and kv_a_proj_with_mqa while it loads them, their weight_shape too, "
     "which then has four numbers"
 )
 _WHY = {
     Kind.QUERY_DOWN: _FUSED_INPUT,
     Kind.KV_DOWN: _FUSED_INPUT,
-    Kind.KV_UP: "sglang 0.5.23 takes its `weight` apart once it is loaded, and a packed one has none",
-    Kind.GDN_QKVZ: "sglang 0.5.23 asks Qwen3-Next's fused inputs of linear attention for a `weight`",
-    Kind.VISION: "it is of a vision tower, which sglang 0.5.23 builds unquantized (quant_config=None in "
+    Kind.KV_UP: f"{SGLANG} takes its `weight` apart once it is loaded, and a packed one has none",
+    Kind.GDN_QKVZ: f"{SGLANG} asks Qwen3-Next's fused inputs of linear attention for a `weight`",
+    Kind.VISION: f"it is of a vision tower, which {SGLANG} builds unquantized (quant_config=None in "
     "models/qwen3_vl.py)",
 }
 _UNSEEN = "; nor could it be calibrated, because samples hold no images: nothing goes through it"
@@ -132,7 +133,7 @@ def runtime_linears(plan: Plan, others: Mapping[str, Output]) -> dict[str, bool]
 def quantizable(plan: Plan, taken: Iterable[str]) -> Iterator[tuple[str, Kind]]:
     """Modules of linears that runtimes are known to load quantized, and their kinds, except those of the
     tensors `taken` (experts). A name that no role fits is not among them. Nor are draft layers: a draft
-    that is wrong more often costs more than its bytes; nor Qwen3-Next's fused GDN inputs: sglang 0.5.23
+    that is wrong more often costs more than its bytes; nor Qwen3-Next's fused GDN inputs: sglang
     (`models/qwen3_next.py`, `_make_packed_weight_loader`) asks them for a `weight`."""
     known, dims = set(taken), plan.role_index.dims
     for name, output in plan.tensors.items():

@@ -17,24 +17,24 @@ from qconvert.formats.registry import code_parameters
 from qconvert.plan.plan import Plan
 
 _VISION = "visual"
-# sglang 0.5.23's class of Qwen3-VL-MoE (`models/qwen3_vl.py`) renames what a list names, and then asks
+# sglang's class of Qwen3-VL-MoE (`models/qwen3_vl.py`) renames what a list names, and then asks
 # for other names: only a pattern that begins with anything is found.
 _RENAMING = ("qwen3_vl_moe",)
 _ANY_ATTENTION = r"re:.*\.self_attn\..*"
-# Families whose classes in sglang 0.5.23 have no packed_modules_mapping, or a part of one: a fused
+# Families whose classes in sglang have no packed_modules_mapping, or a part of one: a fused
 # module is looked up under its own name alone (`models/glm4_moe.py`, `models/deepseek_v2.py`).
 _UNMAPPED = ("deepseek_v3", "glm4_moe", "kimi_k2")
-# sglang 0.5.23 builds layers of these without a prefix (`models/hunyuan.py`): all have the names below
+# sglang builds layers of these without a prefix (`models/hunyuan.py`): all have the names below
 # their layer, their shared expert's linears none but their own, and experts none but their numbers.
 _WITHOUT_LAYERS = ("hunyuan_v1_moe", "hunyuan_v1_dense")
 _SHARED_MLP = ".shared_mlp."
 _NUMBERS_ALONE = r"re:\.[0-9]+\."
-# Qwen3-Next's draft class in sglang 0.5.23 calls its one layer `model.layers.0`
+# Qwen3-Next's draft class in sglang calls its one layer `model.layers.0`
 # (`models/qwen3_next_mtp.py`), which in the model itself has linear attention.
 _DRAFT_AS_FIRST_LAYER = ("qwen3_next",)
 _DRAFT_ATTENTION = r"re:model\.layers\.0\.self_attn\..*"
 _FIRST_ATTENTION = "model.layers.0.self_attn."
-# vLLM 0.33's draft class of DeepSeek (`models/deepseek_mtp.py`) has no mapping either, and its own name
+# vLLM's draft class of DeepSeek (`models/deepseek_mtp.py`) has no mapping either, and its own name
 # for what the model fuses.
 _Q_A, _VLLM_QKV_A = ".self_attn.q_a_proj", ".self_attn.fused_qkv_a_proj"
 _EXPONENTS = ("U8", "F8_E8M0")
@@ -137,8 +137,8 @@ def with_runtime_names(
     plan: Plan, others: Named, modules: Iterable[str], *, start: str = ""
 ) -> list[str]:
     """The modules, and what else runtimes call them where their classes are not those of which names are
-    known: the class's own names (vLLM 0.33 and both runtimes' Transformers backends), and the names from
-    `layers` on, which classes in sglang 0.5.23 give no other beginning (`models/mixtral.py`,
+    known: the class's own names (vLLM and both runtimes' Transformers backends), and the names from
+    `layers` on, which classes in sglang give no other beginning (`models/mixtral.py`,
     `models/internvl.py`), which `start` begins. None that a quantized module would answer to, too.
     Modules may be globs of what is below one, nothing of which is quantized."""
     family = plan.family

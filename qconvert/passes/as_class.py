@@ -1,7 +1,7 @@
 """as_class: the same weights under another model class.
 
 Qwen3.5's text model and Qwen3-Next compute the same function (logits are bitwise equal in bf16 and
-fp64, transformers 5.17), but their checkpoints differ: names (`model.language_model.` against
+fp64, transformers), but their checkpoints differ: names (`model.language_model.` against
 `model.`), the order of the linear-attention projections (`fuse` and `unfuse` convert it), and the
 config. The vision tower, which Qwen3-Next does not have, is dropped by a named rule.
 """

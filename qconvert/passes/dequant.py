@@ -27,7 +27,7 @@ from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 STALE_RULE = "dequant: activation scales and shapes beside quantized weights"
-# DeepSeek-V4's own statement of what its experts are stored in; without it vLLM 0.33 takes FP4
+# DeepSeek-V4's own statement of what its experts are stored in; without it vLLM takes FP4
 # (models/deepseek_v41/amd/model.py).
 _EXPERTS = "expert_dtype"
 

@@ -1,7 +1,7 @@
 """Draft (MTP) layers alone, and put into a model that has none.
 
-What a draft's folder holds beside its layers was read in sglang 0.5.23 (`models/deepseek_nextn.py`,
-`glm4_moe_nextn.py`, `qwen3_next_mtp.py`, `qwen3_5_mtp.py`) and vLLM 0.33 (`models/deepseek_mtp.py`,
+What a draft's folder holds beside its layers was read in sglang (`models/deepseek_nextn.py`,
+`glm4_moe_nextn.py`, `qwen3_next_mtp.py`, `qwen3_5_mtp.py`) and vLLM (`models/deepseek_mtp.py`,
 `qwen3_next_mtp.py`): both build embeddings and a head of their own before they share the model's; vLLM
 refuses a folder that leaves either unwritten. They know the draft by the model's own architecture
 (sglang: `configs/model_config.py`, _config_draft_model) and look for its layer behind the model's last,

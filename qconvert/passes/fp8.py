@@ -1,7 +1,7 @@
 """fp8: weights in FP8, with scales of blocks, rows or matrices; by default those of all linear layers
 that runtimes load so.
 
-The config follows what runtimes do with it (read in sglang 0.5.23 and vLLM 0.33). Draft (MTP) layers are
+The config follows what runtimes do with it (read in sglang and vLLM). Draft (MTP) layers are
 quantized with the model's, as DeepSeek and Qwen publish them: sglang looks up those of Qwen3-Next under
 the name of the model's first layer.
 """
@@ -165,7 +165,7 @@ class ToFp8(Quantizing):
     def _plain_kinds(self) -> tuple[Kind, ...]:
         """Return what stays in BF16. But for scales by block kv_b_proj does: sglang splits it after
         loading, and would round scales of rows to one (`deepseek_weight_loader.py`). With a scale a
-        matrix, what sglang 0.5.23 fuses in classes of its own does too: those take no two scales
+        matrix, what sglang fuses in classes of its own does too: those take no two scales
         (`deepseek_v2.py` concatenates them, `qwen3_next.py` `_make_packed_weight_loader` looks for
         four)."""
         if self._by_blocks:

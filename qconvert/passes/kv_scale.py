@@ -1,7 +1,7 @@
 """kv_scale: one constant scale for the keys, and one for the values, that runtimes keep in FP8.
 
 Names are modelopt's, `self_attn.k_proj.k_scale` and `v_proj.v_scale`, under every dialect. Loaders of
-sglang 0.5.23 and vLLM 0.33 were run over the spellings there are: classes that read any read these.
+sglang and vLLM were run over the spellings there are: classes that read any read these.
 `self_attn.k_scale`, llm-compressor's, is an error in sglang's Qwen3-Next, and its DeepSeek does not read
 it (it puts `attn_mqa` for `k_proj`, latent attention included).
 """
@@ -28,7 +28,7 @@ from qconvert.plan.plan import LogEntry, Plan
 # What makes keys and values: a projection of each, of all three, or of the latent ones.
 _MAKERS = (Kind.KEY, Kind.QKV, Kind.KV_UP)
 _ENDS = ("k_proj.k_scale", "v_proj.v_scale")
-# compressed-tensors 0.19, `QuantizationConfig.kv_cache_scheme`; modelopt 0.47 writes the first, second
+# compressed-tensors, `QuantizationConfig.kv_cache_scheme`; modelopt writes the first, second
 # and last of it in config.json (`torch/export/convert_hf_config.py`).
 _SCHEME = {
     "num_bits": 8,

@@ -35,7 +35,7 @@ def as_nvfp4(
     of the pass and its options. `input_scale`: one constant for the inputs of all of them.
 
     Beside FP8 layers, as DeepSeek-V4 has its experts, the result is what runtimes call a hybrid: those
-    of draft layers stay MXFP4, as sglang 0.5.23 builds them (`model_loader/loader.py`).
+    of draft layers stay MXFP4, as sglang builds them (`model_loader/loader.py`).
 
     Raises PlanError for what is no linear layer that runtimes load so, for draft layers, for a dialect
     in which there is no place for the others, and, beside FP8, without an input scale.

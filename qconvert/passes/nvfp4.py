@@ -1,6 +1,6 @@
 """nvfp4: weights in NVFP4; by default those of the routed experts, with all other layers as they are.
 
-The config follows what runtimes do with it (read in sglang 0.5.23). It says that activations are
+The config follows what runtimes do with it (read in sglang). It says that activations are
 quantized only where their scales are stored: without them a runtime would use scales that it never
 filled. Draft (MTP) layers stay as they are: sglang builds them without NVFP4, but for Qwen3-Next's,
 which it builds as the model's first layer.

@@ -458,8 +458,8 @@ class Quantize(ByFormat):
 class ToMx(ByFormat):
     """`quantize` to MXFP4 or MXFP8, by default of the routed experts.
 
-    vLLM 0.33 loads all of it (`schemes/compressed_tensors_w4a4_mxfp4.py`, `_w8a8_mxfp8.py`, and theirs
-    in `compressed_tensors_moe/`). sglang 0.5.23 has a class for MXFP4 experts (`mxfp4.py`), which in
+    vLLM loads all of it (`schemes/compressed_tensors_w4a4_mxfp4.py`, `_w8a8_mxfp8.py`, and theirs
+    in `compressed_tensors_moe/`). sglang has a class for MXFP4 experts (`mxfp4.py`), which in
     compressed-tensors' form its models of Kimi-K3 and DeepSeek-V4 alone fill (`models/kimi_k3.py`,
     `models/deepseek_v4.py`): others leave `weight_packed` unread without a word. It has none for the
     rest. Raises PlanError for a source in MXFP4, and as `Quantize` does.
@@ -478,7 +478,7 @@ class ToInt8(ByFormat):
     """`quantize` to INT8 for INT8 activations (W8A8), by default of all linear layers.
 
     Weights have a scale a row, activations one a token, which runtimes find for themselves. Read in
-    sglang 0.5.23 and vLLM 0.33 (`schemes/compressed_tensors_w8a8_int8.py`): both load linears so. Routed
+    sglang and vLLM (`schemes/compressed_tensors_w8a8_int8.py`): both load linears so. Routed
     experts vLLM alone does on a GPU (`compressed_tensors_moe_w8a8_int8.py`): sglang has that class for
     NPUs. Raises PlanError as `Quantize` does.
     """

@@ -1,8 +1,8 @@
 """At which tensor-parallel sizes each rank gets whole blocks of quantized matrices.
 
 What runtimes compute as one matrix has one grid of scales, in which each part begins where its first row
-lies. A part that is no whole blocks puts all behind it out of step: sglang 0.5.23 refuses such a matrix
-at one rank, too, and vLLM 0.33 loads it with the scales of other blocks, without a word
+lies. A part that is no whole blocks puts all behind it out of step: sglang refuses such a matrix
+at one rank, too, and vLLM loads it with the scales of other blocks, without a word
 (`layers/linear.py`, adjust_block_scale_shard)."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 
 from qconvert.core.errors import PlanError
 from qconvert.core.roles import Cut, Kind, joined_with
+from qconvert.core.versions import SGLANG, VLLM
 from qconvert.passes.selection import Sized
 
 TP_SIZES = (1, 2, 4, 8, 16)
@@ -70,10 +71,8 @@ def cut_notes(matrices: Iterable[Sized], grid: Grid) -> list[str]:
     said = f"{module} has {rows} rows, no whole blocks of {grid[0]}, and runtimes fuse it"
     mended = "a scale a row has no blocks: --channel"
     if kind.routed:
-        return [f"{said}: sglang 0.5.23 refuses it ({mended})"]
-    return [
-        f"{said}: sglang 0.5.23 refuses it, vLLM 0.33 gives rows another block's scale ({mended})"
-    ]
+        return [f"{said}: {SGLANG} refuses it ({mended})"]
+    return [f"{said}: {SGLANG} refuses it, {VLLM} gives rows another block's scale ({mended})"]
 
 
 def check_size(tp: int | None) -> None:

@@ -12,6 +12,7 @@ from qconvert.core.graph import Output
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.core.shown import count, format_size
+from qconvert.core.versions import VLLM
 from qconvert.formats.base import Stored
 from qconvert.formats.registry import code_parameters, read_matrix
 from qconvert.models.experts import (
@@ -36,7 +37,7 @@ from qconvert.runtimes.shared_experts import (
 )
 
 SharedExperts = Literal["quantize", "keep"]
-# Families whose draft classes in vLLM 0.33 fuse projections without a packed_modules_mapping
+# Families whose draft classes in vLLM fuse projections without a packed_modules_mapping
 # (`models/deepseek_mtp.py`, `models/glm4_moe_mtp.py`).
 DRAFTS_WITHOUT_MAPPING = ("deepseek_v3", "glm4_moe", "kimi_k2")
 
@@ -299,7 +300,7 @@ def shared_notes(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> lis
         if needs_plain_linears(plan.config) and block.get("quant_method") != "modelopt":
             said += "; sglang with expert parallelism needs them kept"
         if _lost_by_vllms_draft(plan, chosen, block):
-            said += "; vLLM 0.33's draft class does not load its own so, and needs them kept"
+            said += f"; {VLLM}'s draft class does not load its own so, and needs them kept"
         return [said]
     if loses_shared(plan.config, block):
         said = "sglang would fuse the shared experts, which are in another form, and not read them"
@@ -308,7 +309,7 @@ def shared_notes(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> lis
 
 
 def _lost_by_vllms_draft(plan: Plan, chosen: Selection, block: Mapping[str, Any]) -> bool:
-    """vLLM 0.33 (`gptq_utils.py`, `is_layer_gptq_quantized`) takes a fused layer for quantized by the
+    """vLLM (`gptq_utils.py`, `is_layer_gptq_quantized`) takes a fused layer for quantized by the
     names of its parts, and the draft classes of DeepSeek and GLM have no mapping to them."""
     dims, family = plan.role_index.dims, plan.family
     return (

@@ -34,7 +34,7 @@ _OF_TEXT = (
     "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config",
     "compression_config", "transformers_version",
 )  # fmt: skip
-# Text models whose classes in sglang 0.5.23 and vLLM 0.33 read stacks, which their releases have.
+# Text models whose classes in sglang and vLLM read stacks, which their releases have.
 _READ_STACKS = ("qwen3_5_moe_text",)
 _TIE = "tie_word_embeddings"
 

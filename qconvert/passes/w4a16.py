@@ -1,9 +1,9 @@
 """w4a16: weights in packed INT4 or INT8, rounded to nearest or calibrated; by default those of the
 routed experts, with all other layers as they are.
 
-The config follows what runtimes do with it (read in sglang 0.5.23). Where targets match experts alone,
+The config follows what runtimes do with it (read in sglang). Where targets match experts alone,
 every other linear that is not ignored is an error, so each unquantized one is named. Linears that stay
-in block FP8 get a second group, with scales under compressed-tensors' name, which sglang and vLLM 0.33
+in block FP8 get a second group, with scales under compressed-tensors' name, which sglang and vLLM
 load. Scales that are exponents have no such name: they keep theirs, with `linear_fp8_config`, which
 sglang alone reads, for all linears at once and without looking at lists.
 """
@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer, Signs
+from qconvert.core.versions import SGLANG, TRANSFORMERS
 from qconvert.formats.base import Stored
 from qconvert.formats.int_packed.config import gptq_config, group_config, left_pattern
 from qconvert.formats.int_packed.encode import RoundToNearest, Scales, encoder
@@ -202,7 +203,7 @@ class ExpertsToW4A16(Quantizing):
                 notes.append(f"in groups of {group} at {listed(at)}")
         notes += left_note(chosen, " (leave_bf16)")
         if not self.symmetric:
-            notes.append("asymmetric: no experts so in sglang 0.5.23 or transformers 5.17")
+            notes.append(f"asymmetric: no experts so in {SGLANG} or {TRANSFORMERS}")
         notes += rounded_drafts(chosen, self.calibrate)
         return [*notes, *shared_notes(plan, chosen, block)]
 
@@ -254,7 +255,7 @@ class ExpertsToW4A16(Quantizing):
 
 def _linear_fp8_config(plan: Plan, fp8: tuple[int, int]) -> dict[str, Any]:
     """Return what says that every linear beside packed experts is block FP8, as the source stores it
-    (sglang 0.5.23, `compressed_tensors.py`)."""
+    (sglang, `compressed_tensors.py`)."""
     formats = [config.block.get("scale_fmt") for config in plan.checkpoint.quantization_configs]
     stated = next(filter(None, formats), None)
     return {

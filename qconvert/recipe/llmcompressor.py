@@ -4,7 +4,7 @@
       quant_modifiers:
         GPTQModifier: {targets: [Linear], ignore: [lm_head], scheme: W4A16}
 
-Source: llm-compressor 0.14, `recipe/recipe.py`: one or more keys `*_stage`, in them `*_modifiers`, in
+Source: llm-compressor, `recipe/recipe.py`: one or more keys `*_stage`, in them `*_modifiers`, in
 them modifiers by class. Settings that qconvert does not support are refused with their line; settings
 that only say how llm-compressor is to run are accepted and not used.
 """

@@ -1,7 +1,7 @@
 """The options of llm-compressor's quantization modifiers: their types, and which of them are supported.
 
-Source: llm-compressor 0.14, `modifiers/quantization/quantization/mixin.py` (fields, how a scheme
-resolves) and `modifiers/gptq/base.py` (actorder); compressed-tensors 0.19,
+Source: llm-compressor, `modifiers/quantization/quantization/mixin.py` (fields, how a scheme
+resolves) and `modifiers/gptq/base.py` (actorder); compressed-tensors,
 `quantization/quant_scheme.py` (presets) and `quant_args.py` (strategies, aliases).
 """
 

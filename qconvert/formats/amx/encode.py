@@ -2,7 +2,7 @@
 
 A matrix [N, K] becomes codes and one float32 scale a row, no zero point. Gate and up are cut into
 NUMA shards by rows, down by columns, so each of down's shards has scales of its own. Format source:
-kt-kernel 0.7.2 (its converter's output, byte for byte, over all of tests/test_amx_peer.py's cases);
+kt-kernel (its converter's output, byte for byte, over all of tests/test_amx_peer.py's cases);
 names and shapes as `kt_kernel/utils/loader.py` (SafeTensorLoader) asks for them.
 
 Codes, with `rounding: reference`, as that converter makes them (its build flushes denormals to zero):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from qconvert.core.versions import KT_KERNEL
 from qconvert.formats.base import Folder, Format
 
 _CODES = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)_exps\.\d+\.numa\.\d+")
@@ -21,6 +22,6 @@ def _label(folder: Folder, module: str, parameter: str) -> str | None:
 
 FORMAT = Format(
     name="amx", title="AMX", parameters=("weight", "scale"), codes=("I8",), cut=(0, 0),
-    equals="kt-kernel 0.7.2",
+    equals=str(KT_KERNEL),
     label=_label,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Limits of kt-kernel's AMX kernels: their two formats, and the sizes of matrices in NUMA shards.
 
-Format source: kt-kernel 0.7.2.
+Format source: kt-kernel.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 def fp8_config(
     block: tuple[int, int] | None, left: Iterable[str], *, exponents: bool, inputs: bool = False
 ) -> dict[str, Any]:
-    """The block that DeepSeek and Qwen publish (sglang 0.5.23, vLLM 0.33: `layers/quantization/fp8.py`),
+    """The block that DeepSeek and Qwen publish (sglang, vLLM: `layers/quantization/fp8.py`),
     or (None) that of one scale a tensor. `left` are the modules that stay unquantized; `exponents`:
     scales are powers of two; `inputs`: activations have stored scales."""
     return {

@@ -2,7 +2,7 @@
 
 Format sources: DeepSeek-V3's `inference/kernel.py` (`weight_dequant_kernel`: block scales are
 multipliers although called `weight_scale_inv`), Qwen FP8 releases (same layout), compressed-tensors
-0.19 `float-quantized` (`weight_scale` per channel or tensor). A block grid has ceil(rows / b0) x
+`float-quantized` (`weight_scale` per channel or tensor). A block grid has ceil(rows / b0) x
 ceil(columns / b1) entries; the ragged last blocks are ordinary (DeepSeek-V3's `kv_a_proj_with_mqa`
 has 576 rows under 128-row blocks).
 

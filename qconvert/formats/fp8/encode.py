@@ -9,8 +9,8 @@
 Codes are rounded with the scale that is stored, to nearest, ties to even, and held to 448. The first
 column is what DeepSeek-V3 publishes (`inference/kernel.py`: scales multiply, under the name
 `weight_scale_inv`), and with exponents DeepSeek-V3.1 (`scale_fmt: ue8m0`): rounding a scale after its
-codes would multiply weights by up to 2. The second is llm-compressor 0.14 on bf16 weights
-(compressed-tensors 0.19, `quantization/utils/helpers.py` `calculate_qparams`,
+codes would multiply weights by up to 2. The second is llm-compressor on bf16 weights
+(compressed-tensors, `quantization/utils/helpers.py` `calculate_qparams`,
 `quantization/lifecycle/forward_helpers.py` `_quantize`), which rounds every result to bf16.
 """
 

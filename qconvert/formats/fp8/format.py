@@ -12,6 +12,7 @@ from qconvert.core.encodings import FP8
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, inferred
 from qconvert.core.names import is_ambiguous, scale_candidates, split_parameter, weight_candidates
+from qconvert.core.versions import LLM_COMPRESSOR
 from qconvert.formats.base import Format, Read, Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES, DequantFp8
 from qconvert.plan.plan import Plan
@@ -110,7 +111,7 @@ def _row_group(targets: Iterable[str]) -> dict[str, Any]:
     return fp8_group_config(None, targets)
 
 
-_PTQ = "llm-compressor 0.14 model_free_ptq"
+_PTQ = f"{LLM_COMPRESSOR} model_free_ptq"
 _OWN, _CT = FP8["fp8"], FP8["compressed-tensors"]
 FORMATS = (
     Format(

@@ -5,8 +5,8 @@
     code                 e4m3(w / scale)           e4m3(bf16(w / scale))
 
 The rest is as in `formats/fp8/encode.py`. Of q, k and v, or gate and up, runtimes keep the largest of
-their scales and round the others' codes once more with it (sglang 0.5.23 `requantize_with_max_scale`,
-vLLM 0.33 `process_fp8_weight_tensor_strategy`): with one scale for all, from the largest weight of all,
+their scales and round the others' codes once more with it (sglang `requantize_with_max_scale`,
+vLLM `process_fp8_weight_tensor_strategy`): with one scale for all, from the largest weight of all,
 codes stay as they are.
 """
 

@@ -1,7 +1,7 @@
 """AutoAWQ's own form -> BF16: bf16((code - zero) * scale), rounded once.
 
-Format source: AutoAWQ 0.2, version `gemm`, as compressed-tensors 0.19 (`entrypoints/convert/converters/
-autoawq.py`), sglang 0.5.23 and vLLM 0.33 (`awq.py`) read it: qweight I32 [K, N / 8], packed along N;
+Format source: AutoAWQ 0.2, version `gemm`, as compressed-tensors (`entrypoints/convert/converters/
+autoawq.py`), sglang and vLLM (`awq.py`) read it: qweight I32 [K, N / 8], packed along N;
 qzeros I32 [groups, N / 8], counted from 0; scales [groups, N]. The first nibble of a word, its lowest,
 is of its column 0, the next of 2, 4, 6, 1, 3, 5 and 7.
 """

@@ -43,7 +43,7 @@ def int8_group_config(targets: Iterable[str]) -> dict[str, Any]:
 
 
 def gptq_config(scheme: IntScheme, version: int, dynamic: Iterable[str]) -> dict[str, Any]:
-    """The block of GPTQ's own form, as AutoGPTQ and GPTQModel write it (sglang 0.5.23 and vLLM 0.33 read
+    """The block of GPTQ's own form, as AutoGPTQ and GPTQModel write it (sglang and vLLM read
     it). `dynamic` are patterns of modules that stay unquantized: GPTQModel's `-:`."""
     return {
         "quant_method": "gptq",
@@ -60,6 +60,6 @@ def gptq_config(scheme: IntScheme, version: int, dynamic: Iterable[str]) -> dict
 
 def left_pattern(modules: Iterable[str]) -> str:
     """A pattern of just these modules, under the names that runtimes fuse them to as well. It spells no
-    `mtp`: at the sight of it vLLM 0.33 (`models/qwen3_5_mtp.py`) builds the whole draft unquantized."""
+    `mtp`: at the sight of it vLLM (`models/qwen3_5_mtp.py`) builds the whole draft unquantized."""
     names = (re.escape(name).replace("mtp", "mt[p]") for name in with_fused_names(modules))
     return f"^(?:{'|'.join(names)})$"

@@ -1,7 +1,7 @@
 """Integer codes of compressed-tensors, packed or one a byte -> BF16: bf16((code - zero) * scale),
 rounded once.
 
-Format source: compressed-tensors 0.19, `compressors/pack_quantized/` and
+Format source: compressed-tensors, `compressors/pack_quantized/` and
 `quantization/lifecycle/forward_helpers.py` `_dequantize`. A 32-bit word holds 8 or 4 codes, the first in
 its lowest bits, each stored plus 8 or 128. With BF16 scales this is what that project's decompression
 gives: a difference of two codes is a whole number of 8 bits, which bf16 holds. With F16 and F32 scales

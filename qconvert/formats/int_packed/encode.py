@@ -1,8 +1,8 @@
 """Round to nearest, for every integer form: symmetric and asymmetric, 4 and 8 bits.
 
-With BF16 scales the arithmetic is that of llm-compressor 0.14 on bf16 weights, with its
+With BF16 scales the arithmetic is that of llm-compressor on bf16 weights, with its
 `memoryless_minmax` observer: every result is rounded to bf16, the quotient weight / scale too, before it
-is rounded to a code (compressed-tensors 0.19, `quantization/utils/helpers.py` `calculate_qparams` and
+is rounded to a code (compressed-tensors, `quantization/utils/helpers.py` `calculate_qparams` and
 `quantization/lifecycle/forward_helpers.py` `_quantize`). So its results are the same. (On an accelerator
 its Triton kernel skips the rounding of the quotient, and some codes differ by one.) With other scales,
 for which no such reference exists, only the scale is rounded and the rest is float32.

@@ -11,6 +11,7 @@ from qconvert.checkpoint.integer_config import awq_form, gptq_form, packed_schem
 from qconvert.core.encodings import AWQ, GPTQ, INT8, PACKED
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
+from qconvert.core.versions import COMPRESSED_TENSORS, LLM_COMPRESSOR, SGLANG, VLLM
 from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.ops.rowwise import RowOp
 from qconvert.plan.plan import Plan
@@ -159,7 +160,7 @@ def _spelled(kind: str, read: Callable[[], IntScheme]) -> str:
 
 
 _ZEROS = "zero points (packed)"
-_PTQ = "llm-compressor 0.14 model_free_ptq"
+_PTQ = f"{LLM_COMPRESSOR} model_free_ptq"
 FORMATS = (
     Format(
         name="int-packed", title="packed integers", parameters=PACKED, codes=("I32",), cut=(1,
@@ -168,7 +169,7 @@ FORMATS = (
     ),
     Format(
         name="awq", title="AWQ", parameters=AWQ, codes=("I32",), cut=("word", "group"), order=50,
-        equals="compressed-tensors 0.19 AutoAWQConverter", read=read_awq, label=_awq_label,
+        equals=f"{COMPRESSED_TENSORS} AutoAWQConverter", read=read_awq, label=_awq_label,
     ),
     Format(
         name="gptq", title="GPTQ", parameters=GPTQ, codes=("I32",), cut=("word", "group"), order=60,
@@ -178,7 +179,7 @@ FORMATS = (
         name="int8", title="INT8", parameters=INT8[:2], codes=("I8",), cut=(1, 0), order=70,
         equals=f"{_PTQ} INT8", read=read_int8, encode=_int8_encoder, config_group=_int8_group,
         expert_notes=(
-            "experts are loaded by vLLM 0.33; sglang 0.5.23 has INT8 ones on NPUs alone",
+            f"experts are loaded by {VLLM}; {SGLANG} has INT8 ones on NPUs alone",
         ),
     ),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """GPTQ's own form -> BF16: bf16((code - zero) * scale), rounded once.
 
-Format source: AutoGPTQ 0.7 and GPTQModel, as sglang 0.5.23 and vLLM 0.33 read it (`gptq`, of the
+Format source: AutoGPTQ 0.7 and GPTQModel, as sglang and vLLM read it (`gptq`, of the
 checkpoint_format `gptq` or `gptq_v2`): qweight I32 [K / word, N], packed along K; qzeros I32
 [groups, N / word], packed along N, in the first version less one; scales [groups, N]; g_idx I32 [K],
 the group of each column.

@@ -1,8 +1,8 @@
 """Packing of integer codes: compressed-tensors' pack-quantized, and GPTQ's own form.
 
-Sources: compressed-tensors 0.19, `compressors/pack_quantized/` (words and zero points), llm-compressor
-0.14, `modeling/moe/linear_experts.py` (`weight_g_idx`); AutoGPTQ 0.7 and GPTQModel, which write and
-read the form that sglang 0.5.23 and vLLM 0.33 load as `gptq` (qweight, qzeros, scales, g_idx).
+Sources: compressed-tensors, `compressors/pack_quantized/` (words and zero points), llm-compressor,
+`modeling/moe/linear_experts.py` (`weight_g_idx`); AutoGPTQ 0.7 and GPTQModel, which write and
+read the form that sglang and vLLM load as `gptq` (qweight, qzeros, scales, g_idx).
 
 A 32-bit word holds 8 or 4 codes, the first in its lowest bits, each plus 8 or 128. compressed-tensors
 packs codes along K and zero points along N; GPTQ keeps both transposed: codes [K, N] packed along K,
@@ -187,7 +187,7 @@ class PackGptq:
 @dataclass(frozen=True, slots=True)
 class PackGptqWithoutIndex(PackGptq):
     """GPTQ's form without g_idx, for draft layers: loaders read it only where the config says desc_act,
-    and vLLM 0.33's draft classes (`models/deepseek_mtp.py`, `models/glm4_moe_mtp.py`) fail with an
+    and vLLM's draft classes (`models/deepseek_mtp.py`, `models/glm4_moe_mtp.py`) fail with an
     expert's."""
 
     @property

@@ -1,7 +1,7 @@
 """MXFP4 -> BF16: a power of two for each 32 columns times E2M1 codes, two a byte, low nibble first.
 
 Format sources: OCP Microscaling Formats v1.0, 5.3.3 (E2M1), 5.4.1 (E8M0: 2^(e - 127), 255 is NaN) and
-6.2; compressed-tensors 0.19 `mxfp4-pack-quantized`; transformers 5.17, `integrations/mxfp4.py`
+6.2; compressed-tensors `mxfp4-pack-quantized`; transformers, `integrations/mxfp4.py`
 (`_convert_moe_packed_tensors`: gpt-oss stores the transposed matrix). Every product that bf16's range
 holds is exact: a code has two significant bits, and 2^-128, the smallest, is a bf16 subnormal.
 """

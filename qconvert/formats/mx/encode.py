@@ -4,7 +4,7 @@
     scale     power(amax) / 4           power(amax) / 256
     code      e2m1(w / scale)           e4m3(w / scale)
 
-That is compressed-tensors 0.19 (`quantization/utils/mxfp_utils.py` `round_to_power_2` and
+That is compressed-tensors (`quantization/utils/mxfp_utils.py` `round_to_power_2` and
 `generate_mx_scales`): `power` is the power of two below, and from 1.75 times that on the next one, so
 that the largest weight of a group is 3.5 to 7 scales (MXFP4), or 224 to 448 (MXFP8). OCP's own rule
 (Microscaling v1.0, 6.3) is the power below always, so that weights are held to the largest code. A group

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from qconvert.checkpoint.quantization_config import states_mxfp4
 from qconvert.core.encodings import MX, MXFP4, MXFP4_BESIDE, MXFP4_STACKED
 from qconvert.core.errors import PlanError
+from qconvert.core.versions import LLM_COMPRESSOR, SGLANG, TRANSFORMERS, VLLM
 from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.formats.fp8.format import read as read_fp8
 from qconvert.formats.mx.decode import BLOCK, EXPONENTS, DequantMxfp4
@@ -77,7 +78,7 @@ def _encoder(form: Form) -> RowOp:
 def mx_group_config(form: Form, targets: Iterable[str]) -> dict[str, Any]:
     """An entry of compressed-tensors' `config_groups` (0.19, `quantization/quant_scheme.py`: MXFP4A16
     and MXFP8). Runtimes decide for themselves how they compute with MXFP4 weights; with MXFP8 ones vLLM
-    0.33 (`schemes/compressed_tensors_w8a8_mxfp8.py`) scales activations alike."""
+    (`schemes/compressed_tensors_w8a8_mxfp8.py`) scales activations alike."""
     common = {
         "num_bits": 4 if form == "mxfp4" else 8, "type": "float", "symmetric": True,
         "strategy": "group", "group_size": BLOCK, "scale_dtype": "torch.uint8",
@@ -123,21 +124,21 @@ def _stack_label(folder: Folder, module: str, parameter: str) -> str | None:
     return "MXFP4" if beside else None
 
 
-_EQUALS = "llm-compressor 0.14 model_free_ptq"
+_EQUALS = f"{LLM_COMPRESSOR} model_free_ptq"
 FORMATS = (
     Format(
         name="mxfp4", title="MXFP4", parameters=MX["mxfp4"], codes=("U8",), cut=(1, 32), order=40,
         equals=f"{_EQUALS} MXFP4A16", read=read, label=_label,
         encode=partial(_encoder, "mxfp4"), config_group=partial(mx_group_config, "mxfp4"),
         check=_check_source,
-        notes=("loaded by vLLM 0.33; sglang 0.5.23 reads it in Kimi-K3 and DeepSeek-V4 alone",),
+        notes=(f"loaded by {VLLM}; {SGLANG} reads it in Kimi-K3 and DeepSeek-V4 alone",),
     ),
     Format(
         name="mxfp8", title="MXFP8", parameters=MX["mxfp8"], codes=("F8_E4M3",), cut=(1, 32), order=10,
         equals=f"{_EQUALS} MXFP8", read=read_fp8,
         encode=partial(_encoder, "mxfp8"), config_group=partial(mx_group_config, "mxfp8"),
         check=_check_source,
-        notes=("loaded by vLLM 0.33; sglang 0.5.23 has no class for it",),
+        notes=(f"loaded by {VLLM}; {SGLANG} has no class for it",),
     ),
     Format(
         name="mxfp4-deepseek-v4", title="MXFP4", parameters=MXFP4_BESIDE, codes=("I8", "U8"),
@@ -147,6 +148,6 @@ FORMATS = (
     Format(
         name="mxfp4-gpt-oss", title="MXFP4", parameters=MXFP4_STACKED, codes=("U8",), cut=(1, 32),
         order=40,
-        equals="transformers 5.17 integrations/mxfp4.py", label=_stack_label,
+        equals=f"{TRANSFORMERS} integrations/mxfp4.py", label=_stack_label,
     ),
 )  # fmt: skip

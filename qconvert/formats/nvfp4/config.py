@@ -33,7 +33,7 @@ def constant_input(value: float, dialect: Dialect) -> float:
 
 def hf_quant_config(block: Mapping[str, Any]) -> str:
     """hf_quant_config.json for modelopt's block of config.json. Both say the same under other keys
-    (modelopt 0.47, `torch/export/quant_utils.py` `get_quant_config`, which makes the file, and
+    (modelopt, `torch/export/quant_utils.py` `get_quant_config`, which makes the file, and
     `convert_hf_config.py`, which makes the block of it). TensorRT-LLM reads the file alone; of sglang
     and vLLM it is asked for where config.json has no block."""
     inner = {key: value for key, value in block.items() if key not in ("quant_method", "ignore")}
@@ -64,8 +64,8 @@ def group_config(targets: Sequence[str], *, inputs: bool) -> dict[str, Any]:
 
 
 def modelopt_config(ignore: Sequence[str], *, inputs: bool) -> dict[str, Any]:
-    """modelopt's block, flat as config.json has it (0.47, `torch/export/convert_hf_config.py`; sglang
-    0.5.23 reads these keys). `ignore` are names and globs."""
+    """modelopt's block, flat as config.json has it (`torch/export/convert_hf_config.py`; sglang
+    reads these keys). `ignore` are names and globs."""
     return {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4" if inputs else "W4A16_NVFP4",
@@ -83,7 +83,7 @@ def mixed_config(
     inputs: bool,
 ) -> dict[str, Any]:
     """NVFP4 matrices beside block FP8, an entry for each layer: modelopt's MIXED_PRECISION as sglang
-    0.5.23 reads it (`ModelOptMixedPrecisionConfig`; it takes config.json's block only with
+    reads it (`ModelOptMixedPrecisionConfig`; it takes config.json's block only with
     `quantized_layers` and a statement on the KV cache). `inputs`: activations are quantized too.
     `packed` and `fp8` are modules; routed experts are one entry a layer. `block` is the source's, whose
     block size stays stated for readers of FP8."""

@@ -1,7 +1,7 @@
 """NVFP4 -> BF16: E2M1 codes, sixteen columns under a scale in E4M3, and a matrix under one in float32.
 
-Format sources: compressed-tensors 0.19, `compressors/nvfp4/`, which divides by the global scale;
-nvidia-modelopt 0.47, `torch/quantization/qtensor/nvfp4_tensor.py`, which multiplies.
+Format sources: compressed-tensors, `compressors/nvfp4/`, which divides by the global scale;
+nvidia-modelopt, `torch/quantization/qtensor/nvfp4_tensor.py`, which multiplies.
 """
 
 from __future__ import annotations

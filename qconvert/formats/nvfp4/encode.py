@@ -1,8 +1,8 @@
 """NVFP4: E2M1 codes in blocks of 16 columns with E4M3 scales, and one float32 scale a matrix.
 
-Format sources: compressed-tensors 0.19 (`quantization/utils/helpers.py` `generate_gparam` and
-`calculate_qparams`, `compressors/nvfp4/`), as llm-compressor 0.14 calls them with `memoryless_minmax`;
-nvidia-modelopt 0.47 (`torch/quantization/qtensor/nvfp4_tensor.py`). The two differ in more than names:
+Format sources: compressed-tensors (`quantization/utils/helpers.py` `generate_gparam` and
+`calculate_qparams`, `compressors/nvfp4/`), as llm-compressor calls them with `memoryless_minmax`;
+nvidia-modelopt (`torch/quantization/qtensor/nvfp4_tensor.py`). The two differ in more than names:
 
                   compressed-tensors                   modelopt
     global scale  G = 1 / amax * 2688, a divisor       S = amax / 2688, a multiplier

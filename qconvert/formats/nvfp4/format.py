@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from qconvert.checkpoint.prepared import QUANT_METHOD
 from qconvert.core.encodings import NVFP4
 from qconvert.core.errors import PlanError
+from qconvert.core.versions import COMPRESSED_TENSORS, LLM_COMPRESSOR, MODELOPT, SGLANG
 from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.plan.plan import Plan
 
@@ -48,9 +49,9 @@ def _prepared_label(folder: Folder, module: str, parameter: str) -> str | None:
 
 _EQUALS = {
     "compressed-tensors": (
-        "compressed-tensors 0.19 NVFP4PackedCompressor, with llm-compressor 0.14's observer"
+        f"{COMPRESSED_TENSORS} NVFP4PackedCompressor, with {LLM_COMPRESSOR}'s observer"
     ),
-    "modelopt": "nvidia-modelopt 0.47",
+    "modelopt": f"nvidia-{MODELOPT}",
 }
 FORMATS = tuple(
     Format(
@@ -63,6 +64,6 @@ FORMATS = tuple(
     Format(
         name="nvfp4-trtllm-gen", title="NVFP4 (trtllm-gen)", codes=("U8",), cut=(0, 0), order=20,
         parameters=("w13_weight", "w2_weight", "w13_weight_packed", "w2_weight_packed"),
-        equals="flashinfer, as sglang 0.5.23 calls it", label=_prepared_label,
+        equals=f"flashinfer, as {SGLANG} calls it", label=_prepared_label,
     ),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """MXFP4 to NVFP4 without loss: the same E2M1 codes under other scales.
 
-MXFP4 (OCP Microscaling Formats v1.0, 6.2; compressed-tensors 0.19 `mxfp4-pack-quantized`; DeepSeek-V4's
+MXFP4 (OCP Microscaling Formats v1.0, 6.2; compressed-tensors `mxfp4-pack-quantized`; DeepSeek-V4's
 experts, whose codes are called I8) has a power of two, 2^(e - 127), for each 32 columns. NVFP4's global
 scale takes the largest of them over 2^8, and each 16 columns' E4M3 scale what is left, which is a power
 of two from 2^8 down to 2^-9: exponents may spread over 17, gate's and up's together. Blocks of zeros
@@ -80,8 +80,8 @@ class Reciprocal(Uncut):
 # --- MXFP4 matrices of a plan under NVFP4's scales, and the config's block for them ---------------
 
 
-# Keys of a block that make it one of NVFP4 experts beside block FP8: sglang 0.5.23
-# (`configs/model_config.py`, "hybrid NVFP4 moe") and vLLM 0.33 (`models/deepseek_v4/quant_config.py`).
+# Keys of a block that make it one of NVFP4 experts beside block FP8: sglang
+# (`configs/model_config.py`, "hybrid NVFP4 moe") and vLLM (`models/deepseek_v4/quant_config.py`).
 # Both then take NVFP4 of weights and activations.
 _HYBRID = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": BLOCK}
 

@@ -154,8 +154,8 @@ class Stated:
 
 
 def stated(config: QuantConfig) -> Stated | None:
-    """Statements of a block about NVFP4, None if it states nothing or several things (sglang 0.5.23
-    `layers/quantization/modelopt_quant.py`; compressed-tensors 0.19 `quant_scheme.py`)."""
+    """Statements of a block about NVFP4, None if it states nothing or several things (sglang
+    `layers/quantization/modelopt_quant.py`; compressed-tensors `quant_scheme.py`)."""
     if config.method == "compressed-tensors":
         inputs = set(_group_inputs(config.block.get("config_groups")))
         return Stated(config.where, PACKED, inputs.pop()) if len(inputs) == 1 else None

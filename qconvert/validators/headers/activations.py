@@ -4,8 +4,8 @@
 QC101 the config says that activations have stored scales, and a matrix has none.
 QC102 a matrix has a scale of its activations, and the config says that there is none.
 
-`activation_scheme: static` (quant_method fp8; transformers 5.17 calls them activation_scale, vLLM 0.33
-and sglang 0.5.23 input_scale), `dynamic: false` of compressed-tensors' input_activations, and modelopt's
+`activation_scheme: static` (quant_method fp8; transformers calls them activation_scale, vLLM
+and sglang input_scale), `dynamic: false` of compressed-tensors' input_activations, and modelopt's
 quant_algo FP8: runtimes build a parameter for each of these scales, and multiply by what memory held
 where the checkpoint has none.
 """

@@ -172,7 +172,7 @@ def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: s
 
 def _experts_beside(checkpoint: Checkpoint, config: QuantConfig, name: str) -> Kinds | None:
     """The form that `moe_quant_algo` states for routed experts beside FP8 layers; None where it states
-    nothing. sglang 0.5.23 (`HybridFp8NvFp4Config`): a draft's experts are as the block says without
+    nothing. sglang (`HybridFp8NvFp4Config`): a draft's experts are as the block says without
     it."""
     algorithm, index = config.block.get("moe_quant_algo"), checkpoint.role_index
     if algorithm is None or ".experts." not in name or index.family.is_mtp(name, index.dims):

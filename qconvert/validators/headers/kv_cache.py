@@ -54,7 +54,7 @@ class KvCache:
         for config in checkpoint.quantization_configs:
             blocks = [config.block]
             if layer_table(config) is not None:
-                # sglang 0.5.23 (`weight_utils.py`) reads modelopt's file too where this says nothing.
+                # sglang (`weight_utils.py`) reads modelopt's file too where this says nothing.
                 blocks += [one.block for one in checkpoint.quantization_configs]
             silent = not any(block.get(key) for block in blocks for key in KV_STATED)
             if not (scales or silent) and _is_static(config):

@@ -3,7 +3,7 @@
 QC095 an embedding, a norm, a router, the head, a convolution or a table of positions is quantized.
 
 For a family that is known here its roles say which modules those are; for others the names that
-transformers' classes (5.17) and older releases give them. A name decides only if no linear layer that
+transformers' classes and older releases give them. A name decides only if no linear layer that
 runtimes load quantized has it: `gate` next to `experts` is a router, `gate_proj`
 and `gate_up_proj` never are; `embed_tokens` is an embedding, `embedding_projection` may be a linear.
 

@@ -5,7 +5,7 @@ QC102 the config says weights only, but there are input scales.
 QC103 the config states no NVFP4, or another dialect than the tensors' (by names; by numbers in
       nvfp4_scales).
 
-Dialects as sglang 0.5.23 (`modelopt_quant.py`) and compressed-tensors 0.19 (`nvfp4-pack-quantized`)
+Dialects as sglang (`modelopt_quant.py`) and compressed-tensors (`nvfp4-pack-quantized`)
 have them.
 """
 

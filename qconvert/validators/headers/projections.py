@@ -158,7 +158,7 @@ def _half_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _form_of_class(folder: Folder, found: dict[Where, Present]) -> Iterator[Finding]:
-    """Loaders of sglang 0.5.23, vLLM 0.33, transformers 5.17: Qwen3-Next's take tensors fused and
+    """Loaders of sglang, vLLM, transformers: Qwen3-Next's take tensors fused and
     interleaved by key head, Qwen3.5's split ones, and sglang's also those that are fused in one group.
     A layer with both forms is QC016's."""
     checkpoint = folder.checkpoint

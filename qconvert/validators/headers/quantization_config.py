@@ -20,6 +20,7 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.roles import Kind
+from qconvert.core.versions import SGLANG
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, NotChecked
 from qconvert.validators.headers.stated_numbers import missing_numbers
@@ -41,7 +42,7 @@ _SETS = (
     ("in_proj_b", "in_proj_a", "in_proj_ba"),
     ("in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
 )
-# Classes of these families have no packed_modules_mapping in sglang 0.5.23 (`models/glm4_moe.py`,
+# Classes of these families have no packed_modules_mapping in sglang (`models/glm4_moe.py`,
 # `models/deepseek_v2.py`), so that the fused name must be listed too.
 _WITHOUT_MAPPING = ("deepseek_v3", "glm4_moe", "kimi_k2")
 _FUSED_BY_SGLANG = {
@@ -102,7 +103,7 @@ class QuantizationConfig:
             return  # unknown which of its modules are linear layers
         yield from _never_quantized(checkpoint, quantized)
         named = None if _all_linear(taken) else targets(taken)
-        # vLLM 0.33 (kimi_k25.py) quantizes no tower by a block of the language model's config, which
+        # vLLM (kimi_k25.py) quantizes no tower by a block of the language model's config, which
         # may name modules as that model alone has them (Kimi-K2.5's `lm_head`).
         towers = "text_config" not in taken.where
         plain = [m for m in _plain_linears(checkpoint, towers=towers) if m not in quantized]
@@ -156,11 +157,11 @@ def _plain_linears(checkpoint: Checkpoint, *, towers: bool) -> Iterator[str]:
 
 def _linears_of_classes(checkpoint: Checkpoint, config: QuantConfig) -> Iterator[str]:
     """The model's other modules that a block without a word about them has quantized: the head, also one
-    that is tied and not stored, and the gate of a shared expert. transformers 5.17 builds both as
+    that is tied and not stored, and the gate of a shared expert. transformers builds both as
     torch.nn.Linear, which compressed-tensors' `Linear` names; quant_method fp8 takes all of these but
     those of modules_to_not_convert, with which it no longer leaves the head out by itself
-    (`quantizers/base.py`, `get_modules_to_not_convert`). modelopt's heads are those of vLLM 0.33 and
-    sglang 0.5.23 (`ParallelLMHead` in `modelopt.py`, `modelopt_quant.py`)."""
+    (`quantizers/base.py`, `get_modules_to_not_convert`). modelopt's heads are those of vLLM and
+    sglang (`ParallelLMHead` in `modelopt.py`, `modelopt_quant.py`)."""
     kinds: tuple[Kind, ...] = (Kind.HEAD, Kind.SHARED_WEIGHT)
     if config.method == "modelopt":
         kinds = () if config.block.get("quant_algo") == "MIXED_PRECISION" else (Kind.HEAD,)
@@ -259,9 +260,7 @@ def _fused_names(checkpoint: Checkpoint, listed: Listed, plain: list[str]) -> It
         if listed.names(whole) or role_index.family.is_mtp(f"{module}.weight", role_index.dims):
             continue
         seen.add(whole)
-        message = (
-            f"is listed as left out, but not {whole!r}, the only name that sglang 0.5.23 looks up"
-        )
+        message = f"is listed as left out, but not {whole!r}, the only name that {SGLANG} looks up"
         yield Finding("QC035", "warning", f"{module}.weight", message)
 
 

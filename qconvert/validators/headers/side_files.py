@@ -124,9 +124,9 @@ def _stale(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _read_first(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Files that a reader takes before those that were validated. Read in transformers 5.17
-    (`modeling_utils.py`, `_get_resolved_checkpoint_files`; `integrations/peft.py`), vLLM 0.33
-    (`default_loader.py`), sglang 0.5.23 (`weight_utils.py`) and kt-kernel 0.7.2 (`utils/loader.py`: all
+    """Files that a reader takes before those that were validated. Read in transformers
+    (`modeling_utils.py`, `_get_resolved_checkpoint_files`; `integrations/peft.py`), vLLM
+    (`default_loader.py`), sglang (`weight_utils.py`) and kt-kernel (`utils/loader.py`: all
     files below the folder, of which the last counts)."""
     files = {*checkpoint.denied_files, *checkpoint.side_files}
     shards = {shard.path.name for shard in checkpoint.shards}

@@ -2,9 +2,9 @@
 
 QC135 a block leaves out a number that its readers require, or take another for.
 
-compressed-tensors 0.19 (`quantization/quant_args.py`): integers of 8 bits, symmetric, and one scale a
-tensor unless a group says otherwise; a strategy `group` without `group_size` is refused. sglang 0.5.23
-and vLLM 0.33 ask GPTQ's own block for bits, group_size, desc_act and sym, AutoAWQ's for bits, group_size
+compressed-tensors (`quantization/quant_args.py`): integers of 8 bits, symmetric, and one scale a
+tensor unless a group says otherwise; a strategy `group` without `group_size` is refused. sglang
+and vLLM ask GPTQ's own block for bits, group_size, desc_act and sym, AutoAWQ's for bits, group_size
 and zero_point, modelopt's NVFP4 for group_size. Each follows from shapes, where those leave one value
 open, or from what qconvert.json says was asked for; `repair` writes it.
 

@@ -142,7 +142,7 @@ def _unpaired(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Scales under the other dialect's name. sglang 0.5.23 and vLLM 0.33 create a parameter of one name:
+    """Scales under the other dialect's name. sglang and vLLM create a parameter of one name:
     fp8.py's weight_scale_inv if blocks are stated, compressed-tensors' weight_scale."""
     configs = checkpoint.quantization_configs
     taken = judged(configs)

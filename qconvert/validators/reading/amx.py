@@ -1,7 +1,7 @@
 """AMXINT4 and AMXINT8 by their definition: sizes, byte order, codes and scales.
 No code is shared with the encoder.
 
-Format source: kt-kernel 0.7.2 (`kt_kernel/utils/loader.py` for names and cuts; the byte order is
+Format source: kt-kernel (`kt_kernel/utils/loader.py` for names and cuts; the byte order is
 that of its own converter's output). A matrix [N, K] is codes and one float32 scale per row, no zero
 point. A weight is code * scale (int8) or code * 16 * scale (int4). Rows are stored in blocks of `STEP`;
 in a block, columns in blocks of 3584, the last one shorter; in those, tiles of 32 rows; in a tile,

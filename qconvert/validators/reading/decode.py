@@ -2,7 +2,7 @@
 code that makes outputs.
 
 FP8 is OCP 8-bit Floating Point (E4M3: bias 7, 0x7F NaN; E5M2: bias 15, infinity 0x7C), E8M0 is OCP MX
-1.0 (2^(e - 127), 255 NaN), packed INT4 and INT8 are compressed-tensors 0.19's pack-quantized (the first
+1.0 (2^(e - 127), 255 NaN), packed INT4 and INT8 are compressed-tensors's pack-quantized (the first
 of eight or four codes in a word's lowest bits, each stored as code + 8 or + 128); GPTQ's words are the
 same. Which scale belongs to which block is in
 validators/reading/rows.py.

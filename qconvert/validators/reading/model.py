@@ -117,7 +117,7 @@ def holds(stage: Stage | None, layer: int | None, *, draft: bool) -> bool:
 
 # --- Drafts that stand alone -----------------------------------------------------------------------
 
-# Classes of drafts in sglang 0.5.23 and vLLM 0.33 (`models/registry.py`), and keys that only their
+# Classes of drafts in sglang and vLLM (`models/registry.py`), and keys that only their
 # configs have (SpecForge, speculators).
 _DRAFT_CLASS = re.compile(r"NextN|MTP|Eagle|EAGLE|Medusa|DFlash|Speculator|DraftModel")
 _DRAFT_KEYS = ("draft_vocab_size", "eagle_config", "speculators_config", "dflash_config")

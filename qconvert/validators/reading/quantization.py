@@ -1,8 +1,8 @@
 """Statements of a folder's quantization blocks, as runtimes read them: formats, block and group sizes,
 and which modules they leave out. It judges nothing; broken blocks state nothing.
 
-Read in sglang 0.5.23 (`layers/quantization/`: fp8 takes `ignored_layers` or else
-`modules_to_not_convert`, by dotted segments), vLLM 0.33 and compressed-tensors 0.19 (`re:` patterns,
+Read in sglang (`layers/quantization/`: fp8 takes `ignored_layers` or else
+`modules_to_not_convert`, by dotted segments), vLLM and compressed-tensors (`re:` patterns,
 full names, class names), modelopt's `hf_quant_config.json` (shell patterns).
 """
 
@@ -263,14 +263,14 @@ def scheme(config: QuantConfig) -> tuple[Any, ...]:
 
 def ignored(config: QuantConfig) -> Listed:
     """The modules a block leaves out; an empty list if there are none. GPTQ's are patterns in `dynamic`
-    that begin with `-:` (GPTQModel; sglang 0.5.23 `get_dynamic_override`); if the block names the
+    that begin with `-:` (GPTQModel; sglang `get_dynamic_override`); if the block names the
     quantized modules instead (`modules_in_block_to_quantize`), others are not checked."""
     if config.method == "gptq":
         left = gptq_left_out(config.block)
         if config.block.get("modules_in_block_to_quantize"):
             left = ["re:"]
         return Listed(config.method, tuple(left))
-    if config.method == "awq":  # any part of a name, as transformers 5.17 and vLLM 0.33 match it
+    if config.method == "awq":  # any part of a name, as transformers and vLLM match it
         entries = config.block.get("modules_to_not_convert")
         parts = [n for n in entries if isinstance(n, str)] if isinstance(entries, list) else []
         return Listed(config.method, tuple(f"re:.*{re.escape(part)}" for part in parts))

@@ -1,9 +1,9 @@
 """Statements of quantization blocks about weights, whatever their method, in the words of one of them:
-compressed-tensors 0.19 (`quantization/quant_args.py`: type, num_bits, strategy, group_size,
+compressed-tensors (`quantization/quant_args.py`: type, num_bits, strategy, group_size,
 block_structure, symmetric, actorder). `quantization.scheme_of` answers with it for a module.
 
-Read in vLLM 0.33 (`modelopt.py`: `ModelOptMixedPrecisionConfig`; `utils/gptq_utils.py`), sglang 0.5.23
-(`layers/quantization/utils.py`: `get_dynamic_override`) and nvidia-modelopt 0.47
+Read in vLLM (`modelopt.py`: `ModelOptMixedPrecisionConfig`; `utils/gptq_utils.py`), sglang
+(`layers/quantization/utils.py`: `get_dynamic_override`) and nvidia-modelopt
 (`torch/export/quant_utils.py`).
 """
 

@@ -2,7 +2,7 @@
 
 QC086 a weight_shape is not the shape of its packed weight.
 
-compressed-tensors (0.19, `pack_quantized`) stores a weight [N, K] as words [N, ceil(K * bits / 32)], and
+compressed-tensors (`pack_quantized`) stores a weight [N, K] as words [N, ceil(K * bits / 32)], and
 with it `weight_shape`, two integers: N and K. Loaders unpack to that shape.
 """
 

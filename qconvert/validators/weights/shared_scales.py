@@ -3,7 +3,7 @@
 QC069 the global scales of a fused group differ.
 
 In two-level formats (NVFP4: block scales in FP8 under one global scale per tensor) the block scales are
-stored in units of the global one, and vLLM 0.33 and sglang 0.5.23 take the largest for all, or the
+stored in units of the global one, and vLLM and sglang take the largest for all, or the
 first: the others' weights are wrong by the ratio. For single-level FP8, runtimes requantize with the
 largest, and for activations the largest is harmless, so those are warnings.
 """

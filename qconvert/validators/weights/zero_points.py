@@ -4,8 +4,8 @@ QC087 zero points are not those of the config's symmetry and version.
 
 GPTQ (AutoGPTQ 0.7, GPTQModel) stores zero points for symmetric weights too: the middle of the range,
 8 or 128, which its first version (`checkpoint_format: gptq`) stores minus one. Exllama kernels compute
-with the stored values, Marlin's and KTransformers' assume the middle (read in sglang 0.5.23,
-kt-kernel 0.7.2). Asymmetric weights of the first version may have any zero point but 0, which is stored
+with the stored values, Marlin's and KTransformers' assume the middle (read in sglang,
+kt-kernel). Asymmetric weights of the first version may have any zero point but 0, which is stored
 as 15 or 255: who adds 1 within the field reads 0, who adds it to a wider number 16 or 256.
 """
 

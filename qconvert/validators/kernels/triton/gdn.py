@@ -3,7 +3,7 @@
 What runtimes do with a fused `in_proj_qkvz` and `in_proj_ba`: one GEMM each, then one kernel that
 splits, reorders and joins their columns into `mixed_qkv` (q | k | v, the input of the convolution), `z`,
 `b` and `a`. Fused columns come in G groups (qconvert.core.row_order): G = 1 as Qwen3.5's class in sglang
-takes them, G = key heads as Qwen3-Next's checkpoints hold them (transformers 5.17,
+takes them, G = key heads as Qwen3-Next's checkpoints hold them (transformers,
 models/qwen3_next/modeling_qwen3_next.py, `fix_query_key_value_ordering`), any other too.
 
 Rows may be strided: `mixed` is often a view into the result of a larger GEMM, and a kernel that takes
