@@ -380,6 +380,7 @@ _READERS = {
     "validation/reports/__init__.py": "GitHub's summary, which is added to",
     "validation/reports/as_html.py": "parts of our package",
     "validation/reports/markup.py": "parts of our package",
+    "validation/runner.py": "texts of rules, parts of our package",
     "validation/workers.py": "/proc",
     "validators/amx/amx_client.py": "our own temporary folder",
     "validators/amx/kt_forward.py": "our own temporary folder",
