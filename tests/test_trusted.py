@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import faults
 import pytest
@@ -294,11 +293,11 @@ def _unfinished(source: Path, kind: str, out: Path, part: float = 0.6) -> Path:
     return out / WORK_DIR / "stage"
 
 
-Begun = Callable[..., Path]
+ClaimedRun = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def begun(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Begun:
+def begun(source: Path, tmp_path_factory: pytest.TempPathFactory) -> ClaimedRun:
     """Makes `out` a copy of such a run, each of which is begun once. Returns its stage."""
 
     @cache
@@ -341,7 +340,7 @@ STAGED: dict[str, Callable[[Path, Path], None]] = {
 @pytest.mark.parametrize("part", [0.6, 1, 3], ids=["filling", "to be published", "publishing"])
 @pytest.mark.parametrize("how", sampled(STAGED, 3))
 def test_a_damaged_staged_shard_is_made_again(
-    source: Path, kind: str, made: Path, begun: Begun, tmp_path: Path, how: str, part: float
+    source: Path, kind: str, made: Path, begun: ClaimedRun, tmp_path: Path, how: str, part: float
 ) -> None:
     out = tmp_path / "out"
     stage = begun(kind, out, part)
@@ -356,7 +355,7 @@ def test_a_damaged_staged_shard_is_made_again(
 
 @pytest.mark.parametrize("name", ["config.json", MANIFEST, RECEIPT, "tokenizer.json"])
 def test_a_damaged_staged_text_is_not_published(
-    source: Path, made: Path, kind: str, begun: Begun, tmp_path: Path, name: str
+    source: Path, made: Path, kind: str, begun: ClaimedRun, tmp_path: Path, name: str
 ) -> None:
     out = tmp_path / "out"
     stage = begun(kind, out, 0.999)
@@ -372,7 +371,7 @@ def test_the_user_may_ask_for_all_hashes(
     source: Path,
     made: Path,
     kind: str,
-    begun: Begun,
+    begun: ClaimedRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -387,7 +386,7 @@ def test_the_user_may_ask_for_all_hashes(
 
 
 def test_a_staged_shard_with_a_second_name_is_not_written_through(
-    source: Path, kind: str, made: Path, begun: Begun, tmp_path: Path
+    source: Path, kind: str, made: Path, begun: ClaimedRun, tmp_path: Path
 ) -> None:
     out, victim = tmp_path / "out", tmp_path / "victim"
     stage = begun(kind, out)
@@ -411,7 +410,7 @@ def test_a_staged_shard_with_a_second_name_is_not_written_through(
     ids=str,
 )
 def test_a_journal_of_other_work_is_refused(
-    source: Path, begun: Begun, tmp_path: Path, line: dict[str, Any]
+    source: Path, begun: ClaimedRun, tmp_path: Path, line: dict[str, object]
 ) -> None:
     """A unit that is not there, and records of nothing; test_journal.py has lines of other kinds."""
     out = tmp_path / "out"
