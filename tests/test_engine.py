@@ -284,7 +284,7 @@ def test_without_ray_it_is_refused(more: Sequence[str], source: Path, tmp_path: 
     [
         ({"engine": "ray", "shard": "0/2"}, "exclude one another"),
         ({"address": "head:6379"}, "give --engine ray"),
-        ({"engine": "slurm"}, "write one of local, ray"),
+        ({"engine": "slurm"}, "expected one of local, ray"),
         ({"engine": "ray", "address": "ray://head:10001"}, "outside of the cluster"),
         ({"engine": "ray", "address": "head"}, "write HOST:PORT, auto or local"),
     ],

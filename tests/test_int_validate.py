@@ -173,9 +173,9 @@ def test_columns_of_no_group_are_no_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stated", "says"),
     [
-        (weights(4, 8, False, None), "no zero points"),
-        (weights(4, 8, True, "group"), "no g_idx"),
-        (weights(4, 5, True, None), "not whole groups of 5"),
+        (weights(4, 8, False, None), "has no weight_zero_point"),
+        (weights(4, 8, True, "group"), "has no weight_g_idx"),
+        (weights(4, 5, True, None), "states groups of 5"),
         (weights(3, 8, True, None), "states no form"),
     ],
 )

@@ -64,7 +64,7 @@ def formats_of(modules: Iterable[Any]) -> list[Any]:
 
 
 def held(modules: Iterable[Any], name: str) -> Iterator[Any]:
-    """What modules hold under a name, or, as a tuple, under its plural; nothing of those that do not."""
+    """Values of modules under a name, or, as a tuple, under its plural; nothing of those without."""
     for module in modules:
         yield from getattr(module, f"{name}S", None) or (
             (getattr(module, name),) if hasattr(module, name) else ()

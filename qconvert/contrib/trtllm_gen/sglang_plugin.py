@@ -1,6 +1,6 @@
 """sglang's plug-in for folders made by `qconvert prepare trtllm-gen`. Experimental.
 
-Written against sglang (`srt/plugins`, entry point group `sglang.srt.plugins`), and tested
+Written against sglang 0.5.23 (`srt/plugins`, entry point group `sglang.srt.plugins`), and tested
 against a tree of modules with the same structure; no Blackwell server has run it. It makes sglang
 
   read      the quantization block that the marker in config.json replaced,
@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from qconvert.core.versions import SGLANG
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +62,7 @@ class _State:
 
 def install() -> None:
     """Install the plug-in; a second call does nothing. Raises ImportError or AttributeError if sglang
-    differs from that release: nothing is changed then."""
+    differs from 0.5.23: nothing is changed then."""
     utils, config = import_module(_UTILS), import_module(_CONFIG)
     loader = import_module(_LOADER).DefaultModelLoader
     if getattr(utils, _SHUFFLE).__module__ == __name__:
@@ -73,7 +71,7 @@ def install() -> None:
     if found != _SHUFFLE_ARGS:
         raise AttributeError(
             f"{_UTILS}.{_SHUFFLE}: expected arguments {_SHUFFLE_ARGS}, found {found}; this plug-in "
-            f"was written for {SGLANG} (experimental)"
+            "was written for sglang 0.5.23 (experimental)"
         )
     functions = (
         (config, "get_config", _reading),

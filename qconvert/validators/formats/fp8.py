@@ -1,8 +1,8 @@
 """FP8: codes E4M3 or E5M2 and scales of a tensor, a row or a block, or (MXFP8) of 32 columns.
 
 Format sources: OCP 8-bit Floating Point; DeepSeek-V3 (`weight_scale_inv` F32 [ceil(N / 128), ceil(K /
-128)], quant_method fp8); compressed-tensors 0.19 (`float-quantized`, `mxfp8-quantized`: `weight_scale`);
-modelopt 0.47. U8 scales are exponents (E8M0) where the config says so.
+128)], quant_method fp8); compressed-tensors (`float-quantized`, `mxfp8-quantized`: `weight_scale`);
+modelopt. U8 scales are exponents (E8M0) where the config says so.
 
 QC015 a grid of block scales does not fit its weight.
 QC027 a type or shape that the format does not have.
@@ -267,7 +267,7 @@ def _strategy_fault(
         return f"the config states a scale a row: expected [{rows}, 1] for {weight}, found {scale}"
     if strategy in ("block", "group") and block is not None:
         grid = ceil_div(rows, block[0]), ceil_div(columns, block[1])
-        # modelopt's FP8_PB_WO keeps axes of one (vLLM 0.33, `modelopt.py`).
+        # modelopt's FP8_PB_WO keeps axes of one (vLLM, `modelopt.py`).
         if scale.shape not in (grid, (grid[0], 1, grid[1], 1)):
             return (
                 f"the config states blocks of {block[0]}x{block[1]}: expected scales {list(grid)} for "

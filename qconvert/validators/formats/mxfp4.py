@@ -1,6 +1,6 @@
 """MXFP4: codes E2M1, two per byte, the even column in the low half; an E8M0 exponent for 32 columns.
 
-Format sources: OCP Microscaling v1.0 (5.2, 5.3.3); compressed-tensors 0.19 (`mxfp4-pack-quantized`:
+Format sources: OCP Microscaling v1.0 (5.2, 5.3.3); compressed-tensors (`mxfp4-pack-quantized`:
 `weight_packed` U8 [N, K / 2], `weight_scale` U8 [N, K / 32]); gpt-oss's stacks of experts (`_blocks` U8
 [E, N, K / 32, 16], `_scales`); DeepSeek-V4 (`weight` I8 and `scale` F8_E8M0). No code is shared with the
 encoder.

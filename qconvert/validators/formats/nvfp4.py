@@ -1,8 +1,8 @@
 """NVFP4: codes E2M1, two per byte, the even column in the low half; an E4M3 block scale for 16 columns;
 one float32 global scale per matrix. No code is shared with the encoder.
 
-Format sources: OCP Microscaling v1.0, 5.3.3 (E2M1); compressed-tensors 0.19 (`nvfp4-pack-quantized`:
-the global scale is a divisor); nvidia-modelopt 0.47 (a multiplier).
+Format sources: OCP Microscaling v1.0, 5.3.3 (E2M1); compressed-tensors (`nvfp4-pack-quantized`:
+the global scale is a divisor); nvidia-modelopt (a multiplier).
 
 QC104 an NVFP4 matrix lacks a part, or a part has another type or shape than its codes require.
 """

@@ -1,4 +1,4 @@
-"""Packed integers of compressed-tensors (0.19, `compressors/pack_quantized/`), and what configs state of
+"""Packed integers of compressed-tensors (`compressors/pack_quantized/`), and what configs state of
 packed integers of any tool.
 
 `weight_packed` I32 [N, K / word], `weight_scale` [N, groups], `weight_shape` [2]; asymmetric ones have

@@ -1,5 +1,5 @@
-"""Packed integers in the own forms of GPTQ (AutoGPTQ 0.7, GPTQModel; read by sglang 0.5.23 and vLLM
-0.33) and of AutoAWQ (0.2, version gemm; vLLM 0.33 `awq.py`, sglang 0.5.23 `awq/`), of matrices [K, N].
+"""Packed integers in the own forms of GPTQ (AutoGPTQ 0.7, GPTQModel; read by sglang and vLLM) and of
+AutoAWQ (0.2, version gemm; vLLM `awq.py`, sglang `awq/`), of matrices [K, N].
 
 GPTQ: `qweight` I32 [K / word, N], `qzeros` I32 [groups, N / word], `scales` [groups, N], `g_idx` I32
 [K], which consumers read only if the config says desc_act. AWQ: `qweight` I32 [K, N / 8], `qzeros` I32

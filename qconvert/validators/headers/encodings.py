@@ -36,7 +36,7 @@ _FP8 = ("F8_E4M3", "F8_E5M2")
 _PACKED_TYPES = (
     "U8", "I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32",
 )  # fmt: skip
-# Formats of compressed-tensors 0.19 (`config/format.py`) that may store anything.
+# Formats of compressed-tensors (`config/format.py`) that may store anything.
 _OPEN = ("mixed-precision", "dense")
 
 

@@ -54,7 +54,7 @@ _NEVER_QUANTIZED = ("router", "shared_expert_gate")
 _DRAFT = "model.decoder"
 # Methods whose lists are read here.
 _LISTED = (*LISTS, "gptq", "awq")
-# Whose config classes take text_config's block to the root: sglang 0.5.23 (`configs/`). vLLM 0.33 reads
+# Whose config classes take text_config's block to the root: sglang (`configs/`). vLLM reads
 # it for all classes (`transformers_utils/model_arch_config_convertor.py`).
 _TAKE_FROM_TEXT = ("kimi_k25", "kimi_k3", "glm5_next")
 # Ends of names of classes that have a head, tied or not.

@@ -6,8 +6,8 @@ QC047 there is linear attention, but the config does not state its sizes.
 QC088 zero points or group indices (g_idx) belong to no weight.
 QC091 routed experts of one layer are stored in more than one format.
 
-What is wrong with the parts of one format stands in validators/formats. Linear attention: transformers
-5.17, models/qwen3_next/ and models/qwen3_5/.
+What is wrong with the parts of one format stands in validators/formats. Linear attention: transformers,
+models/qwen3_next/ and models/qwen3_5/.
 """
 
 from __future__ import annotations

@@ -372,12 +372,12 @@ def _gates(text: Config, family: str) -> int:
     """Rows of q_proj per query row: with an output gate, two."""
     if family not in ("qwen3_5", "qwen3_next"):
         return 1
-    # transformers 5.17 has the gate whatever the flag says, other runtimes follow the flag.
+    # transformers has the gate whatever the flag says, other runtimes follow the flag.
     return ANY if text.get("attn_output_gate") is False else 2
 
 
 def _grouped(hidden: int, size: Sizes, gates: int) -> dict[str, Shape]:
-    """Grouped-query attention (transformers 5.17, models/qwen3_moe/, glm4_moe/, qwen3_next/)."""
+    """Grouped-query attention (transformers, models/qwen3_moe/, glm4_moe/, qwen3_next/)."""
     each, heads = size("head_dim"), size("num_attention_heads")
     queries, keys = _times(heads, each), _times(size("num_key_value_heads"), each)
     return {
@@ -389,7 +389,7 @@ def _grouped(hidden: int, size: Sizes, gates: int) -> dict[str, Shape]:
 
 
 def _latent(text: Config, hidden: int) -> dict[str, Shape]:
-    """Multi-head latent attention (transformers 5.17, models/deepseek_v3/)."""
+    """Multi-head latent attention (transformers, models/deepseek_v3/)."""
     low, kv, rope, nope, value, heads = (
         first_int(text, key) or ANY
         for key in (

@@ -3,9 +3,9 @@ columns, shapes, and scales of what goes into it or comes out.
 
 Names alone make none of them: models have parameters called so (the router's `scale` of Gemma 4, the
 clips of Inkling). A part belongs to a weight in codes, or to one that is missing where others show that
-it was there. Names are those of compressed-tensors 0.19 (`compressors/`), modelopt 0.47, DeepSeek-V3 and
-V4 (`inference/`), and, of activations, of transformers 5.17 (`integrations/finegrained_fp8.py`,
-`gemma_quant.py`), AutoFP8, Quark and Mistral's own form (vLLM 0.33, `models/mistral.py`).
+it was there. Names are those of compressed-tensors (`compressors/`), modelopt, DeepSeek-V3 and
+V4 (`inference/`), and, of activations, of transformers (`integrations/finegrained_fp8.py`,
+`gemma_quant.py`), AutoFP8, Quark and Mistral's own form (vLLM, `models/mistral.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 theirs, what its marker states, and which byte comes from where.
 
 Sources: flashinfer 0.7.2 (`fused_moe/core.py`, `get_shuffle_matrix_a_row_indices`,
-`block_scale_interleave`), sglang 0.5.23 (`prepare_static_weights_for_trtllm_fp4_moe`); written from
+`block_scale_interleave`), sglang (`prepare_static_weights_for_trtllm_fp4_moe`); written from
 their behaviour, without sharing code with the encoder.
 """
 

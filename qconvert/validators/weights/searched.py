@@ -2,7 +2,7 @@
 any other within half a step, and no group is further from the source than under the scale of its largest
 weight, which the search tries too. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 
-What that scale is comes from the formats' definitions: compressed-tensors 0.19 (`calculate_qparams`,
+What that scale is comes from the formats' definitions: compressed-tensors (`calculate_qparams`,
 see weights/int_bounds.py), and for NVFP4 largest / 6 in E4M3 (see formats/nvfp4.py).
 """
 

@@ -86,7 +86,8 @@ class Weights:
             )
         if unread:
             first, reason = unread[0]
-            text = f"{count(len(unread), 'tensor')} not compared; {first.tensor}: {reason}"
+            where = "" if reason.startswith(first.tensor) else f"{first.tensor}: "
+            text = f"{count(len(unread), 'tensor')} not compared; {where}{reason}"
             yield Skipped(text)
         found = [task for tasks in kinds.values() for task in tasks]
         if any(task.how in _CALIBRATED for task in found):
