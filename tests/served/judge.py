@@ -24,8 +24,8 @@ LINEAR, EXPERTS = 0.003, 0.008
 LINEAR_ASYMMETRIC = 0.012
 LINEAR_QUANTIZED, EXPERTS_QUANTIZED = 0.0045, 0.025
 # A decoding step has four tokens, and one code of a large value that a kernel rounds to the other side
-# is 0.01 of its token's output: the probable cause of 0.0103, seen with block FP8 alone, whose prefill of
-# 192 tokens stays at 0.0017.
+# is 0.01 of its token's output: the probable cause of 0.0103, seen with block FP8 alone, where prefill
+# of 192 tokens stays at 0.0017.
 LINEAR_QUANTIZED_DECODING = 0.012
 # Next-token KL from the float32 reference, over that of transformers in bf16.
 NOISE, NOISE_ASYMMETRIC = 1.5, 3.5
