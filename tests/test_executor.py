@@ -457,6 +457,7 @@ def _open_files() -> list[str]:
     [
         ("qconvert.run.work.files.reserve", "cannot reserve"),
         ("qconvert.run.work.files.os.pwrite", "cannot write"),
+        ("qconvert.run.folder.leases.os.ftruncate", "cannot write"),
     ],
 )
 def test_no_space_left_comes_with_advice(

@@ -83,7 +83,7 @@ class FolderLock:
 def take_lock(path: Path, *, shared: bool = False) -> FolderLock | None:
     """Lock the file `path`; `shared`, with others that take it so. None if its folder is gone, or went
     while we waited: the run that held it has finished and tidied up. Raises OutputError if another run
-    holds it."""
+    holds it, and where it cannot be written."""
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o666)
@@ -109,8 +109,15 @@ def take_lock(path: Path, *, shared: bool = False) -> FolderLock | None:
         return None
     if shared:
         return FolderLock(fd)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise OutputError(
+            f"{path}: cannot write: {error.strerror or error}; free some space and run the same "
+            "command again"
+        ) from error
     return FolderLock(fd)
 
 
