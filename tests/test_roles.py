@@ -18,7 +18,7 @@ from qconvert.core.graph import Apply
 from qconvert.core.roles import Cut, Kind, joined_with
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.drop import Drop
-from qconvert.passes.experts import Stack
+from qconvert.passes.experts import Stack, Unstack
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
@@ -286,6 +286,15 @@ def planned(model: Model, tmp_path: Path, *steps: Pass) -> Plan:
 
 def quantization(plan: Plan) -> dict[str, Any]:
     return dict(plan.config["quantization_config"])
+
+
+def test_stacks_that_a_pass_made_are_experts_of_the_next(tmp_path: Path) -> None:
+    """Under the names that the class has for stacks, which are others than those of matrices."""
+    source = planned(mixtral_model(), tmp_path)
+    back = planned(mixtral_model(), tmp_path, Stack(), Unstack())
+    assert back.tensors.keys() == source.tensors.keys()
+    packed = planned(mixtral_model(), tmp_path, Stack(), ExpertsToW4A16()).tensors
+    assert sum(name.endswith("_packed") for name in packed) == 3 * EXPERTS * LAYERS
 
 
 def test_targets_match_what_was_quantized(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
 from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
+from qconvert.checkpoint.reading import read_family
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Family, RoleIndex, role_index
 from qconvert.core.graph import Apply, Output, Several, Source
@@ -129,10 +130,21 @@ class Plan:
 
     @cached_property
     def family(self) -> Family:
-        """The family of what is planned: the source's, unless a pass changed the model's class."""
-        if self.config.get("model_type") == self.checkpoint.config.get("model_type"):
-            return self.checkpoint.family
-        return family_for(self.config, self.tensors)
+        """The family of what is planned: the source's, unless a pass changed the model's class, or the
+        form of experts of a class that names them otherwise as stacks."""
+        own = self.checkpoint
+        if self.config.get("model_type") != own.config.get("model_type"):
+            return family_for(self.config, self.tensors)
+        layers = range(own.role_index.dims.num_layers)
+        stacks = [
+            template.replace("{L}", str(layer))
+            for kind, template in own.family.expert_templates.items()
+            if kind.stacked
+            for layer in layers
+        ]
+        if any(name in self.tensors for name in stacks) == any(n in own.sources for n in stacks):
+            return own.family
+        return read_family(own.reading, self.config, self.tensors, made=True)
 
     @cached_property
     def role_index(self) -> RoleIndex:
