@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from built import ROOT, built, from_checkout, tracked
 
-_DATA = (".py", ".json", ".yaml", ".css", ".js", ".typed")
+_DATA = (".py", ".json", ".yaml", ".css", ".js", ".typed", "RULES.md")
 
 
 def _packaged() -> set[str]:

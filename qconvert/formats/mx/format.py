@@ -129,14 +129,16 @@ FORMATS = (
     Format(
         name="mxfp4", title="MXFP4", parameters=MX["mxfp4"], codes=("U8",), cut=(1, 32), order=40,
         equals=f"{_EQUALS} MXFP4A16", read=read, label=_label,
-        encode=partial(_encoder, "mxfp4"), config_group=partial(mx_group_config, "mxfp4"),
+        encode=partial(_encoder, "mxfp4"),
+        config_group=lambda targets: mx_group_config("mxfp4", targets),
         check=_check_source,
         notes=(f"loaded by {VLLM}; {SGLANG} reads it in Kimi-K3 and DeepSeek-V4 alone",),
     ),
     Format(
         name="mxfp8", title="MXFP8", parameters=MX["mxfp8"], codes=("F8_E4M3",), cut=(1, 32), order=10,
         equals=f"{_EQUALS} MXFP8", read=read_fp8,
-        encode=partial(_encoder, "mxfp8"), config_group=partial(mx_group_config, "mxfp8"),
+        encode=partial(_encoder, "mxfp8"),
+        config_group=lambda targets: mx_group_config("mxfp8", targets),
         check=_check_source,
         notes=(f"loaded by {VLLM}; {SGLANG} has no class for it",),
     ),
