@@ -30,7 +30,11 @@ from simulated_folders import (
 )
 
 import qconvert
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
+from qconvert.core.encodings import Dialect
+from qconvert.passes.nvfp4 import ToNvfp4
+from qconvert.plan.plan import Plan, run_passes
 from qconvert.runtimes.loading.setting import BLACKWELL, LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.serving import SIMULATED, Offered, loads, served
 from qconvert.runtimes.vllm.ignore_matching import excluded, ignored, skipped, target
@@ -82,6 +86,15 @@ def test_experts_in_integers(family: str) -> None:
     answer = simulate(config, tensors)
     assert answer.whole
     assert "CompressedTensorsWNA16MoEMethod" in answer.schemes.values()
+
+
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
+def test_all_layers_in_nvfp4(dialect: Dialect, tmp_path: Path) -> None:
+    """Each dialect's parameters by their names."""
+    source = published("qwen3_moe").write(tmp_path / "source")
+    step = ToNvfp4(dialect, targets=("Linear",), weight_only=True)
+    plan = run_passes(Plan.identity(Checkpoint.open(source)), [step])
+    assert simulate(plan.config, {n: o.type for n, o in plan.tensors.items()}).whole
 
 
 @pytest.mark.parametrize(("tp", "refused"), [(1, ""), (2, ""), (4, "cut groups of 128")])
