@@ -22,7 +22,7 @@ from ray_clusters import add_node, anonymous_bytes, cluster, processes
 from qconvert import __version__
 from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.core.errors import RunError
-from qconvert.run.engines import ray
+from qconvert.run.engines import ray as ray_engine
 from qconvert.run.engines.ray import connected
 from qconvert.run.executor import execute
 from qconvert.run.folder.prepare import Options, prepare
@@ -151,7 +151,7 @@ def _a_node_that_sees_another_folder_is_refused(bench: Bench) -> None:
         return check_node(replace(probe, files=moved))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "check_node", elsewhere)
+        patch.setattr(ray_engine, "check_node", elsewhere)
         with pytest.raises(RunError, match=r"node .* does not see the output folder .*/unseen"):
             bench.convert(out, bench.ray("single"))
     assert os.listdir(out) == [WORK_DIR]
@@ -186,10 +186,10 @@ def _workers_are_as_many_as_memory_holds(bench: Bench, ray: Any, node: Any) -> N
         (400 << 20, None, {big: 2}),
     ]
     for worker, most, wanted in cases:
-        sizes = ray._Sizes(worker, 0, most)
-        crew = ray._RayWorkers(ray, WorkerSetup((), (), 0, 0), probe, sizes, Heard())
+        sizes = ray_engine._Sizes(worker, 0, most)
+        crew = ray_engine._RayWorkers(ray, WorkerSetup((), (), 0, 0), probe, sizes, Heard())
         assert {found.key: found.workers for found in crew.nodes()} == wanted
-    sizes = ray._Sizes(8 << 30, 0, None)
-    crew = ray._RayWorkers(ray, WorkerSetup((), (), 0, 0), probe, sizes, Heard())
+    sizes = ray_engine._Sizes(8 << 30, 0, None)
+    crew = ray_engine._RayWorkers(ray, WorkerSetup((), (), 0, 0), probe, sizes, Heard())
     with pytest.raises(RunError, match=r"no node of the Ray cluster has a CPU and 8\.6 GB"):
         crew.nodes()

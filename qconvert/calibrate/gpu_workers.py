@@ -437,7 +437,7 @@ class _Worker(_Peer):
             about = _ProcessArgs(
                 theirs.fileno(), os.getpid(), rank, tuple(devices), meeting, launched, times
             )
-            names = "Launched, _Place, main"
+            names = ", ".join(one.__name__ for one in (Launched, _ProcessArgs, main))
             code = f"from qconvert.calibrate.gpu_workers import {names}; main({about!r})"
             try:
                 with undisturbed():
