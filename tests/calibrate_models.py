@@ -169,7 +169,7 @@ def whole(folder: Path, tokens: Sequence[Any], attention: str) -> list[torch.Ten
 
 
 def meant(codes: Codes, scheme: Scheme) -> torch.Tensor:
-    """What codes mean, BF16 [N, K]."""
+    """Numbers that codes stand for, BF16 [N, K]."""
     steps, scale = torch.from_numpy(codes.codes), torch.from_numpy(codes.scale)
     if isinstance(scheme, IntScheme):
         return steps.bfloat16() * scale.bfloat16().repeat_interleave(32, 1)
@@ -220,7 +220,7 @@ def calibrated(
     model: Path | Plan, room: Path, tokens: Sequence[Any], schemes: Sequence[Any], settings: Settings,
     kept: Kept | None = None, **more: Any,
 ) -> Kept:  # fmt: skip
-    """What a calibration yields."""
+    """Results of a calibration."""
     plan = plan_of(model) if isinstance(model, Path) else model
     options: dict[str, Any] = {"memory": None, "key": "k", **more}
     kept = kept or Kept()

@@ -288,7 +288,7 @@ def ran(*arguments: str | Path) -> Result:
 
 
 def refused(*arguments: str | Path) -> str:
-    """What a command in this process says that ends with an error."""
+    """Output of a command in this process that ends with an error."""
     done = run_cli(*arguments)
     assert done.code == 1, done
     return done.err
@@ -308,11 +308,11 @@ def unjudged(recipe: str, source: Path, out: Path) -> None:
     from qconvert.plan.plan import Plan, run_passes
     from qconvert.recipe.recipe import parse_recipe
     from qconvert.run.executor import execute
-    from qconvert.run.folder.prepare import Options
+    from qconvert.run.work.options import RunOptions
 
     passes = parse_recipe(recipe, "recipe").passes
     plan = run_passes(Plan.identity(Checkpoint.open(source)), passes)
-    execute(with_card(plan), out, Options(jobs=1))
+    execute(with_card(plan), out, RunOptions(jobs=1))
 
 
 def copied(folder: Path, to: Path) -> Path:

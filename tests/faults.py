@@ -27,9 +27,9 @@ from qconvert.core.errors import OutputError
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import execute
-from qconvert.run.folder.prepare import Options
 from qconvert.run.work.events import NoEvents
 from qconvert.run.work.files import Files
+from qconvert.run.work.options import RunOptions
 
 BLOCK = 128
 BLOCK_BYTES = 4096  # what direct writes are cut in
@@ -143,11 +143,11 @@ SHARD_BYTES = 150_000
 SHARD_SIZES = {"sharded": SHARD_BYTES, "single": 5_000_000_000, "linked": 5_000_000_000}
 
 
-def options(kind: str) -> Options:
+def options(kind: str) -> RunOptions:
     """Every unit committed by itself, into several files, or into one, or into one beside a hard
     link to one of the source's."""
     near = Path() if kind == "linked" else None
-    return Options(jobs=1, commit_bytes=1, max_shard_size=SHARD_SIZES[kind], link_near=near)
+    return RunOptions(jobs=1, commit_bytes=1, max_shard_size=SHARD_SIZES[kind], link_near=near)
 
 
 def plan_of(source: Path) -> Plan:
@@ -160,8 +160,8 @@ def copy_of(source: Path) -> Plan:
     return replace(Plan.identity(Checkpoint.open(source)), linkable=(0,)).check()
 
 
-def convert(source: Path, out: Path, how: Options, files: Files | None = None) -> None:
-    """Plan and run. Options that ask for links get a plan that has some."""
+def convert(source: Path, out: Path, how: RunOptions, files: Files | None = None) -> None:
+    """Plan and run. RunOptions that ask for links get a plan that has some."""
     if how.link_near is None:
         execute(plan_of(source), out, how, files=files)
     else:
@@ -201,7 +201,7 @@ def check_visible(out: Path, wanted: Tree) -> bool:
 
 
 class InTurn(Files):
-    """What is written is written at once: a unit is finished before the next begins."""
+    """Each unit is written before the next begins."""
 
     beside = False
 

@@ -27,9 +27,9 @@ from qconvert.plan.walk import nodes
 from qconvert.run import run_units
 from qconvert.run.executor import execute
 from qconvert.run.folder.journal import read_journal
-from qconvert.run.folder.prepare import Options
 from qconvert.run.work.backend import BackendJob, Barrier, Item
 from qconvert.run.work.events import NoEvents
+from qconvert.run.work.options import RunOptions
 from qconvert.samples.request import Calibration
 from qconvert.validators.reading.amx import tile_codes
 
@@ -98,10 +98,10 @@ def test_a_backend_that_needs_more_memory_than_there_is_touches_nothing(
 ) -> None:
     needy = MadeUp(HIDDEN, INTERMEDIATE, memory=300 << 20)
     with pytest.raises(PlanError, match=r"more than 300 MiB .* \(given: 256 MiB\)"):
-        execute(amx_plan(source), tmp_path / "out", Options(256 << 20), backend=needy)
+        execute(amx_plan(source), tmp_path / "out", RunOptions(256 << 20), backend=needy)
     assert not (tmp_path / "out").exists()
     assert not needy.made
-    execute(amx_plan(source), tmp_path / "out", Options(512 << 20), backend=needy)
+    execute(amx_plan(source), tmp_path / "out", RunOptions(512 << 20), backend=needy)
     assert needy.made
 
 
@@ -234,7 +234,9 @@ def test_bytes_are_counted_once(source: Path, tmp_path: Path) -> None:
             self.wrote_bytes += nbytes
 
     events = Listening()
-    execute(amx_plan(source), tmp_path / "out", Options(jobs=1), events=events, backend=backend())
+    execute(
+        amx_plan(source), tmp_path / "out", RunOptions(jobs=1), events=events, backend=backend()
+    )
     assert events.wrote_bytes == events.total > 0
 
 

@@ -31,8 +31,9 @@ from qconvert.plan.pass_options import options_of, options_with
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import builtin_recipes, load_recipe
 from qconvert.run.executor import execute
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
 from qconvert.run.folder.staging import manifest_of
+from qconvert.run.work.options import RunOptions
 from qconvert.runtimes.serving import Loading
 from qconvert.samples.request import Calibration
 from qconvert.validation import judgement
@@ -109,7 +110,7 @@ def test_the_card_of_every_recipe(recipe: str, tmp_path: Path) -> None:
         steps = (*load_recipe("qwen3.5-moe-nvfp4").passes, *steps)
     plan = run_passes(Plan.identity(Checkpoint.open(tmp_path)), steps)
     made = with_card(plan, BASE)
-    verdict = judgement.judged([prepare(made, Options(jobs=1))], plan.checkpoint)
+    verdict = judgement.judged([prepare(made, RunOptions(jobs=1))], plan.checkpoint)
     assert [finding for one in verdict for finding in one.added] == []
     text = made.new_files["README.md"]
     assert judged(text) == ([], [])
@@ -134,7 +135,7 @@ def test_the_manifest_is_what_the_executor_writes(tmp_path: Path) -> None:
         Plan.identity(Checkpoint.open(fp8_moe().write(tmp_path / "source"))),
         load_recipe("dequant-fp8").passes,
     )
-    found = manifest_of(prepare(plan, Options(jobs=1)))
+    found = manifest_of(prepare(plan, RunOptions(jobs=1)))
     found.pop("identity")
     assert found == described(plan)
 
@@ -541,7 +542,7 @@ def test_a_conversion_writes_its_card(tmp_path: Path) -> None:
     model.side_files["README.md"] = b"---\nlicense: mit\nbase_model: org/Base\n---\n# Theirs\n"
     source = model.write(tmp_path / "source")
     out = tmp_path / "out"
-    execute(carded(source), out, Options(jobs=1))
+    execute(carded(source), out, RunOptions(jobs=1))
     text = (out / "README.md").read_text()
     assert front_of(text)["license"] == "mit"
     assert front_of(text)["base_model"] == "org/Base"
@@ -550,9 +551,9 @@ def test_a_conversion_writes_its_card(tmp_path: Path) -> None:
     assert report.findings == []
     # Of the same bytes elsewhere the same is made; and what is made of it again names the same base.
     other = copied(source, tmp_path / "elsewhere" / "source")
-    execute(carded(other), tmp_path / "again", Options(jobs=1))
+    execute(carded(other), tmp_path / "again", RunOptions(jobs=1))
     assert tree(tmp_path / "again") == tree(out)
-    execute(with_card(Plan.identity(Checkpoint.open(out))), tmp_path / "third", Options(jobs=1))
+    execute(with_card(Plan.identity(Checkpoint.open(out))), tmp_path / "third", RunOptions(jobs=1))
     assert front_of((tmp_path / "third" / "README.md").read_text())["base_model"] == "org/Base"
     # Another base model is another result.
     assert carded(source, "org/X").fingerprint() != carded(source).fingerprint()
@@ -595,7 +596,7 @@ def true_of_readme(folder: Path) -> list[Any]:
 def test_the_receipt_is_made_true_of_the_readme_alone(tmp_path: Path, sha256: bool) -> None:
     source = fp8_moe().write(tmp_path / "source")
     out = tmp_path / "out"
-    execute(carded(source), out, Options(jobs=1, sha256=sha256))
+    execute(carded(source), out, RunOptions(jobs=1, sha256=sha256))
     receipt = out / "qconvert.receipt.jsonl"
     before = receipt.read_bytes()
     assert not account_for_readme(out)
@@ -622,7 +623,7 @@ def test_the_receipt_is_made_true_of_the_readme_alone(tmp_path: Path, sha256: bo
 def test_a_readme_that_came_later_is_added(tmp_path: Path) -> None:
     source = fp8_moe().write(tmp_path / "source")
     plan = run_passes(Plan.identity(Checkpoint.open(source)), load_recipe("dequant-fp8").passes)
-    execute(plan, tmp_path / "out", Options(jobs=1))
+    execute(plan, tmp_path / "out", RunOptions(jobs=1))
     (tmp_path / "out" / "README.md").write_text("# Mine\n")
     assert said_of_readme(tmp_path / "out") == []
     assert account_for_readme(tmp_path / "out")

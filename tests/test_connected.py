@@ -18,7 +18,8 @@ from qconvert.core.graph import Buffer, Output, Part, apply
 from qconvert.ops.rowwise import row_parts
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
+from qconvert.run.work.options import RunOptions
 from qconvert.run.work.sink import Sink
 
 ROWS, COLUMNS = 4096, 1024
@@ -74,7 +75,7 @@ def source(tmp_path: Path) -> Plan:
 
 
 def made(plan: Plan, tensors: dict[str, Output], out: Path, memory: int | None) -> dict[str, bytes]:
-    options = Options(memory=memory, jobs=1)
+    options = RunOptions(memory=memory, jobs=1)
     execute(replace(plan, tensors=tensors).check(), out, options)
     return {name: value.data for name, value in read_tensors(out).items()}
 
@@ -82,7 +83,7 @@ def made(plan: Plan, tensors: dict[str, Output], out: Path, memory: int | None) 
 def smallest(plan: Plan, tensors: dict[str, Output]) -> int:
     """The memory that the refusal of too little names, in bytes."""
     with pytest.raises(PlanError, match="give --memory") as caught:
-        prepare(replace(plan, tensors=tensors).check(), Options(memory=1, jobs=1))
+        prepare(replace(plan, tensors=tensors).check(), RunOptions(memory=1, jobs=1))
     return int(str(caught.value).split("give --memory ")[1].split("MiB")[0]) << 20
 
 
@@ -147,8 +148,8 @@ def test_results_side_by_side_are_computed_where_they_are_written_from(
 
 def test_what_nobody_takes_does_not_live_whole(source: Plan) -> None:
     tensors = {"b": apply(Turned(2), source.tensors["a"])[0]}
-    alone = prepare(replace(source, tensors=tensors).check(), Options(memory=1 << 30)).units[0]
+    alone = prepare(replace(source, tensors=tensors).check(), RunOptions(memory=1 << 30)).units[0]
     assert alone.peak < SIZE // 100
     chained = {"b": apply(Turned(4), tensors["b"])[0]}
-    both = prepare(replace(source, tensors=chained).check(), Options(memory=1 << 30)).units[0]
+    both = prepare(replace(source, tensors=chained).check(), RunOptions(memory=1 << 30)).units[0]
     assert SIZE < both.peak < SIZE + SIZE // 100

@@ -36,7 +36,7 @@ from qconvert.run.engines.ray import RayEngine
 from qconvert.run.engines.scheduler import Node
 from qconvert.run.engines.shard import ShardEngine
 from qconvert.run.executor import engine_of, execute
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
 from qconvert.run.work import cluster_node
 from qconvert.run.work.cluster_node import (
     BlockSink,
@@ -48,6 +48,7 @@ from qconvert.run.work.cluster_node import (
 from qconvert.run.work.division import BLOCK_BYTES, Shard
 from qconvert.run.work.files import Files
 from qconvert.run.work.memory import RAY_PROCESS_BYTES
+from qconvert.run.work.options import RunOptions
 from qconvert.run.work.unit_runner import Place
 from qconvert.run.work.worker import Batch
 
@@ -82,9 +83,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_say_which_engine() -> None:
     found: list[Engine] = [
-        engine_of(Options()),
-        engine_of(Options(shard=Shard(1, 3))),
-        engine_of(Options(engine="ray", address="head:6379", memory=1 << 30, jobs=4)),
+        engine_of(RunOptions()),
+        engine_of(RunOptions(shard=Shard(1, 3))),
+        engine_of(RunOptions(engine="ray", address="head:6379", memory=1 << 30, jobs=4)),
     ]
     assert found == [
         found[0], ShardEngine(Shard(1, 3)), RayEngine("head:6379", 1 << 30, 4),
@@ -316,12 +317,12 @@ def test_the_smallest_memory_is_named(source: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         PlanError, match=r"give --memory (\d+)MiB or more, which each machine"
     ) as no:
-        prepare(plan, Options(engine="ray", memory=1 << 20))
+        prepare(plan, RunOptions(engine="ray", memory=1 << 20))
     least = int(str(no.value).partition("give --memory ")[2].partition("MiB")[0]) << 20
-    share = prepare(plan, Options(engine="ray", memory=least)).share
+    share = prepare(plan, RunOptions(engine="ray", memory=least)).share
     assert share.total + share.worker <= least
     with pytest.raises(PlanError):
-        prepare(plan, Options(engine="ray", memory=least - (1 << 20)))
+        prepare(plan, RunOptions(engine="ray", memory=least - (1 << 20)))
 
 
 def test_nobody_listens_at_the_address() -> None:

@@ -25,8 +25,9 @@ from qconvert.core.errors import RunError
 from qconvert.run.engines import ray as ray_engine
 from qconvert.run.engines.ray import connected
 from qconvert.run.executor import execute
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
 from qconvert.run.work.cluster_node import NodeCheck, check_node
+from qconvert.run.work.options import RunOptions
 from qconvert.run.work.worker import WorkerSetup
 
 _LAYERS = 24
@@ -57,11 +58,11 @@ class Bench:
     folder: Path
     here: Mapping[str, Tree]
 
-    def ray(self, kind: str, **more: Any) -> Options:
+    def ray(self, kind: str, **more: Any) -> RunOptions:
         how = replace(faults.options(kind), jobs=None)
         return replace(how, engine="ray", address=self.cluster.address, jobs=3, **more)
 
-    def convert(self, out: Path, how: Options, heard: Heard | None = None) -> Heard:
+    def convert(self, out: Path, how: RunOptions, heard: Heard | None = None) -> Heard:
         heard = heard or Heard()
         execute(plan_of(self.source), out, how, events=heard)
         return heard

@@ -39,11 +39,12 @@ from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute
 from qconvert.run.folder import workspace
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
 from qconvert.run.work.files import Files
 from qconvert.run.work.memory import PLAN_BYTES_PER_TENSOR
+from qconvert.run.work.options import RunOptions
 
-HERE = Options(jobs=1)
+HERE = RunOptions(jobs=1)
 MIB = 1 << 20
 
 
@@ -116,7 +117,7 @@ def test_every_byte_is_right(converted: Path) -> None:
 def test_workers_make_the_same_files(sample: Path, tmp_path: Path, size: int) -> None:
     shares = []
     for jobs in (1, 3):
-        how = Options(jobs=jobs, memory=512 * MIB, max_shard_size=size)
+        how = RunOptions(jobs=jobs, memory=512 * MIB, max_shard_size=size)
         receipt = execute(plan_of(sample), tmp_path / f"{jobs}", how)
         assert receipt.share is not None
         shares.append(receipt.share.jobs)
@@ -129,7 +130,7 @@ def test_memory_does_not_change_bytes(sample: Path, tmp_path: Path) -> None:
     arenas = set()
     for memory in (_smallest(plan), 40 * MIB, 2048 * MIB):
         out = tmp_path / str(memory)
-        receipt = execute(plan, out, Options(jobs=1, memory=memory))
+        receipt = execute(plan, out, RunOptions(jobs=1, memory=memory))
         assert receipt.share is not None
         arenas.add(receipt.share.arena)
         assert differing(tree(out), tree(tmp_path / str(_smallest(plan)))) == []
@@ -142,7 +143,7 @@ def test_many_small_units_do_not_stall_the_workers(tmp_path: Path) -> None:
     tensors = {f"{long}.{i}.weight": faults.plain((2,), i) for i in range(3000)}
     source = faults.write_checkpoint(tmp_path / "source", tensors, quantized=False)
     plan = Plan.identity(Checkpoint.open(source))
-    execute(plan, tmp_path / "out", Options(jobs=2, memory=512 * MIB))
+    execute(plan, tmp_path / "out", RunOptions(jobs=2, memory=512 * MIB))
     assert _stored(tmp_path / "out") == tensors
 
 
@@ -171,7 +172,7 @@ def test_files_are_filled_in_model_order(tmp_path: Path, size: int, jobs: int) -
     source = faults.write_checkpoint(tmp_path / "source", tensors, quantized=False)
     out = tmp_path / "out"
     plan = Plan.identity(Checkpoint.open(source))
-    how = Options(jobs=jobs, memory=512 * MIB, max_shard_size=size)
+    how = RunOptions(jobs=jobs, memory=512 * MIB, max_shard_size=size)
     receipt = execute(plan, out, how)
     assert _stored(out) == tensors
 
@@ -208,7 +209,7 @@ def test_files_are_filled_in_model_order(tmp_path: Path, size: int, jobs: int) -
 
 def test_safetensors_loads_every_file(sample: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    convert(sample, out, Options(jobs=1, max_shard_size=1_000_000))
+    convert(sample, out, RunOptions(jobs=1, max_shard_size=1_000_000))
     loaded = {}
     for file in out.glob("*.safetensors"):
         loaded.update(load_file(file))
@@ -274,7 +275,7 @@ def _check_receipt(source: Path, out: Path) -> None:
 def test_receipt_hashes_are_those_of_the_bytes(sample: Path, tmp_path: Path, jobs: int) -> None:
     out = tmp_path / "out"
     # Little memory: weights are read and written in many parts.
-    execute(plan_of(sample), out, Options(jobs=jobs, memory=60 * MIB, max_shard_size=2_000_000))
+    execute(plan_of(sample), out, RunOptions(jobs=jobs, memory=60 * MIB, max_shard_size=2_000_000))
     _check_receipt(sample, out)
     assert not any("sha256" in line for line in _receipt(out))
 
@@ -530,7 +531,7 @@ def test_nan_codes_are_told_and_kept(tmp_path: Path, jobs: int) -> None:
     source = faults.write_checkpoint(tmp_path / "source", tensors)
     _patched(source, "a.weight", 1000, b"\x7f\xff")
     out = tmp_path / "out"
-    receipt = execute(plan_of(source), out, Options(jobs=jobs, memory=512 * MIB))
+    receipt = execute(plan_of(source), out, RunOptions(jobs=jobs, memory=512 * MIB))
     assert receipt.remarks == ("tensor 'a.weight' with 'a.weight_scale_inv': 2 NaN codes",)
     values = load_file(out / SINGLE)["a.weight"].view(-1)
     assert values.isnan().nonzero().view(-1).tolist() == [1000, 1001]
@@ -542,7 +543,7 @@ def test_a_scale_that_is_no_number_stops_the_run(tmp_path: Path, jobs: int, bad:
     source = faults.write_checkpoint(tmp_path / "source", tensors)
     out = tmp_path / "out"
     _patched(source, "b.weight_scale_inv", 8, struct.pack("<f", bad))
-    how = Options(jobs=jobs, memory=512 * MIB)
+    how = RunOptions(jobs=jobs, memory=512 * MIB)
     with pytest.raises(RunError, match=r"'b\.weight' with 'b\.weight_sc.*NaN or infinite"):
         execute(plan_of(source), out, how)
     _unpublished(out)
@@ -564,7 +565,7 @@ def test_a_scale_that_is_no_number_stops_the_run(tmp_path: Path, jobs: int, bad:
 def _smallest(plan: Plan) -> int:
     """The budget that a refusal asks for."""
     with pytest.raises(PlanError) as caught:
-        prepare(plan, Options(memory=1, jobs=1))
+        prepare(plan, RunOptions(memory=1, jobs=1))
     found = re.search(r"give --memory (\d+)MiB", str(caught.value))
     assert found is not None
     return int(found.group(1)) * MIB
@@ -586,11 +587,11 @@ def test_the_smallest_memory_named_is_enough(
     plan = plan_of(faults.write_checkpoint(folder / "source", tensors))
     least = _smallest(plan)
     with pytest.raises(PlanError, match=r"tensor 'big\.weight' needs"):
-        prepare(plan, Options(memory=least - MIB, jobs=1))
-    receipt = execute(plan, folder / "least", Options(memory=least, jobs=1))
+        prepare(plan, RunOptions(memory=least - MIB, jobs=1))
+    receipt = execute(plan, folder / "least", RunOptions(memory=least, jobs=1))
     assert receipt.share is not None
     assert receipt.share.total <= least
-    execute(plan, folder / "much", Options(memory=2 << 30, jobs=1))
+    execute(plan, folder / "much", RunOptions(memory=2 << 30, jobs=1))
     assert differing(tree(folder / "least"), tree(folder / "much")) == []
 
 
@@ -600,7 +601,7 @@ def test_a_share_keeps_to_the_budget(sample: Path) -> None:
     least = _smallest(plan)
     for memory in range(least, 512 * MIB, 7 * MIB):
         for jobs in (1, 2, 5, 64):
-            share = prepare(plan, Options(memory=memory, jobs=jobs)).share
+            share = prepare(plan, RunOptions(memory=memory, jobs=jobs)).share
             assert 1 <= share.jobs <= jobs
             assert share.total <= memory
             assert share.total >= len(plan.checkpoint) * PLAN_BYTES_PER_TENSOR
@@ -636,7 +637,7 @@ def test_whatever_ends_a_run_keeps_what_is_done(
 
 def test_no_worker_outlives_an_error_of_the_caller(sample: Path, tmp_path: Path) -> None:
     """Also while the exception, and the frames it holds, are still around."""
-    how = Options(jobs=2, memory=512 * MIB)
+    how = RunOptions(jobs=2, memory=512 * MIB)
     broken = faults.At(lambda: (_ for _ in ()).throw(ValueError("the bar broke")))
     before = _children()
     with pytest.raises(ValueError, match="the bar broke") as caught:
@@ -652,7 +653,7 @@ def test_workers_that_cannot_start_are_told_of(
     """Sending work to one that is gone is an error of ours, not of whoever reads our output."""
     monkeypatch.setattr("qconvert.run.work.forkserver.sys.executable", shutil.which("false"))
     with pytest.raises(RunError, match=r"worker process \d+ ended with status 1; run the same"):
-        execute(plan_of(sample), tmp_path / "out", Options(jobs=2, memory=512 * MIB))
+        execute(plan_of(sample), tmp_path / "out", RunOptions(jobs=2, memory=512 * MIB))
     _unpublished(tmp_path / "out")
 
 

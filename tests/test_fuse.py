@@ -25,7 +25,7 @@ from qconvert.passes.experts import Stack, Unstack
 from qconvert.passes.fuse import EQUAL_RULE, Fuse, Unfuse
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import execute
-from qconvert.run.folder.prepare import Options
+from qconvert.run.work.options import RunOptions
 from qconvert.run.work.sink import WINDOW_BYTES
 from qconvert.runtimes.consumers import parse_consumer
 from qconvert.validation.diff import compare
@@ -284,9 +284,9 @@ def test_per_tensor_scales_fuse_where_they_are_equal(
     plan = run_passes(Plan.identity(source), (Fuse(groups=1),))
     assert plan.tensors[f"{_AT}.in_proj_qkvz.weight_scale"].type.shape == scale
     assert dict(plan.dropped) == {f"{_AT}.in_proj_z.weight_scale": EQUAL_RULE}
-    execute(plan, tmp_path / "fused", Options(jobs=1))
+    execute(plan, tmp_path / "fused", RunOptions(jobs=1))
     back = run_passes(Plan.identity(Checkpoint.open(tmp_path / "fused")), (Unfuse(),))
-    execute(back, tmp_path / "back", Options(jobs=1))
+    execute(back, tmp_path / "back", RunOptions(jobs=1))
     assert compare(Checkpoint.open(tmp_path / "back"), source) == []
 
 
@@ -418,7 +418,7 @@ def test_dequantizing_and_fusing_commute(groups: int, tmp_path: Path) -> None:
         ("a", (Fuse(groups=groups), Dequant())),
         ("b", (Dequant(), Fuse(groups=groups))),
     ):
-        execute(run_passes(start, steps), tmp_path / name, Options(jobs=1))
+        execute(run_passes(start, steps), tmp_path / name, RunOptions(jobs=1))
     fused, plain = (tmp_path / name / "model.safetensors" for name in "ab")
     assert fused.read_bytes() == plain.read_bytes()
 
@@ -439,7 +439,7 @@ def test_a_big_stack_is_cut_and_put_together_in_small_reads(
     }  # fmt: skip
     tensors = {f"{at}.gate_up_proj": stack_type, f"{at}.down_proj": down}
     source = written(tmp_path / "s", tensors, config)
-    small = Options(memory=64 << 20, jobs=1)
+    small = RunOptions(memory=64 << 20, jobs=1)
     first = execute(run_passes(Plan.identity(source), (Unstack(),)), tmp_path / "apart", small)
     apart = Checkpoint.open(tmp_path / "apart")
     assert len(apart) == 48

@@ -17,7 +17,8 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.plan_report import Rates, plan_lines
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import load_recipe
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
+from qconvert.run.work.options import RunOptions
 
 _FOLDER = Path(__file__).parent / "plans"
 _CASES = [
@@ -60,7 +61,7 @@ def is_golden(found: HeaderSet, model: str, recipe: str, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The memory shown is the same whether numba is installed or not.
         patch.setenv("QCONVERT_KERNELS", "numpy")
-        ready = prepare(plan, Options(memory=1 << 30, jobs=2))
+        ready = prepare(plan, RunOptions(memory=1 << 30, jobs=2))
     text = "\n".join(plan_lines(ready, None, Rates(None, None))).replace(str(folder), model) + "\n"
     golden = _FOLDER / f"{model}.{recipe}.txt"
     if os.environ.get("QCONVERT_UPDATE_PLANS"):

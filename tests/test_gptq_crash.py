@@ -20,8 +20,8 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.run.executor import execute
-from qconvert.run.folder.prepare import Options
 from qconvert.run.work.files import Files
+from qconvert.run.work.options import RunOptions
 from qconvert.samples.request import Calibration
 
 pytestmark = pytest.mark.crash
@@ -68,7 +68,7 @@ def convert(folder: Path, out: Path, files: Files | None = None) -> None:
     if kind == "nvfp4":
         step = ToNvfp4("modelopt", calibrate=request)
     plan = run_passes(Plan.identity(Checkpoint.open(folder / "model")), (step,))
-    execute(plan, out, Options(jobs=1), files=files, backend=backend_for([plan]))
+    execute(plan, out, RunOptions(jobs=1), files=files, backend=backend_for([plan]))
 
 
 @pytest.fixture(scope="module", params=KINDS)

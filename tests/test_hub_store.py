@@ -55,7 +55,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def overhead(folder: Path) -> int:
-    """What is read of shards beside what a conversion needs."""
+    """Reads of shards beside those that a conversion needs."""
     return size_of_samples(folder) + FIRST_READ * len(list(folder.glob("*.safetensors")))
 
 

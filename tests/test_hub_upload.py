@@ -195,7 +195,7 @@ def test_hidden_files_stay_here_and_are_named(hub: LoopbackHub, folder: Path) ->
 
 
 def test_a_private_repo(hub: LoopbackHub, folder: Path) -> None:
-    """What is to be private never goes to a repo that is public."""
+    """A private upload never goes to a repo that is public."""
     for _ in ("made", "found"):
         uploaded(folder, "--private")
         assert hub.repos[REPO].private

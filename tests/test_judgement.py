@@ -42,7 +42,8 @@ from qconvert.plan.plan import Plan, run_passes
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.run.executor import execute
 from qconvert.run.folder import staging
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
+from qconvert.run.work.options import RunOptions
 from qconvert.validation import judgement, runner
 from qconvert.validation.findings import Finding
 from qconvert.validation.judgement import judged, planned_checkpoint
@@ -101,14 +102,14 @@ def test_halves_of_a_pair_are_judged_as_one(tmp_path: Path) -> None:
             model.tensors[name] = tensor(held.dtype, 128, 128)
     source = Checkpoint.open(model.write(tmp_path / "source"))
     plans = pair_plans(Plan.identity(source), ExpertsToAmx("int8", 1), ExpertsToW4A16())
-    ready = prepare_together([with_card(plan) for plan in plans], Options(jobs=1))
+    ready = prepare_together([with_card(plan) for plan in plans], RunOptions(jobs=1))
     cpu, gpu = planned_checkpoint(ready[0]), planned_checkpoint(ready[1])
     assert "amx" in (cpu.manifest or {})
     assert "amx" not in (gpu.manifest or {})
     judged(ready, source)
     found = judge_headers(Folder(cpu, source, gpu, planned=True))
     assert [f for f in found if f.severity == "error"] == []
-    stranger = prepare(with_card(plans[1]), Options(jobs=1))
+    stranger = prepare(with_card(plans[1]), RunOptions(jobs=1))
     assert stranger.plan.facts["pair"]["side"] == "gpu"
     stolen = judge_headers(Folder(cpu, source, Checkpoint.open(source.root), planned=True))
     assert [f.rule for f in stolen if f.severity == "error"] in ([], ["QC050"])
@@ -137,8 +138,8 @@ def test_a_planned_folder_is_the_one_that_is_written(
     }
     source = models[kind].write(tmp_path / "source")
     plan = planned(source, recipe)
-    here = planned_checkpoint(prepare(plan, Options(jobs=1)))
-    execute(plan, tmp_path / "out", Options(jobs=1))
+    here = planned_checkpoint(prepare(plan, RunOptions(jobs=1)))
+    execute(plan, tmp_path / "out", RunOptions(jobs=1))
     there = Checkpoint.open(tmp_path / "out")
     assert {n: s.type for n, s in here.items()} == {n: s.type for n, s in there.items()}
     assert all(here[name].offset == there[name].offset for name in there)
@@ -159,7 +160,9 @@ def test_nothing_of_a_planned_folder_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who opens files says so in its needs; the others get along without any."""
-    ready = prepare(planned(fp8_moe().write(tmp_path / "s"), "passes: [dequant]"), Options(jobs=1))
+    ready = prepare(
+        planned(fp8_moe().write(tmp_path / "s"), "passes: [dequant]"), RunOptions(jobs=1)
+    )
     source = ready.plan.checkpoint
     here = planned_checkpoint(ready)
 
@@ -257,7 +260,7 @@ def test_a_copied_tensor_that_nobody_knows_or_reads_is_a_warning(name: str, tmp_
 
 def test_the_message_names_the_first_and_counts_the_others(tmp_path: Path) -> None:
     source = gdn_models.model("qwen3_5_moe_text").write(tmp_path / "source")
-    ready = prepare(planned(source, "passes: [{fuse: {consumer: sglang}}]"), Options(jobs=1))
+    ready = prepare(planned(source, "passes: [{fuse: {consumer: sglang}}]"), RunOptions(jobs=1))
     bad = [Finding("QC013", "error", f"x{n}", "missing") for n in range(3)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(

@@ -20,7 +20,7 @@ from qconvert.passes.fuse import Fuse, Unfuse
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.recipe.recipe import load_recipe
 from qconvert.run.executor import execute
-from qconvert.run.folder.prepare import Options
+from qconvert.run.work.options import RunOptions
 
 pytestmark = pytest.mark.peer
 
@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def run(source: Path, out: Path, *passes: Pass) -> Path:
-    execute(run_passes(Plan.identity(Checkpoint.open(source)), passes), out, Options(jobs=1))
+    execute(run_passes(Plan.identity(Checkpoint.open(source)), passes), out, RunOptions(jobs=1))
     return out
 
 

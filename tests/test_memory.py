@@ -26,8 +26,9 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.names import natural_key
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
 from qconvert.run.work.memory import PLAN_BYTES_PER_TENSOR, PROCESS_BYTES
+from qconvert.run.work.options import RunOptions
 from qconvert.run.work.sink import MIN_WINDOW_BYTES, WINDOW_BYTES, WINDOWS
 
 MIB = 1 << 20
@@ -68,10 +69,11 @@ before = status("RssAnon")
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
+from qconvert.run.work.options import RunOptions
 imported = status("RssAnon")
 plan = run_passes(Plan.identity(Checkpoint.open(sys.argv[1])), (Dequant(),))
-ready = prepare(plan, Options(memory=1 << 30))
+ready = prepare(plan, RunOptions(memory=1 << 30))
 print(len(plan.checkpoint), status("RssAnon") - imported, status("VmHWM"), "torch" in sys.modules)
 """
 
@@ -90,7 +92,7 @@ def _calls(source: Path) -> tuple[int, int]:
     profile = cProfile.Profile()
     profile.enable()
     plan = run_passes(Plan.identity(Checkpoint.open(source)), (Dequant(),))
-    ready = prepare(plan, Options(memory=GIB, jobs=1))
+    ready = prepare(plan, RunOptions(memory=GIB, jobs=1))
     profile.disable()
     assert ready.units
     assert ready.fingerprint
@@ -286,7 +288,7 @@ from pathlib import Path
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute
-from qconvert.run.folder.prepare import Options
+from qconvert.run.folder.prepare import RunOptions
 root, count = Path(sys.argv[1]), int(sys.argv[2])
 def name(i):
     return f"model.layers.{i % 60}.mlp.experts.{i // 60}.down_proj.weight"
@@ -297,7 +299,7 @@ faults.write_checkpoint(
 del tensor
 before = status("VmHWM")
 plan = Plan.identity(Checkpoint.open(root / "source")).check()
-receipt = execute(plan, root / "out", Options(memory=1 << 30, jobs=1))
+receipt = execute(plan, root / "out", RunOptions(memory=1 << 30, jobs=1))
 print(status("VmHWM") - before)
 """
 

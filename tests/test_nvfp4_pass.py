@@ -33,7 +33,8 @@ from qconvert.passes.input_scales import input_maxima
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.shared_scales import shared_groups
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
+from qconvert.run.work.options import RunOptions
 
 DIALECTS: list[Dialect] = ["compressed-tensors", "modelopt"]
 both = pytest.mark.parametrize("dialect", DIALECTS)
@@ -192,7 +193,7 @@ def test_memory_is_of_parts_not_of_matrices(tmp_path: Path) -> None:
     headers.write_sparse(headers.load("qwen3.5-27b-fp8"), tmp_path)
     step = ToNvfp4("compressed-tensors", ("Linear",))
     plan = run_passes(Plan.identity(Checkpoint.open(tmp_path)), [step])
-    peak = max(unit.peak for unit in prepare(plan, Options(memory=1 << 31)).units)
+    peak = max(unit.peak for unit in prepare(plan, RunOptions(memory=1 << 31)).units)
     assert peak < 12 << 20
 
 

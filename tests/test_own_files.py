@@ -25,9 +25,9 @@ from qconvert.checkpoint.checkpoint import WORK_DIR, Checkpoint
 from qconvert.core.errors import CheckpointError, OutputError, RunError
 from qconvert.hub.readme import account_for_readme
 from qconvert.run.executor import execute
-from qconvert.run.folder.prepare import Options
 from qconvert.run.folder.workspace import JOURNAL, LOCK, STAGE, Workspace, clean
 from qconvert.run.work.files import Files
+from qconvert.run.work.options import RunOptions
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_the_real_error_is_told(
 
     monkeypatch.setattr(Workspace, "begin", refuse)
     with pytest.raises(OutputError, match="the real reason"):
-        execute(plan_of(source), tmp_path / "out", Options(jobs=1), files=Stuck())
+        execute(plan_of(source), tmp_path / "out", RunOptions(jobs=1), files=Stuck())
 
 
 def test_a_side_file_that_cannot_be_read_is_named(
@@ -221,7 +221,7 @@ def test_too_many_open_files_is_told_with_its_limit(
 
     monkeypatch.setattr("qconvert.run.work.forkserver.Pipe", none_left)
     with pytest.raises(RunError, match="worker process cannot be started: Too many open files"):
-        execute(plan_of(source), tmp_path / "out", Options(jobs=2, memory=512 << 20))
+        execute(plan_of(source), tmp_path / "out", RunOptions(jobs=2, memory=512 << 20))
 
 
 # --- permissions ------------------------------------------------------------------------------

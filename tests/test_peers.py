@@ -21,7 +21,7 @@ from qconvert.cli.demo_checkpoint import heavy_tailed, quantize_block_fp8, write
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import execute
-from qconvert.run.folder.prepare import Options
+from qconvert.run.work.options import RunOptions
 
 pytestmark = pytest.mark.peer
 
@@ -123,7 +123,7 @@ def test_transformers_computes_the_reference_logits(
 
     plan = run_passes(Plan.identity(Checkpoint.open(tmp_path / "fp8")), (Dequant(),))
     assert plan.log[0].matched == plan.log[0].expected
-    execute(plan, tmp_path / "out", Options(max_shard_size=1 << 20, jobs=2))
+    execute(plan, tmp_path / "out", RunOptions(max_shard_size=1 << 20, jobs=2))
 
     made: Tensors = {}
     for file in sorted((tmp_path / "out").glob("*.safetensors")):
@@ -144,7 +144,7 @@ def test_transformers_loads_the_demo(tmp_path: Path) -> None:
     """MTP tensors are kept; transformers knows no class for them and names them as unexpected."""
     write_sample(tmp_path / "fp8")
     plan = run_passes(Plan.identity(Checkpoint.open(tmp_path / "fp8")), (Dequant(),))
-    execute(plan, tmp_path / "out", Options(jobs=1))
+    execute(plan, tmp_path / "out", RunOptions(jobs=1))
     model, told = hf.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
     )
@@ -182,7 +182,7 @@ def test_compressed_tensors_writes_the_same_weights(tmp_path: Path) -> None:
         max_workers=1,
     )
     plan = run_passes(Plan.identity(Checkpoint.open(source)), (Dequant(),))
-    execute(plan, tmp_path / "ours", Options(jobs=1))
+    execute(plan, tmp_path / "ours", RunOptions(jobs=1))
     theirs, ours = (load_file(tmp_path / n / "model.safetensors") for n in ("theirs", "ours"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

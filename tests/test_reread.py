@@ -24,10 +24,11 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.units import REREAD_BYTES, Compute, Unit, reread
 from qconvert.run.executor import run_prepared
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
 from qconvert.run.work import reader, unit_runner
 from qconvert.run.work.forkserver import ended
 from qconvert.run.work.memory import share_out
+from qconvert.run.work.options import RunOptions
 from qconvert.run.work.reader import Reader
 from qconvert.run.work.sink import WINDOW_BYTES, WINDOWS
 
@@ -41,7 +42,7 @@ def source(tmp_path: Path) -> Path:
 
 def units_of(source: Path) -> list[Unit]:
     plan = run_passes(Plan.identity(Checkpoint.open(source)), [ToNvfp4("modelopt")])
-    return list(prepare(plan, Options()).units)
+    return list(prepare(plan, RunOptions()).units)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from qconvert.core.graph import Output, Source
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.plan.units import Unit
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
 from qconvert.run.work.file_layout import (
     OutFile,
     ShardLayout,
@@ -25,6 +25,7 @@ from qconvert.run.work.file_layout import (
     peak,
     places_of,
 )
+from qconvert.run.work.options import RunOptions
 
 
 def layout(*files: tuple[str, ...]) -> ShardLayout:
@@ -105,9 +106,9 @@ def test_the_peak_is_what_a_run_comes_to(seed: int) -> None:
 def test_a_budget_of_two_shards(tmp_path: Path) -> None:
     source = fp8_moe().write(tmp_path / "source")
     plan = run_passes(Plan.identity(Checkpoint.open(source)), (Dequant(),))
-    ready = prepare(plan, Options(jobs=1, max_shard_size=1000, streamed=True))
+    ready = prepare(plan, RunOptions(jobs=1, max_shard_size=1000, streamed=True))
     assert ready.room is not None
     largest = max(file.size for file in ready.layout.files)
     assert ready.room.least >= 2 * largest + ready.room.rest
     with pytest.raises(PlanError, match=f"give {ready.room.least} B or more"):
-        prepare(plan, Options(jobs=1, max_shard_size=1000, streamed=True, disk_budget=1000))
+        prepare(plan, RunOptions(jobs=1, max_shard_size=1000, streamed=True, disk_budget=1000))

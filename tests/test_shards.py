@@ -26,10 +26,11 @@ from qconvert.core.errors import OutputError, UsageError
 from qconvert.plan.plan import Plan
 from qconvert.run.folder import leases, staging
 from qconvert.run.folder.leases import SHARDS, at_work, begin_lease, journals_in
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
 from qconvert.run.folder.workspace import JOURNAL, LOCK
 from qconvert.run.work.division import BLOCK_BYTES, LEFT_TO_FINISH, Shard, divide, parse_shard
 from qconvert.run.work.files import Files
+from qconvert.run.work.options import RunOptions
 
 _SIZE = ("--max-shard-size", str(faults.SHARD_BYTES), "--jobs", "1")
 KINDS = sorted(faults.SHARD_SIZES)
@@ -199,7 +200,7 @@ def test_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize("size", [40_000, 150_000, 5_000_000_000])
 def test_no_two_shards_write_to_a_block(count: int, size: int, source: Path) -> None:
-    ready = prepare(faults.plan_of(source), Options(max_shard_size=size))
+    ready = prepare(faults.plan_of(source), RunOptions(max_shard_size=size))
     division = divide(ready.units, [ready.layout], count)
     owners: dict[tuple[int, int], set[int]] = {}
     for unit, owner in zip(ready.units, division.owner, strict=True):
@@ -219,7 +220,9 @@ def test_shares_are_even(tmp_path: Path) -> None:
     for n in range(300):
         tensors[f"model.layers.{n}.up.weight"] = faults.plain((64, chooser.choice((128, 512))), n)
     source = faults.write_checkpoint(tmp_path / "source", tensors, quantized=False)
-    ready = prepare(Plan.identity(api.open_checkpoint(source)), Options(max_shard_size=1_000_000))
+    ready = prepare(
+        Plan.identity(api.open_checkpoint(source)), RunOptions(max_shard_size=1_000_000)
+    )
     division = divide(ready.units, [ready.layout], 5)
     sizes = [nbytes for _, nbytes in division.shares]
     whole = sum(sizes) + division.rest[1]

@@ -170,7 +170,7 @@ def test_a_product_is_wrong_by_less_than_it_says() -> None:
 
 
 def _loss(by_tensor_cores: bool) -> float:
-    """What the best codes of a heavy-tailed matrix lose under inputs with outlier channels."""
+    """Loss of the best codes of a heavy-tailed matrix under inputs with outlier channels."""
     random = torch.Generator().manual_seed(2)
     weight = heavy_tailed((1, ROWS, COLUMNS), random).bfloat16()
     inputs = torch.randn(1, 4 * COLUMNS, COLUMNS, generator=random)

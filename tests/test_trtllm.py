@@ -37,7 +37,8 @@ from qconvert.core.errors import PlanError, RunError
 from qconvert.core.graph import Op
 from qconvert.ops.gather import Gather, Order, Scatter
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.run.folder.prepare import Options, prepare
+from qconvert.run.folder.prepare import prepare
+from qconvert.run.work.options import RunOptions
 
 _AT = "model.layers.1.mlp.experts"
 _BOTH = pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
@@ -498,7 +499,7 @@ def test_unprepare_wants_a_marker_and_all_parts(tmp_path: Path) -> None:
 def test_an_expert_is_worked_on_in_parts(tmp_path: Path) -> None:
     """No step needs a whole matrix of an expert: a tile of its arguments and results does."""
     model = nvfp4_moe(hidden=1024, intermediate=512, experts=2)
-    ready = prepare(run_passes(plan_of(model, tmp_path), [Prepare()]), Options(jobs=1))
+    ready = prepare(run_passes(plan_of(model, tmp_path), [Prepare()]), RunOptions(jobs=1))
     tile = 128 * 1024 // 2
     assert max(unit.peak for unit in ready.units) <= 3 * tile < 512 * 1024 // 2
 

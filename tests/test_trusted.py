@@ -29,9 +29,10 @@ from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import RunResult, execute, run_together
 from qconvert.run.folder.journal import lines_of, read_journal
-from qconvert.run.folder.prepare import Options, prepare_together
+from qconvert.run.folder.prepare import prepare_together
 from qconvert.run.folder.workspace import JOURNAL
 from qconvert.run.work.files import Files
+from qconvert.run.work.options import RunOptions
 
 KILLED = -signal.SIGKILL
 
@@ -235,7 +236,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _pair(source: Path, root: Path, files: Files | None = None) -> list[RunResult]:
     start = Plan.identity(Checkpoint.open(source))
     plans = pair_plans(start, ExpertsToAmx("int4", 1), ExpertsToW4A16())
-    ready = prepare_together(plans, Options(jobs=1, commit_bytes=1, max_shard_size=40_000))
+    ready = prepare_together(plans, RunOptions(jobs=1, commit_bytes=1, max_shard_size=40_000))
     return run_together(list(zip(ready, (root / "cpu", root / "gpu"), strict=True)), files=files)
 
 

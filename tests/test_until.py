@@ -26,8 +26,8 @@ from qconvert.core.errors import UsageError
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import RunResult, execute
-from qconvert.run.folder.prepare import Options
 from qconvert.run.work.deadline import Pace, Until, parse_until
+from qconvert.run.work.options import RunOptions
 from qconvert.samples.request import Calibration
 
 LAYERS, UNITS = 3, 30
@@ -213,7 +213,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def calibrated(folder: Path, out: Path, how: Options, save_stats: str | None = None) -> RunResult:
+def calibrated(
+    folder: Path, out: Path, how: RunOptions, save_stats: str | None = None
+) -> RunResult:
     torch.set_num_threads(1)
     request = Calibration(
         data=str(folder / "tokens.safetensors"),
@@ -229,7 +231,7 @@ def calibrated(folder: Path, out: Path, how: Options, save_stats: str | None = N
 
 @pytest.fixture(scope="module")
 def undisturbed(model: Path) -> Tree:
-    calibrated(model, model / "out", Options(jobs=1))
+    calibrated(model, model / "out", RunOptions(jobs=1))
     return tree(model / "out")
 
 
@@ -242,7 +244,9 @@ def test_a_calibration_stops_at_a_layer_and_goes_on(
     stats = str(tmp_path / "stats")
     looks = chain([UNITS - 3], repeat(0))
     while True:
-        result = calibrated(model, out, Options(jobs=1, until=over(next(looks))), save_stats=stats)
+        result = calibrated(
+            model, out, RunOptions(jobs=1, until=over(next(looks))), save_stats=stats
+        )
         if not result.left_units:
             break
         assert not result.published
@@ -257,6 +261,6 @@ def test_a_calibration_stops_at_a_layer_and_goes_on(
 
 def test_time_enough_is_no_reason_to_stop(model: Path, undisturbed: Tree, tmp_path: Path) -> None:
     until = Until(100.0, 1000.0, Hand())
-    result = calibrated(model, tmp_path / "out", Options(jobs=1, until=until))
+    result = calibrated(model, tmp_path / "out", RunOptions(jobs=1, until=until))
     assert (result.left_units, result.published) == (0, True)
     assert differing(tree(tmp_path / "out"), undisturbed) == []

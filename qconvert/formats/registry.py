@@ -46,14 +46,6 @@ def _known() -> tuple[list[Format], list[Format]]:
     return formats_of(ours), formats_of(discover(group=FORMATS))
 
 
-def format_named(name: str) -> Format:
-    """The format of this name. Raises PlanError for an unknown one, with those that are known."""
-    known = formats()
-    if name not in known:
-        raise PlanError(f"expected a format, one of {', '.join(sorted(known))}; found {name!r}")
-    return known[name]
-
-
 @cache
 def _readers() -> tuple[Reader, ...]:
     """Each way in which an encoded weight is read, in order."""

@@ -16,16 +16,17 @@ from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute, run_together
-from qconvert.run.folder.prepare import Options, prepare_together
+from qconvert.run.folder.prepare import prepare_together
 from qconvert.run.work.files import Files
+from qconvert.run.work.options import RunOptions
 
 OUT, CPU, GPU = "out", "cpu", "gpu"
 _SIZES = {"sharded": 40_000, "single": 5_000_000_000}
 
 
-def _options(kind: str) -> Options:
+def _options(kind: str) -> RunOptions:
     """Every unit committed by itself, each folder in several files or in one."""
-    return Options(jobs=1, commit_bytes=1, max_shard_size=_SIZES[kind])
+    return RunOptions(jobs=1, commit_bytes=1, max_shard_size=_SIZES[kind])
 
 
 def convert_plain(source: Path, root: Path, kind: str, files: Files | None = None) -> None:

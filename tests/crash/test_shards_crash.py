@@ -31,8 +31,8 @@ from faults import (
 from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.run.folder import leases
 from qconvert.run.folder.leases import journals_in
-from qconvert.run.folder.prepare import Options
 from qconvert.run.work.division import Shard
+from qconvert.run.work.options import RunOptions
 
 pytestmark = pytest.mark.crash
 
@@ -46,24 +46,24 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["sharded", "single"])
-def how(request: pytest.FixtureRequest) -> Options:
+def how(request: pytest.FixtureRequest) -> RunOptions:
     return faults.options(str(request.param))
 
 
 @pytest.fixture(scope="module")
-def wanted(source: Path, how: Options, tmp_path_factory: pytest.TempPathFactory) -> Tree:
+def wanted(source: Path, how: RunOptions, tmp_path_factory: pytest.TempPathFactory) -> Tree:
     """What one machine makes."""
     out = tmp_path_factory.mktemp("one") / "out"
     convert(source, out, how)
     return tree(out)
 
 
-def _of(how: Options, number: int) -> Options:
+def _of(how: RunOptions, number: int) -> RunOptions:
     return replace(how, shard=Shard(number, COUNT))
 
 
 def test_two_of_four_killed_and_one_run_twice(
-    source: Path, how: Options, wanted: Tree, tmp_path: Path
+    source: Path, how: RunOptions, wanted: Tree, tmp_path: Path
 ) -> None:
     chooser = random.Random(5)
     for round_ in range(12):
@@ -88,7 +88,7 @@ def test_two_of_four_killed_and_one_run_twice(
 
 
 def test_a_shard_killed_at_every_operation(
-    source: Path, how: Options, wanted: Tree, tmp_path: Path
+    source: Path, how: RunOptions, wanted: Tree, tmp_path: Path
 ) -> None:
     counting = Counting()
     convert(source, tmp_path / "counted", _of(how, 1), counting)
@@ -109,7 +109,7 @@ def test_a_shard_killed_at_every_operation(
 
 
 def test_finish_killed_at_every_operation(
-    source: Path, how: Options, wanted: Tree, tmp_path: Path
+    source: Path, how: RunOptions, wanted: Tree, tmp_path: Path
 ) -> None:
     done = tmp_path / "done"
     for number in range(COUNT):
@@ -129,7 +129,7 @@ def test_finish_killed_at_every_operation(
 
 
 def test_the_power_goes_in_a_shard(
-    source: Path, how: Options, wanted: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, how: RunOptions, wanted: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "STALE_SECONDS", 0.01)
     for at in range(0, 120, 3):
@@ -150,7 +150,7 @@ def test_the_power_goes_in_a_shard(
 
 
 def test_a_stopped_shard_that_wakes_after_its_successor(
-    source: Path, how: Options, wanted: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, how: RunOptions, wanted: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On another machine, a shard stands still for longer than a lease lasts, and goes on when all is
     done by others: it finds its successor, and does no harm."""

@@ -1,9 +1,9 @@
-"""Serve every row's folder by a runtime's own engine on a GPU, and judge it: `make served`.
+"""Serve every row's folder by vLLM's own engine on a GPU, and judge it: `make served`.
 
-    python tests/served/run.py FOLDER [--runtime vllm] [--only REGEX] [--workers 6] [--table FILE]
+    python tests/served/run.py FOLDER [--only REGEX] [--workers 6] [--table FILE]
 
 Models are made, converted and dequantized by processes on the CPU, while workers, each a process with
-the runtime imported, take the folders that are ready. A worker ends after a load that failed, because
+vLLM imported, take the folders that are ready. A worker ends after a load that failed, because
 process groups stay half made, and another takes its place. Exit code 1 where a row is not as
 expected, or is not run.
 """
@@ -11,7 +11,6 @@ expected, or is not run.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -30,7 +29,6 @@ if __name__ == "__main__":  # a file that is run: `served` and `loaders` lie bes
 from served.rows import REAL, ROWS, Row
 
 _GGUF = "SERVED_GGUF"  # the file of the real model; without it, its rows are left out
-_RUNTIMES = ("vllm", "sglang")
 _FAILED = 77  # a worker that must not load another folder
 _LONGEST = 240.0  # seconds of one row
 
@@ -49,7 +47,7 @@ def _qconvert(*arguments: str) -> tuple[int, str]:
     return made.returncode, said if made.returncode else ""
 
 
-def _made(root: Path, row: Row, runtime: str, earlier: Future[str] | None) -> str:
+def _made(root: Path, row: Row, earlier: Future[str] | None) -> str:
     """Make a row's folder `root/NAME`, its dequantized weights `NAME.f32` and what the simulator says of
     it; why not, "" where it was made. The file `NAME.ready` says that it is done."""
     folder, source = root / row.name, root / row.source
@@ -65,7 +63,7 @@ def _made(root: Path, row: Row, runtime: str, earlier: Future[str] | None) -> st
             quantized = False  # its reference is that of its source
         if quantized and not wanted.exists():
             _, error = _qconvert("dequant", str(folder), str(wanted), "--dtype", "f32", "-q")
-        code, answer["simulator"] = _qconvert("validate", str(folder), "--for", runtime)
+        code, answer["simulator"] = _qconvert("validate", str(folder), "--for", "vllm")
         answer["foretold"] = code == _DOES_NOT_LOAD
     answer["error"] = error
     (root / f"{row.name}.ready").write_text(json.dumps(answer))
@@ -97,10 +95,11 @@ def _reference_of(root: Path, row: Row) -> Path:
     return dequantized if dequantized.exists() else root / sound.name
 
 
-def _work(root: Path, runtime: str, names: Sequence[str], deadline: float) -> None:
+def _work(root: Path, names: Sequence[str], deadline: float) -> None:
     """Serve rows whose folders are ready, one after another, each claimed by one worker."""
-    engine: Any = importlib.import_module(f"served.{runtime}_engine")
-    engine.prepare()
+    from served import vllm_engine
+
+    vllm_engine.prepare()
     from served.judge import judged
 
     while time.time() < deadline:
@@ -127,7 +126,7 @@ def _work(root: Path, runtime: str, names: Sequence[str], deadline: float) -> No
         print(f"--- {row.name}", flush=True)
         try:
             source = root / row.source if row.same_as_source else None
-            record = judged(row, root / row.name, _reference_of(root, row), source, engine)
+            record = judged(row, root / row.name, _reference_of(root, row), source, vllm_engine)
         except Exception as error:
             print(traceback.format_exc(), flush=True)
             said = f"{type(error).__name__}: {error}"[:600]
@@ -142,14 +141,12 @@ def _record(root: Path, record: dict[str, Any]) -> None:
     (root / f"{record['name']}.json").write_text(json.dumps(record))
 
 
-def _supervise(
-    root: Path, runtime: str, names: Sequence[str], workers: int, deadline: float
-) -> None:
+def _supervise(root: Path, names: Sequence[str], workers: int, deadline: float) -> None:
     """Keep workers running until all rows are done or the time is over."""
     live: dict[int, subprocess.Popen[bytes]] = {}
     starts = 0
     only = "|".join(f"^{re.escape(name)}$" for name in names)
-    command = [sys.executable, __file__, str(root), "--runtime", runtime, "--only", only,
+    command = [sys.executable, __file__, str(root), "--only", only,
                "--worker", str(deadline)]  # fmt: skip
     while time.time() < deadline:
         for number in range(workers):
@@ -235,7 +232,6 @@ def _needed(names: Sequence[str]) -> set[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path)
-    parser.add_argument("--runtime", default="vllm", choices=_RUNTIMES)
     parser.add_argument("--only", default="")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0)
@@ -246,7 +242,7 @@ def main() -> int:
     known = [name for name in ROWS if there or not name.startswith(REAL)]
     names = [name for name in known if re.search(given.only, name)]
     if given.worker is not None:
-        _work(given.root, given.runtime, names, given.worker)
+        _work(given.root, names, given.worker)
         return 0
     given.root.mkdir(parents=True, exist_ok=True)
     deadline = time.time() + 60 * given.minutes
@@ -256,8 +252,8 @@ def main() -> int:
         for name, row in ROWS.items():
             if name in needed:
                 earlier = futures.get(row.source) if row.source != name else None
-                futures[name] = pool.submit(_made, given.root, row, given.runtime, earlier)
-        _supervise(given.root, given.runtime, names, given.workers, deadline)
+                futures[name] = pool.submit(_made, given.root, row, earlier)
+        _supervise(given.root, names, given.workers, deadline)
     lines, other = table(given.root, names)
     text = "\n".join(lines)
     print(text)

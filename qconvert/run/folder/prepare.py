@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 # Journal, receipt and index lines of one tensor, generously.
 _RECORD_BYTES = 2048
 
-Options = RunOptions  # by the name that tests of runs have
-
 
 @dataclass(frozen=True)
 class Prepared:
