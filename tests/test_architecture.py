@@ -26,7 +26,7 @@ _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
 # Kernels of torch and numba: they are imported where they run, and need those whole.
 _KERNELS = (
     "validators/kernels/triton", "ops/compiled/loops/", "validators/loops/",
-    "calibrate/triton_kernels.py",
+    "calibrate/triton_kernels.py", "runtimes/loader/server/",
 )  # fmt: skip
 
 
@@ -170,6 +170,7 @@ def test_packages_of_extras_stay_where_they_are_asked_for() -> None:
         "validators/amx/kt_forward.py", "compiled/", "run/engines/ray.py",
         "checkpoint/fsspec_store.py", "cli/demo.py", "cli/demo_checkpoint.py",
         "contrib/trtllm_gen/sglang_plugin.py",  # in sglang's own process
+        "runtimes/loader/server/",  # in the runtime's own process
     )  # fmt: skip
     found = {name for name, imports in in_all().items() if any(map(extra_of, _outside(imports)))}
     assert {name for name in found if not name.startswith(asked)} == set()

@@ -21,7 +21,7 @@ _DTYPES = {
     "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int32": "I32",
     "int64": "I64", "uint8": "U8", "int8": "I8",
 }  # fmt: skip
-# Below these shares the harness takes bytes that no tensor came to for chance (serve_sglang.py).
+# Below these shares the harness takes bytes that no tensor came to for chance (held.py).
 _BY_CHANCE = {"F8_E4M3": 0.05, "U8": 0.05, "I8": 0.05}
 _NEVER = 0.0005
 # Modules that hold scales of a cache alone, and buffers that a norm computes.

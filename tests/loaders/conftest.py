@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loaders.client import Server
+from loaders.client import PYTHON, Server
 
 # Files of which `make check` runs every so-manieth cell; QCONVERT_ALL=1 runs all.
 _SAMPLED = {
@@ -46,7 +46,7 @@ def _serving(folders: pytest.TempPathFactory, runtime: str, capability: str) -> 
     """Of one room for all processes of pytest-xdist."""
     room = folders.getbasetemp()
     server = Server(
-        room.parent if "PYTEST_XDIST_WORKER" in os.environ else room, runtime, capability
+        PYTHON, room.parent if "PYTEST_XDIST_WORKER" in os.environ else room, runtime, capability
     )
     yield server
     server.close()

@@ -1,4 +1,4 @@
-"""vLLM's own loader over what qconvert makes, as on an H200 (serve_vllm.py). Skips itself without its
+"""vLLM's own loader over what qconvert makes, as on an H200 (vllm_loader.py). Skips itself without its
 environment (`make loaders`). A sample of the matrix, or with QCONVERT_ALL=1 the whole: 8 families, bf16
 and FP8, every form that a command writes, ranks of 1, 2 and 4, and the draft's class."""
 

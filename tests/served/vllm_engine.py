@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from loaders import stubs
 from torch import Tensor
 
+from qconvert.runtimes.loader.server import stubs
 from served.reference import Seen
 
 # Imported, and not used by what is asked of the engine here.

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loaders.parse_lines import parsed
-from loaders.pretend_cuda import OnCpu
+from .parse_lines import parsed
+from .pretend_cuda import OnCpu
 
 Told = Callable[[str, Any], None]
 Load = Callable[[dict[str, Any], Told], None]
@@ -37,7 +37,7 @@ class _Warnings(logging.Handler):
 
 
 def _answer(line: str, load: Load, parser: Parser) -> dict[str, Any]:
-    """What a child reports of one folder, or of serving lines."""
+    """Report of a child on one folder, or on serving lines."""
     said: dict[str, Any] = {"error": None}
     job = json.loads(line)
     if "lines" in job:

@@ -1,7 +1,5 @@
 """sglang's own loader as a server (serving.py).
 
-Run in the loaders' environment, in tests/: python -m loaders.serve_sglang --capability 9.0 --at SOCKET
-
 Checked with sglang 0.5.23. What is patched: torch's answers about devices (pretend_cuda.py), packages
 of kernels (stubs.py), versions of two of them, and the process group, which is torch's fake one.
 """
@@ -18,10 +16,10 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
 import torch
 
-from loaders import held, stubs
-from loaders.flow import Flow
-from loaders.pretend_cuda import OnCpu, pretend
-from loaders.serving import Told, serve
+from . import held, stubs
+from .flow import Flow
+from .pretend_cuda import OnCpu, pretend
+from .serving import Told, serve
 
 # Of sglang 0.5.23's imports, those that have no build without a GPU, or are the server's.
 _STUBBED = frozenset((
@@ -98,8 +96,8 @@ def _become(job: dict[str, Any]) -> None:
 
 
 def _after_its_model(config: Any) -> None:
-    """What a server's process has done before it loads a draft: DeepSeek's class of the model adds to a
-    mapping that the draft's class has from it."""
+    """Do what a server's process has done before it loads a draft: DeepSeek's class of the model adds to
+    a mapping that the draft's class has from it."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM
 
     if getattr(config.hf_config, "q_lora_rank", None) is not None:
@@ -145,5 +143,6 @@ def load(job: dict[str, Any], told: Told) -> None:
     told("step", "done")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Answer until nobody is connected."""
     serve(_import_all, load, _parser)

@@ -1,7 +1,5 @@
 """vLLM's own loader as a server (serving.py).
 
-Run in the loaders' environment, in tests/: python -m loaders.serve_vllm --capability 9.0 --at SOCKET
-
 Checked with vLLM 0.33.0. What is patched: torch's answers about devices (pretend_cuda.py), packages of
 kernels and vLLM's own compiled modules (stubs.py), what those say about the GPU, and the process group,
 which is torch's fake one. The platform is vLLM's class for CUDA, so schemes are chosen as on a GPU.
@@ -23,10 +21,10 @@ os.environ |= {
 }  # fmt: skip
 import torch
 
-from loaders import held, stubs
-from loaders.flow import Flow
-from loaders.pretend_cuda import OnCpu, pretend
-from loaders.serving import Told, serve
+from . import held, stubs
+from .flow import Flow
+from .pretend_cuda import OnCpu, pretend
+from .serving import Told, serve
 
 # Of vLLM 0.33.0's imports, those that have no build without a GPU, or are the server's.
 _STUBBED = frozenset((
@@ -106,7 +104,7 @@ def _pretend_operators(capability: tuple[int, int]) -> None:
 
 
 class _Driver:
-    """What Triton's driver says about a GPU."""
+    """Answers of Triton's driver about a GPU."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._major, self._minor = capability
@@ -247,5 +245,6 @@ def load(job: dict[str, Any], told: Told) -> None:
     told("step", "done")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Answer until nobody is connected."""
     serve(_import_all, load, _parser)

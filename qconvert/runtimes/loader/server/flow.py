@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint reach a parameter, followed through torch's functions while a loader
+"""Tensors of a checkpoint that reach a parameter, followed through torch's functions while a loader
 runs: a tensor that is never copied anywhere was ignored."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _KEPT = ("model", "model_path", "tp_size", "tensor_parallel_size", "pp_size", "p
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str]) -> Mapping[str, Any]:
-    """What the parser makes of some of a line's arguments, or what it says."""
+    """Parse some of a line's arguments: what the parser makes of them, or what it says."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

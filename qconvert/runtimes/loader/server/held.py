@@ -1,4 +1,4 @@
-"""What a model holds after a load, told by bytes: every byte of a parameter is marked before it, and
+"""Parameters of a model after a load, told by bytes: every byte of a parameter is marked before it, and
 what keeps its mark was never written."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def empty(model: torch.nn.Module) -> list[str]:
 
 
 def schemes(model: torch.nn.Module) -> dict[str, str]:
-    """What each module loads its weights with."""
+    """Methods with which modules load their weights."""
     found = {}
     for name, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
