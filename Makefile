@@ -2,9 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -I -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# What is imported is compiled then, and not the 300 MB of Python that a package might import.
+PIP_INSTALL := -I -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(BIN)/python $(PIP_INSTALL) -c constraints.txt
+# Tests start Python hundreds of times: modules are compiled once, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test docs picture peers loaders served lint check bench clean
+.PHONY: demo test docs picture peers loaders loaders-installed served lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -39,8 +43,11 @@ peers: $(VENV)/installed-peers
 
 # The runtimes' own loaders on what qconvert makes: see tests/loaders. Their environment sees ours. Every
 # cell of the matrix: QCONVERT_ALL=1 make loaders
-loaders: $(VENV)-loaders/installed
+loaders: $(VENV)/installed-peers $(VENV)-loaders/installed
 	$(LOADER_TESTS)
+
+# Their environment alone: it is downloaded while other things are installed.
+loaders-installed: $(VENV)-loaders/installed
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -58,17 +65,19 @@ check: $(VENV)/installed-peers $(VENV)-loaders/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "crash $(if $(QCONVERT_ALL),,and not rest)" tests/crash
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "$(CHECKED)" --ignore tests/crash --durations=30
 
-# torch first and alone: with it installed, no other package pulls another build of it.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/pyvenv.cfg:
 	$(PYTHON) -I -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.12")'
 	$(PYTHON) -I -m venv $(VENV)
+
+# torch first and alone: with it installed, no other package pulls another build of it.
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	$(PIP) torch
 	$(PIP) -e '.[test]'
 	touch $@
 
 $(VENV)-docs/installed: pyproject.toml
 	$(PYTHON) -I -m venv $(VENV)-docs
-	$(VENV)-docs/bin/python -I -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(VENV)-docs/bin/python $(PIP_INSTALL) -e '.[docs]'
 	touch $@
 
 $(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt requirements-peers-alone.txt
@@ -79,11 +88,11 @@ $(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt requirements-p
 # vLLM's wheel holds 270 MB of kernels: it is taken for Linux on any machine, and of it the Python. A folder
 # of its own, because sglang acts otherwise where it finds vLLM.
 LOADERS_PIP := $(VENV)-loaders/bin/python -I -m pip --quiet --disable-pip-version-check
-$(VENV)-loaders/installed: $(VENV)/installed-peers $(wildcard requirements-loaders*.txt) tests/loaders/unpack_vllm.py
+$(VENV)-loaders/installed: $(wildcard requirements-loaders*.txt) tests/loaders/unpack_vllm.py | $(VENV)/pyvenv.cfg
 	$(PYTHON) -I -m venv $(VENV)-loaders
-	$(LOADERS_PIP) install --no-deps -r requirements-loaders.txt
+	$(LOADERS_PIP) install --no-compile --no-deps -r requirements-loaders.txt
 	rm -rf $(VENV)-loaders/vllm $(VENV)-loaders/wheel
-	$(LOADERS_PIP) install --no-deps --target $(VENV)-loaders/vllm -r requirements-loaders-vllm.txt
+	$(LOADERS_PIP) install --no-compile --no-deps --target $(VENV)-loaders/vllm -r requirements-loaders-vllm.txt
 	$(LOADERS_PIP) download --no-cache-dir --no-deps --platform manylinux_2_28_x86_64 \
 		-d $(VENV)-loaders/wheel -r requirements-loaders-vllm-wheel.txt
 	$(VENV)-loaders/bin/python tests/loaders/unpack_vllm.py $(VENV)-loaders/wheel $(VENV)-loaders/vllm

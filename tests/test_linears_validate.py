@@ -16,6 +16,7 @@ import torch
 from calibrate_models import hf, llama, qwen3_next, samples, saved
 from checkpoints import ran, read_tensors, run_cli
 from families.loading import logits
+from made_once import made_once
 from safetensors.torch import save_file
 
 from qconvert.validation.findings import Finding
@@ -47,27 +48,29 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def data_of(folder: Path) -> tuple[str | Path, ...]:
-    data = folder / "tokens.safetensors"
-    if not data.exists():
-        save_file({"input_ids": torch.from_numpy(np.stack(samples(COUNT, LENGTH)))}, data)
-    return "--data", data, "--samples", str(COUNT), "--length", str(LENGTH)
+# Each storage is read alike whoever found its codes.
+MADE = [
+    "best packed", "best asymmetric", "best rows", "llmcompressor packed", "llmcompressor ordered",
+    "llmcompressor rows of 8 bits",
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """The model, and what each way and solver makes of it."""
-    folder = tmp_path_factory.mktemp("dense")
+def data() -> tuple[str | Path, ...]:
+    held = {"input_ids": torch.from_numpy(np.stack(samples(COUNT, LENGTH)))}
+    file = made_once("linears/tokens.safetensors", lambda file: save_file(held, file))
+    return "--data", file, "--samples", str(COUNT), "--length", str(LENGTH)
+
+
+def model() -> Path:
     config = llama(intermediate_size=512, hidden_size=256)
-    found = {"model": saved(config, folder / "model")}
-    for solver in SOLVERS:
-        for way, options in WAYS.items():
-            out = found[f"{solver} {way}"] = folder / f"{solver} {way}"
-            ran(
-                "w4a16", found["model"], out, "--gptq", *options, *data_of(folder),
-                "--solver", solver,
-            )  # fmt: skip
-    return found
+    return made_once("linears/model", lambda folder: saved(config, folder))
+
+
+def made(name: str) -> Path:
+    """What a solver and a way make of the model."""
+    solver, _, way = name.partition(" ")
+    options = ("--gptq", *WAYS[way], *data(), "--solver", solver)
+    return made_once(f"linears/{name}", lambda out: ran("w4a16", model(), out, *options))
 
 
 def findings(folder: Path, source: Path, level: str = "full") -> list[Finding]:
@@ -75,64 +78,55 @@ def findings(folder: Path, source: Path, level: str = "full") -> list[Finding]:
     return list(validate_folder(folder, str(source), request=request).findings)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_calibrated_linears_have_no_finding(
-    solver: str, way: str, dense: Mapping[str, Path]
-) -> None:
-    out = dense[f"{solver} {way}"]
+@pytest.mark.parametrize("name", MADE)
+def test_calibrated_linears_have_no_finding(name: str) -> None:
+    out = made(name)
     for level in ("sample", "full"):
-        assert findings(out, dense["model"], level) == []
+        assert findings(out, model(), level) == []
     held = read_tensors(out)
-    code = "qweight" if way == "ordered" else "weight_packed"
+    code = "qweight" if name.endswith("ordered") else "weight_packed"
     assert sum(name.endswith(code) for name in held) == 2 * 7
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= held.keys()
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_transformers_computes_what_our_decoder_makes(
-    solver: str, dense: Mapping[str, Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["best packed", "best asymmetric", "llmcompressor rows of 8 bits"])
+def test_transformers_computes_what_our_decoder_makes(name: str, tmp_path: Path) -> None:
     """Logits of the packed folder, loaded by transformers and compressed-tensors, and of the folder that
     `dequant` makes of it."""
-    for way in ("packed", "asymmetric", "rows of 8 bits"):
-        out = dense[f"{solver} {way}"]
-        plain = tmp_path / way
-        assert run_cli("dequant", out, plain).code == 0
-        theirs, ours = logits(out), logits(plain)
-        assert torch.equal(theirs, ours), way
-        assert not torch.equal(ours, logits(dense["model"]))
+    plain = tmp_path / "plain"
+    assert run_cli("dequant", made(name), plain).code == 0
+    theirs, ours = logits(made(name)), logits(plain)
+    assert torch.equal(theirs, ours)
+    assert not torch.equal(ours, logits(model()))
 
 
-def test_a_recipe_of_llm_compressor_is_the_command_with_its_solver(
-    dense: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_a_recipe_of_llm_compressor_is_the_command_with_its_solver(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     out = tmp_path / "out"
-    ran("run", recipe, dense["model"], out, *data_of(dense["model"].parent))
-    ours, theirs = read_tensors(dense["llmcompressor packed"]), read_tensors(out)
+    ran("run", recipe, model(), out, *data())
+    ours, theirs = read_tensors(made("llmcompressor packed")), read_tensors(out)
     assert ours.keys() == theirs.keys()
     assert all(ours[name].data == theirs[name].data for name in ours)
 
 
-def test_it_is_better_than_rounding(dense: Mapping[str, Path], tmp_path: Path) -> None:
+def test_it_is_better_than_rounding(tmp_path: Path) -> None:
     """Of logits on the calibration's kind of data: the mean square of what is lost. Of weights alone
     rounding is better, so that only activations can show it."""
     out = tmp_path / "rtn"
-    assert run_cli("w4a16", dense["model"], out, "--rtn", *EVERY).code == 0
+    assert run_cli("w4a16", model(), out, "--rtn", *EVERY).code == 0
     tokens = torch.from_numpy(np.stack(samples(16, LENGTH, seed=99)))
 
     def computed(folder: Path) -> torch.Tensor:
-        model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        loaded = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         with torch.no_grad():
-            found: torch.Tensor = model(tokens).logits.float()
+            found: torch.Tensor = loaded(tokens).logits.float()
         return found
 
-    wanted = computed(dense["model"])
+    wanted = computed(model())
     lost = {
         name: float((computed(folder) - wanted).square().mean())
-        for name, folder in (("rtn", out), *((s, dense[f"{s} packed"]) for s in SOLVERS))
+        for name, folder in (("rtn", out), *((s, made(f"{s} packed")) for s in SOLVERS))
     }
     print(lost)
     assert lost["best"] < lost["llmcompressor"] < lost["rtn"]
@@ -142,7 +136,7 @@ def test_experts_shared_experts_and_attention_together(tmp_path: Path) -> None:
     """Qwen3-Next: linear attention's outputs, attention, shared and routed experts."""
     source = saved(qwen3_next(shared_expert_intermediate_size=128), tmp_path / "model")
     out = tmp_path / "out"
-    ran("w4a16", source, out, "--gptq", *EVERY, *data_of(tmp_path))
+    ran("w4a16", source, out, "--gptq", *EVERY, *data())
     held = read_tensors(out)
     for name in ("layers.0.linear_attn.out_proj", "layers.3.self_attn.q_proj",
                  "layers.1.mlp.shared_expert.down_proj", "layers.1.mlp.experts.7.up_proj"):  # fmt: skip
