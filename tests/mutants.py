@@ -33,6 +33,7 @@ import pytest
 from checkpoints import Model, Tensor, run_cli, tree
 from encoded_models import encoded, gpt_oss, near
 from encoded_models import nvfp4 as one_nvfp4
+from made_once import made_once
 from models import numbers_only, nvfp4_moe
 
 import qconvert
@@ -488,13 +489,12 @@ _EVERY = {**CASES, **CALIBRATED}
 
 @dataclass(frozen=True)
 class Bench:
-    """Sources and sound outputs, made once below a folder."""
+    """Sources and sound outputs, made once; a folder for what conversions read beside them."""
 
     folder: Path
 
     def source(self, name: str) -> Path:
-        where = self.folder / f"source {name}"
-        return where if where.is_dir() else SOURCES[name]().write(where)
+        return made_once(f"mutants/source {name}", lambda at: SOURCES[name]().write(at))
 
     def converted(self, case: str, out: Path) -> Path:
         source, command = _EVERY[case]
@@ -517,8 +517,7 @@ class Bench:
         return out
 
     def sound(self, case: str) -> Path:
-        out = self.folder / f"sound {case}"
-        return out if out.is_dir() else self.converted(case, out)
+        return made_once(f"mutants/sound {case}", lambda out: self.converted(case, out))
 
     def findings(self, case: str, out: Path) -> list[Finding]:
         """What validation finds, in numpy's form and in validators' own compiled loops: the same.

@@ -18,6 +18,7 @@ from checkpoints import Model, run_cli
 from encoded_models import encoded, gpt_oss, nvfp4
 from hub_client import hub_and_client
 from loaders.published import published
+from made_once import made_once
 
 _ROOT = Path(__file__).parent.parent
 PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
@@ -92,15 +93,18 @@ def lines(page: Path) -> list[str]:
     return [line for line in found if line.startswith(("qconvert ", "hf download "))]
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def models() -> Path:
     """All of MODELS and DENSE, and data, in one folder."""
-    root = tmp_path_factory.mktemp("docs-models")
+    return made_once("docs-models", _write_models)
+
+
+def _write_models(root: Path) -> None:
+    root.mkdir()
     for name, make in MODELS.items():
         make().write(root / name)
     for name, config in DENSE.items():
         saved(config(hidden_size=256, intermediate_size=512, head_dim=64), root / name)
-    return root
 
 
 def _placed(models: Path, at: Path) -> None:

@@ -3,10 +3,7 @@ machine: fetched by pip, so these are marked `peer`. tests/test_light.py is the 
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 import subprocess
 import venv
 import zipfile
@@ -18,6 +15,7 @@ import light_install
 import pytest
 from built import ROOT, built, from_checkout
 from light_install import EXTRAS_PACKAGES, REFUSED, RUNS, clean, project
+from made_once import made_once
 
 from qconvert.cli.demo_checkpoint import write_sample
 
@@ -42,11 +40,6 @@ class Installed:
         (found,) = self.folder.glob("lib/python*/site-packages")
         return found
 
-    @property
-    def scripts_are_there(self) -> bool:
-        """pip writes them last."""
-        return (self.folder / "bin" / "hf-qconvert").is_file()
-
     def run(self, name: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
         """One of its console scripts."""
         return subprocess.run(
@@ -55,22 +48,18 @@ class Installed:
         )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """One for all of pytest-xdist's processes: it takes half a minute to make."""
-    root = tmp_path_factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    folder, made = root / "wheel", Installed(root / "wheel" / "venv")
-    with (root / "wheel.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.scripts_are_there:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            (wheel,) = built(from_checkout, folder, "--wheel")
-            venv.create(made.folder, symlinks=True, with_pip=True)
-            pip = [str(made.python), "-m", "pip", "install", "--quiet", str(wheel)]
-            subprocess.run(pip, check=True, env=clean())
-    return made
+@pytest.fixture
+def installed() -> Installed:
+    return Installed(made_once("wheel", _install) / "venv")
+
+
+def _install(folder: Path) -> None:
+    folder.mkdir()
+    (wheel,) = built(from_checkout, folder, "--wheel")
+    made = Installed(folder / "venv")
+    venv.create(made.folder, symlinks=True, with_pip=True)
+    pip = [str(made.python), "-m", "pip", "install", "--quiet", str(wheel)]
+    subprocess.run(pip, check=True, env=clean())
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import transformers
 from checkpoints import read_tensors
-from light_install import Said, commands
+from light_install import commands
 
 pytestmark = pytest.mark.peer
 HERE = Path(str(transformers.__file__)).parent
@@ -47,11 +47,6 @@ torch.manual_seed(0)
 model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 model.save_pretrained(sys.argv[1])
 """
-READ = """
-import sys, transformers
-_, said = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
-assert not said["missing_keys"] and not said["unexpected_keys"], said
-"""
 LOAD = """
 import sys, json, torch, transformers
 logits = []
@@ -61,7 +56,8 @@ for folder in sys.argv[1:]:
     assert not said["missing_keys"] and not said["unexpected_keys"], said
     with torch.no_grad():
         logits.append(model(torch.arange(16)[None]).logits)
-assert all(torch.equal(logits[0], other) for other in logits)
+# The last is rounded.
+assert all(torch.equal(logits[0], other) for other in logits[:-1])
 """
 
 
@@ -125,45 +121,38 @@ def _python(site: Path, text: str, *words: Path) -> None:
 
 def test_a_new_class_needs_no_file(site: Path, source: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([str(site), str(ROOT)])
-    cache = str(tmp_path / "cache")
-
-    def sound(*lines: str) -> list[Said]:
-        """In one process, which finds the package: an import of transformers takes seconds."""
-        words = [[*line.replace("SRC", str(source)).split(), "--jobs", "1"] for line in lines]
-        words = [line[:-2] if line[0] == "inspect" else line for line in words]
-        found, _ = commands(
-            Path(sys.executable), words, tmp_path, PYTHONPATH=path, XDG_CACHE_HOME=cache
-        )
-        for line, said in zip(lines, found, strict=True):
-            assert said.code == 0, line + said.out + said.err
-        return found
-
+    cache = tmp_path / "cache"
     names = read_tensors(source)
     assert "model.layers.1.bank.experts.7.into_b.weight" in names, sorted(names)[:8]
-    inspected, *_ = sound(
+    made = ("stacked", "w4", "fp4", "fp8", "amx", "stages")
+    lines = [
         "inspect SRC", "experts stack SRC stacked", "run copy SRC copy", "w4a16 SRC w4 --rtn",
         "nvfp4 SRC fp4 --dialect modelopt", "fp8 SRC fp8", "dequant fp8 bf16",
         "amx SRC amx --method int8 --numa 1", "split SRC stages --pp 1,1",
-    )  # fmt: skip
-    assert "2 layers, 8 experts" in inspected.out
+        *(f"validate {one} --against SRC --level full" for one in made),
+        "validate bf16 --against fp8 --level full",
+    ]  # fmt: skip
+    words = [line.replace("SRC", str(source)).split() for line in lines]
+    words = [line if line[0] == "inspect" else [*line, "--jobs", "1"] for line in words]
+    # In one process, which finds the package: an import of transformers takes seconds.
+    done, _ = commands(
+        Path(sys.executable), words, tmp_path, PYTHONPATH=path, XDG_CACHE_HOME=str(cache)
+    )
+    for line, said in zip(lines, done, strict=True):
+        assert said.code == 0, line + said.out + said.err
+    assert "2 layers, 8 experts" in done[0].out
     stack = read_tensors(tmp_path / "stacked")["model.layers.1.bank.experts.gate_up_proj"]
     # Gate rows first, as the class's own conversion concatenates them.
     gate = names["model.layers.1.bank.experts.0.into_a.weight"].data
     assert (stack.shape, stack.data[: len(gate)]) == ((8, 512, 256), gate)
-    _python(site, LOAD, source, tmp_path / "stacked", tmp_path / "copy")
     packed = [n for n in read_tensors(tmp_path / "w4") if n.endswith("weight_packed")]
     assert len(packed) == 2 * 8 * 3
     back = read_tensors(tmp_path / "bf16")
     assert {name: tensor.shape for name, tensor in back.items()} == {
         name: tensor.shape for name, tensor in names.items()
     }
-    _python(site, READ, tmp_path / "bf16")
-    made = ("stacked", "w4", "fp4", "fp8", "amx", "stages")
-    sound(
-        *(f"validate {one} --against SRC --level full" for one in made),
-        "validate bf16 --against fp8 --level full",
-    )
+    _python(site, LOAD, source, *(tmp_path / one for one in ("stacked", "copy", "bf16")))
     # An answer for each set of names: experts apart, stacked, by stage.
-    kept = [*(tmp_path / "cache" / "qconvert" / "families").iterdir()]
+    kept = [*(cache / "qconvert" / "families").iterdir()]
     assert 1 <= len(kept) <= 6
     assert {json.loads(file.read_text())["class"] for file in kept} == {"OddMoeForCausalLM"}
