@@ -8,7 +8,7 @@ PIP := $(BIN)/python $(PIP_INSTALL) -c constraints.txt
 # Tests start Python hundreds of times: modules are compiled once, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test docs picture peers loaders loaders-installed served lint check bench clean
+.PHONY: demo test collected docs picture peers loaders loaders-installed served lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -17,6 +17,11 @@ demo: $(VENV)/installed
 # that what a file's tests have in common is mostly made once.
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -rs
+
+# Compiles what tests import, which else each process of theirs does: for a processor that idles while mypy
+# runs. What is wrong with a test's file `make test` says.
+collected: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest --collect-only -m '' > /dev/null 2>&1 || true
 
 # The documentation as a site, build/site/index.html, in an environment without torch. A broken
 # link ends it, and so does a page that would fetch something from elsewhere.

@@ -26,7 +26,7 @@ from qconvert.calibrate.solver.curvature import curvature
 from qconvert.calibrate.solver.problem import Curvature, Grid, rounding
 from qconvert.calibrate.token_dispatch import dispatch_of
 from qconvert.cli.demo_checkpoint import heavy_tailed
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.int_scheme import Actorder, IntScheme
 
 ON = "cuda" if torch.cuda.is_available() else "cpu"
 _MODULES = (best, parity)
@@ -108,7 +108,7 @@ def _compared(case: Case) -> Iterator[tuple[str, float]]:
         lambda: best.descended(weight, start, found.hessian, grid, 2, case.block).steps
     )
     yield "descent", _share(with_kernels, without)
-    order = "static" if case.static else None
+    order: Actorder | None = "static" if case.static else None
     ordered = replace(case, scheme=replace(case.scheme, actorder=order))
     with_kernels, without = _both(partial(_parity, ordered, weight, found.hessian, scale, grid))
     yield f"llm-compressor's, order {order or 'stored'}", _share(with_kernels, without)
