@@ -12,11 +12,24 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from served import sglang_stand_ins as stand_ins
 from served.damage import damaged
+from served.judge import LENGTH, NEW, PROMPTS, judged
 from served.models import MODELS, build
 from served.pack import _CODE, _MAGIC, _PTX, _containers
-from served.reference import QUANTIZERS, Experts, Seen, Weights, module_error
-from served.rows import REAL, ROWS, Row
+from served.reference import (
+    QUANTIZERS,
+    Answer,
+    Experts,
+    Seen,
+    Watched,
+    Weights,
+    log_probabilities,
+    module_error,
+)
+from served.rows import REAL, ROWS, ROWS_OF, Row
+from served.run import _in_turn
+from torch.nn import functional
 
 hf: Any = transformers
 _BF16 = ("bf16",)
@@ -101,6 +114,12 @@ def test_every_row_is_made_of_one_before_it() -> None:
     for name, row in ROWS.items():
         assert row.source in known
         known.add(name)
+    for runtime, names in ROWS_OF.items():
+        assert set(names) <= set(ROWS), runtime
+        assert len(set(names)) == len(names), runtime
+        turn = _in_turn(names)
+        for name in names:
+            assert turn.index(ROWS[name].source) <= turn.index(name)
     damages = [row for row in ROWS.values() if row.damage]
     assert {row.expects for row in damages} == {"wrong"}
     assert len({row.damage for row in damages}) == 4
@@ -138,4 +157,100 @@ def test_containers_of_a_fat_binary() -> None:
     assert [(kind, arch) for kind, arch, _, _ in found] == [(2, 80), (2, 90), (1, 75)]
     assert [bytes(content[at : at + size]) for _, _, at, size in found] == [
         code for _, _, code in entries
+    ]
+
+
+def test_aligned_blocks_hold_every_slot_once_beside_its_expert() -> None:
+    """Of a stand-in that is absent or wrong, a kernel reads slots as addresses."""
+    chosen = torch.tensor([[3, 0], [3, 7], [3, -1], [0, 3]], dtype=torch.int32)
+    slots, experts, total = stand_ins.aligned(stand_ins.moe_align_block_size, chosen)
+    assert slots.shape == (len(experts), 16)
+    assert int(total) == slots.numel()
+    assert experts.tolist() == [-1, 0, 3, 7]
+    real = [[slot for slot in block if slot < chosen.numel()] for block in slots.tolist()]
+    assert real == [[5], [1, 6], [0, 2, 4, 7], [3]]
+    assert set(slots[slots >= chosen.numel()].tolist()) == {chosen.numel()}
+    many = torch.zeros(40, 2, dtype=torch.int32)  # more than a block of one expert
+    slots, experts, _ = stand_ins.aligned(stand_ins.moe_align_block_size, many)
+    assert experts.tolist() == [0] * 5
+    assert slots.flatten().tolist() == list(range(80))
+
+
+def test_stand_ins_compute_what_torch_defines() -> None:
+    values, weight = torch.randn(5, 8), torch.rand(8)
+    wanted = functional.rms_norm(values, (8,), weight, 1e-6)
+    torch.testing.assert_close(stand_ins.rmsnorm(values, weight), wanted)
+    torch.testing.assert_close(stand_ins.gemma_rmsnorm(values, weight - 1), wanted)
+    residual, given = torch.randn(5, 8), values.clone()
+    added = values + residual
+    stand_ins.fused_add_rmsnorm(given, residual, weight)
+    torch.testing.assert_close(residual, added)
+    torch.testing.assert_close(given, functional.rms_norm(added, (8,), weight, 1e-6))
+    out = torch.empty(5, 4)
+    assert stand_ins.silu_and_mul(values, out) is out
+    torch.testing.assert_close(out, functional.silu(values[:, :4]) * values[:, 4:])
+    stand_ins.moe_sum_reduce(values.reshape(5, 2, 4), out, 2.5)
+    torch.testing.assert_close(out, 2.5 * (values[:, :4] + values[:, 4:]))
+    weights, chosen = torch.empty(5, 2), torch.empty(5, 2, dtype=torch.int32)
+    stand_ins.topk_softmax(weights, chosen, values, True)
+    torch.testing.assert_close(weights, values.topk(2).values.softmax(-1))
+    assert chosen.tolist() == values.topk(2).indices.tolist()
+
+
+def test_a_package_that_computes_something_else_is_found() -> None:
+    class Package:
+        """Definitions themselves, but for what is wrong here, and one function that is not there."""
+
+    for function in stand_ins.FUNCTIONS:
+        setattr(Package, function.__name__, staticmethod(function))
+    assert stand_ins.differences(Package, "cpu") == []
+
+    def align(chosen: Any, *rest: Any) -> None:
+        stand_ins.moe_align_block_size(chosen.flip(0), *rest)
+
+    Package.moe_align_block_size = staticmethod(align)  # type: ignore[attr-defined]
+    Package.silu_and_mul = staticmethod(lambda values: values[:, :512])  # type: ignore[attr-defined]
+    del Package.rmsnorm  # type: ignore[attr-defined]
+    said = stand_ins.differences(Package, "cpu")
+    names = ["silu_and_mul", "rmsnorm", "moe_align_block_size"]
+    assert [line.split(":")[0] for line in said] == names
+
+
+class _AsTransformers:
+    """An engine that computes what transformers does in BF16; it says it of new tokens alone."""
+
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
+
+    def serve(
+        self, folder: Path, config: Any, prompts: torch.Tensor, new: int, **engine: Any
+    ) -> Answer:
+        tokens = prompts
+        for _ in range(new):
+            found = log_probabilities(folder, tokens, torch.bfloat16)
+            tokens = torch.cat([tokens, found[:, -1:].argmax(-1)], 1)
+        assert tokens.shape == (PROMPTS, LENGTH + NEW)
+        last = found[:, -new:].roll(self.shift, 1)
+        return Answer(tokens[:, -new:], last, [], {})
+
+
+def test_a_folder_is_judged_by_the_tokens_that_a_runtime_says(tmp_path: Path) -> None:
+    build("dense", tmp_path / "dense")
+    folder = tmp_path / "dense"
+    right = judged(ROWS["dense"], folder, folder, None, _AsTransformers())
+    assert (right["status"], right["faults"]) == ("right", [])
+    assert right["noise"] == pytest.approx(1.0)
+    wrong = judged(ROWS["dense"], folder, folder, None, _AsTransformers(shift=1))
+    assert wrong["status"] == "wrong"
+    assert "of bf16's own" in wrong["faults"][0]
+
+
+def test_the_first_prefill_and_decoding_step_are_kept() -> None:
+    watched = Watched(4, 192)
+    for rows in (7, 192, 4, 192):
+        watched.keep("a", "linear", torch.full((rows, 2), float(rows)), torch.zeros(rows, 3))
+    watched.keep("a", "linear", (torch.zeros(4, 2),), torch.zeros(4, 3))
+    assert [(key, len(one.inputs)) for key, one in watched.found.items()] == [
+        (("a", False), 192),
+        (("a", True), 4),
     ]

@@ -87,12 +87,13 @@ def judged(
         faults.append(f"nothing to compare {', '.join(unmatched)} with")
     faults += _module_faults(row, errors)
     whole = torch.cat([given, answer.tokens[:, :-1]], 1)
-    wanted = log_probabilities(reference, whole, torch.float32)
+    last = slice(-found.shape[1], None)  # a runtime may say them of new tokens alone
+    wanted = log_probabilities(reference, whole, torch.float32)[:, last]
     lost = divergence(wanted, found)
-    own = divergence(wanted, log_probabilities(reference, whole, torch.bfloat16))
+    own = divergence(wanted, log_probabilities(reference, whole, torch.bfloat16)[:, last])
     record["kl"], record["kl_bf16"] = float(lost.median()), float(own.median())
-    chosen = wanted[:, LENGTH - 1 :]
-    picked = chosen.gather(-1, answer.tokens.cuda().unsqueeze(-1)).squeeze(-1)
+    chosen = wanted[:, -NEW:]
+    picked = chosen.gather(-1, answer.tokens.to(chosen.device).unsqueeze(-1)).squeeze(-1)
     record["greedy"] = float((chosen.amax(-1) == picked).float().mean())
     if model == REAL:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(reference)

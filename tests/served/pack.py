@@ -1,12 +1,17 @@
-"""vLLM for a machine with a GPU and torch, but without an index to install from: what must travel.
+"""A runtime for a machine with a GPU and torch, but without an index to install from: what must travel.
 
-    python tests/served/pack.py pack FOLDER      here: download, cut, compress (about 40 MB)
+    python tests/served/pack.py pack FOLDER [sglang]      here: download, cut, compress (about 40 MB)
     python tests/served/pack.py unpack FOLDER SITE      there: a folder for PYTHONPATH
 
 Of vLLM's wheel (336 MB) travel the Python and the two libraries of kernels that need no symbol of torch
 beyond its stable ABI, with the machine code of other GPUs set to zeros: the fat binary keeps its layout,
 and zeros cost nothing once compressed. Attention's own libraries (480 MB) stay: Triton's are used, and
 MLA's prefill is computed by `flash_attention.py`.
+
+Of sglang's wheel travel the Python and the sources of kernels that nvcc compiles at their first use. The
+sgl_kernel that sglang 0.5.23 names (sglang-kernel 0.4.10) needs torch 2.14.1: its library asks for five
+symbols that torch 2.11 has not. That of 0.4.5 was built with torch 2.11 and CUDA 13, asks for none that
+is absent, and has each name that sglang 0.5.23 imports on a GPU; of it travels the library of Hopper.
 """
 
 from __future__ import annotations
@@ -18,39 +23,83 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_LIBRARIES = ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so")
-_KEPT = (".py", ".json", ".jinja")
-_NOT_NEEDED = ("vllm/third_party/deep_gemm/", "vllm/third_party/fmha_sm100/")
+_ROOT = _HERE.parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What travels of one wheel: its files with an end of `kept` (its metadata too) that are not below
+    `left_out`, and libraries of kernels. `wheel`: a requirement, or a file of requirements."""
+
+    wheel: str
+    kept: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+
+
+_VLLM = Part(
+    "requirements-loaders-vllm-wheel.txt",
+    (".py", ".json", ".jinja"),
+    ("vllm/third_party/deep_gemm/", "vllm/third_party/fmha_sm100/"),
+    ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so"),
+)
+_SGLANG = Part(
+    "sglang==0.5.23",
+    (".py", ".json", ".jinja", ".cu", ".cuh", ".h", ".cpp",
+     "/mem_cache.cpython-312-x86_64-linux-gnu.so"),
+    ("sglang/test/", "sglang/multimodal_gen/", "sglang/kernels/jit/csrc/diffusion/",
+     "sglang/kernels/jit/benchmark/"),
+)  # fmt: skip
+_SGL_KERNEL = Part(
+    "sglang-kernel==0.4.5", (".py",), ("triton_kernels/",), ("sgl_kernel/sm90/common_ops.abi3.so",)
+)
+# What travels of each runtime: wheels as they are, and parts of wheels.
+_RUNTIMES: Mapping[str, tuple[str, tuple[Part, ...]]] = {
+    "vllm": ("requirements-served.txt", (_VLLM,)),
+    "sglang": ("requirements-served-sglang.txt", (_SGLANG, _SGL_KERNEL)),
+}
 _ARCHITECTURE = 90
 # A fat binary (`fatbinary.h`): containers of entries, each machine code or PTX of one architecture.
 _MAGIC, _PTX, _CODE = 0xBA55ED50, 1, 2
-_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_26_x86_64", "manylinux_2_24_x86_64",
-              "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")  # fmt: skip
+_PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_26_x86_64",
+              "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64",
+              "manylinux1_x86_64")  # fmt: skip
 
 
-def pack(target: Path) -> None:
-    """Write the wheels of requirements-served.txt, vLLM's Python as a tar file, and its libraries."""
+def pack(target: Path, runtime: str) -> None:
+    """Write a runtime's wheels, of parts of wheels the Python as a tar file, and the libraries."""
     wheels = target / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
-    root = _HERE.parent.parent
-    _download(root / "requirements-served.txt", wheels)
-    _download(root / "requirements-loaders-vllm-wheel.txt", target)
-    (wheel,) = target.glob("vllm-*.whl")
-    with zipfile.ZipFile(wheel) as packed, tarfile.open(target / "vllm.tar.xz", "w:xz") as python:
+    requirements, parts = _RUNTIMES[runtime]
+    _download(["-r", str(_ROOT / requirements)], wheels)
+    for part in parts:
+        _pack_part(part, target)
+
+
+def _pack_part(part: Part, target: Path) -> None:
+    asked = ["-r", str(_ROOT / part.wheel)] if part.wheel.endswith(".txt") else [part.wheel]
+    _download(asked, target)
+    (wheel,) = target.glob("*.whl")
+    with (
+        zipfile.ZipFile(wheel) as packed,
+        tarfile.open(target / f"{wheel.name.partition('-')[0]}.tar.xz", "w:xz") as python,
+    ):
         for info in packed.infolist():
-            kept = info.filename.endswith(_KEPT) or ".dist-info/" in info.filename
-            if kept and not info.filename.startswith(_NOT_NEEDED):
+            kept = info.filename.endswith(part.kept) or ".dist-info/" in info.filename
+            if kept and not info.filename.startswith(part.left_out):
                 member = tarfile.TarInfo(info.filename)
                 member.size = info.file_size
                 with packed.open(info) as content:
                     python.addfile(member, content)
-        for name in _LIBRARIES:
-            library = target / Path(name).name
+        for name in part.libraries:
+            # Its folder is part of its name, for `unpack`.
+            library = target / name.replace("/", "+")
             library.write_bytes(packed.read(name))
             _keep_architecture(library, _ARCHITECTURE)
             with library.open("rb") as raw, lzma.open(f"{library}.xz", "wb") as small:
@@ -59,12 +108,12 @@ def pack(target: Path) -> None:
     wheel.unlink()
 
 
-def _download(requirements: Path, target: Path) -> None:
+def _download(asked: list[str], target: Path) -> None:
     platforms = [part for one in _PLATFORMS for part in ("--platform", one)]
     subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-         "--python-version", "3.12", "--implementation", "cp", *platforms, "-d", str(target),
-         "-r", str(requirements)], check=True,
+         "--no-cache-dir", "--python-version", "3.12", "--implementation", "cp", *platforms,
+         "-d", str(target), *asked], check=True,
     )  # fmt: skip
 
 
@@ -121,22 +170,25 @@ def unpack(source: Path, site: Path) -> None:
         made = [pool.submit(_library, path, site) for path in source.glob("*.so.xz")]
         for wheel in (source / "wheels").glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(site)
-        with tarfile.open(source / "vllm.tar.xz") as python:
-            python.extractall(site, filter="data")
+        for packed in source.glob("*.tar.xz"):
+            with tarfile.open(packed) as python:
+                python.extractall(site, filter="data")
         for one in made:
             one.result()
-    shutil.copy(_HERE / "flash_attention.py", site / "vllm" / "vllm_flash_attn" / "__init__.py")
+    if (site / "vllm").exists():
+        shutil.copy(_HERE / "flash_attention.py", site / "vllm" / "vllm_flash_attn" / "__init__.py")
 
 
 def _library(path: Path, site: Path) -> None:
-    (site / "vllm").mkdir(exist_ok=True)
-    with lzma.open(path) as small, (site / "vllm" / path.stem).open("wb") as raw:
+    library = site / path.stem.replace("+", "/")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with lzma.open(path) as small, library.open("wb") as raw:
         shutil.copyfileobj(small, raw)
 
 
 if __name__ == "__main__":
     what, *folders = sys.argv[1:]
     if what == "pack":
-        pack(Path(folders[0]))
+        pack(Path(folders[0]), *(folders[1:] or ["vllm"]))
     else:
         unpack(*map(Path, folders))

@@ -8,7 +8,7 @@ elsewhere (tests/test_peers.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +43,40 @@ class Seen:
     decoding: bool
     inputs: Tensor
     outputs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The first prefill and the first decoding step of each module of a model that answers `prompts`
+    prompts of `tokens` tokens in all."""
+
+    prompts: int
+    tokens: int
+    found: dict[tuple[str, bool], Seen] = field(default_factory=dict)
+
+    def keep(
+        self, name: str, kind: Literal["linear", "experts"], inputs: Any, outputs: Any
+    ) -> None:
+        """Note what a module was given and what it made, if it is one of these steps."""
+        if not (isinstance(inputs, Tensor) and isinstance(outputs, Tensor)) or inputs.dim() != 2:
+            return
+        key = name, inputs.shape[0] == self.prompts
+        if inputs.shape[0] in (self.prompts, self.tokens) and key not in self.found:
+            self.found[key] = Seen(
+                name, kind, key[1], inputs.detach().clone(), outputs.detach().clone()
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Greedy tokens [prompts, new] of a folder, log-probabilities [prompts, last tokens, vocabulary],
+    the last of them of the last new token, the modules that were seen, and the class and kernel of each
+    kind of module."""
+
+    tokens: Tensor
+    log_probabilities: Tensor
+    seen: list[Seen]
+    kernels: Mapping[str, str]
 
 
 class Weights:

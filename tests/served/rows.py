@@ -20,7 +20,8 @@ class Row:
     """A folder to serve. `command`: arguments of qconvert before source and output, "" for a model
     itself. `inputs`: names of reference.quantizers, () where activations stay bf16. `same_as_source`:
     its logits are those of its source, bit for bit. `asymmetric`: its linears have zero points, for
-    which kernels on Hopper lose more. `reported`: experts whose error is shown and not judged. `damage`:
+    which kernels on Hopper lose more. `reported`: experts whose error is shown and not judged. `layout`:
+    it has its source's weights under names of a runtime, so that its reference is its source. `damage`:
     what is done to the folder, so that serving must show it."""
 
     name: str
@@ -30,6 +31,7 @@ class Row:
     same_as_source: bool = False
     asymmetric: bool = False
     reported: bool = False
+    layout: bool = False
     damage: Damage | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
 
@@ -125,7 +127,7 @@ def _relabelled() -> Iterable[Row]:
     yield Row("moe-fp8-to-ct", "moe-fp8", "relabel --to compressed-tensors", _BLOCKS)
     yield Row("moe-dequant", "moe-fp8", "dequant")
     yield Row("moe-stack", "moe", "experts stack", same_as_source=True)
-    yield Row("q35-fuse", "q35", "fuse --for sglang")
+    yield Row("q35-fuse", "q35", "fuse --for sglang", layout=True)
     yield Row("q35-unfuse", "q35-fuse", "unfuse --for vllm")
     yield Row("next-unfuse", "next", "unfuse --for qwen3.5")
 
@@ -166,3 +168,42 @@ def _all() -> Iterable[Row]:
 
 
 ROWS: Mapping[str, Row] = {row.name: row for row in _all()}
+
+# What sglang serves, in order of value: a run may end before the last. Marlin's rows need kernels that
+# take nvcc minutes, so they come after those that do not; a stack and its source, compared bit for bit,
+# need two engines in one process.
+_DENSE_OF_SGLANG = ("fp8", "fp8-channel", "int8", "fp8-tensor")
+_EXPERTS_OF_SGLANG = (
+    "fp8", "fp8-channel", "int8", "fp8-powers", "fp8-ct", "fp8-tensor", "fp8-experts", "fp8-static",
+)  # fmt: skip
+_DENSE_MARLIN = (
+    "w4", "gptq-packing", "nvfp4-modelopt", "nvfp4-ct", "w8-channel", "w4-32", "mxfp8", "mxfp4",
+    "w4-asymmetric",
+)  # fmt: skip
+_EXPERTS_MARLIN = (
+    "w4", "w4-linears", "gptq-packing", "nvfp4-modelopt", "nvfp4-modelopt-linears", "nvfp4-ct", "w8",
+    "mxfp4", "mxfp8", "w4-asymmetric",
+)  # fmt: skip
+_OTHER_OF_SGLANG = ("fp8", "fp8-channel", "int8", "w4-linears", "nvfp4-modelopt")
+SGLANG: tuple[str, ...] = (
+    "dense",
+    "dense-fp8",
+    "moe",
+    "moe-fp8",
+    *(f"dense-{kind}" for kind in _DENSE_OF_SGLANG[1:]),
+    *(f"moe-{kind}" for kind in _EXPERTS_OF_SGLANG[1:]),
+    "control-scale",
+    "control-blocks",
+    "llama",
+    "llama-fp8",
+    *(f"dense-{kind}" for kind in _DENSE_MARLIN),
+    *(f"moe-{kind}" for kind in _EXPERTS_MARLIN),
+    "control-rows",
+    "control-experts",
+    *("glm", "ds", "next", "q35", "oss"),
+    *(f"{model}-{kind}" for kind in _OTHER_OF_SGLANG for model in ("glm", "ds", "next", "q35")),
+    *("moe-gptq-to-ct", "moe-fp8-to-ct", "moe-mxfp4-to-fp8", "moe-dequant"),
+    *("q35-fuse", "moe-stack"),
+)
+# The rows of each runtime.
+ROWS_OF: Mapping[str, tuple[str, ...]] = {"vllm": tuple(ROWS), "sglang": SGLANG}

@@ -1,16 +1,17 @@
-"""Serve every row's folder by vLLM's own engine on a GPU, and judge it: `make served`.
+"""Serve every row's folder by a runtime's own engine on a GPU, and judge it: `make served`.
 
-    python tests/served/run.py FOLDER [--only REGEX] [--workers 6] [--table FILE]
+    python tests/served/run.py FOLDER [--runtime sglang] [--only REGEX] [--workers 6] [--table FILE]
 
 Models are made, converted and dequantized by processes on the CPU, while workers, each a process with
-vLLM imported, take the folders that are ready. A worker ends after a load that failed, because
-process groups stay half made, and another takes its place. Exit code 1 where a row is not as
-expected, or is not run.
+the runtime imported, take the folders that are ready. A worker ends after a load that failed, because
+process groups stay half made, and another takes its place; sglang's ends after each folder. Exit
+code 1 where a row is not as expected, or is not run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -20,20 +21,43 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # a file that is run: `served` and `loaders` lie beside its folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from served.rows import REAL, ROWS, Row
+from served.rows import REAL, ROWS, ROWS_OF, Row
 
 _GGUF = "SERVED_GGUF"  # the file of the real model; without it, its rows are left out
 _FAILED = 77  # a worker that must not load another folder
 _LONGEST = 240.0  # seconds of one row
-
-
 _DOES_NOT_LOAD = 3  # of `qconvert validate --for`; 5: not known for the class
+_LINES = 40  # of a log or a traceback that are kept where a row failed
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Folders in `root`, which runtimes share, and what became of them with one runtime: of a row the
+    files NAME.ready, NAME.claim and NAME.json."""
+
+    root: Path
+    runtime: str
+
+    @property
+    def notes(self) -> Path:
+        return self.root / f"with-{self.runtime}"
+
+    def engine(self) -> Any:
+        """The module that serves, which imports the runtime only when it is asked to prepare."""
+        return importlib.import_module(f"served.{self.runtime}_engine")
+
+    def record(self, record: dict[str, Any]) -> None:
+        (self.notes / f"{record['name']}.json").write_text(json.dumps(record))
+
+    def has(self, name: str, what: str) -> bool:
+        return (self.notes / f"{name}.{what}").exists()
 
 
 def _qconvert(*arguments: str) -> tuple[int, str]:
@@ -47,9 +71,10 @@ def _qconvert(*arguments: str) -> tuple[int, str]:
     return made.returncode, said if made.returncode else ""
 
 
-def _made(root: Path, row: Row, earlier: Future[str] | None) -> str:
+def _made(run: Run, row: Row, earlier: Future[str] | None) -> str:
     """Make a row's folder `root/NAME`, its dequantized weights `NAME.f32` and what the simulator says of
     it; why not, "" where it was made. The file `NAME.ready` says that it is done."""
+    root = run.root
     folder, source = root / row.name, root / row.source
     error = earlier.result() if earlier is not None else ""
     answer: dict[str, Any] = {}
@@ -63,10 +88,10 @@ def _made(root: Path, row: Row, earlier: Future[str] | None) -> str:
             quantized = False  # its reference is that of its source
         if quantized and not wanted.exists():
             _, error = _qconvert("dequant", str(folder), str(wanted), "--dtype", "f32", "-q")
-        code, answer["simulator"] = _qconvert("validate", str(folder), "--for", "vllm")
+        code, answer["simulator"] = _qconvert("validate", str(folder), "--for", run.runtime)
         answer["foretold"] = code == _DOES_NOT_LOAD
     answer["error"] = error
-    (root / f"{row.name}.ready").write_text(json.dumps(answer))
+    (run.notes / f"{row.name}.ready").write_text(json.dumps(answer))
     return error
 
 
@@ -89,100 +114,105 @@ def _built(root: Path, row: Row, source: Path) -> str:
 
 
 def _reference_of(root: Path, row: Row) -> Path:
-    """The folder of dequantized weights: of an undamaged folder where the row's is damaged."""
-    sound = ROWS[row.source] if row.damage else row
+    """The folder of dequantized weights: of its source where the row's is damaged or named for one
+    runtime."""
+    sound = ROWS[row.source] if row.damage or row.layout else row
     dequantized = root / f"{sound.name}.f32"
     return dequantized if dequantized.exists() else root / sound.name
 
 
-def _work(root: Path, names: Sequence[str], deadline: float) -> None:
+def _work(run: Run, names: Sequence[str], deadline: float) -> None:
     """Serve rows whose folders are ready, one after another, each claimed by one worker."""
-    from served import vllm_engine
-
-    vllm_engine.prepare()
+    engine = run.engine()
+    engine.prepare()
     from served.judge import judged
 
+    folders = 0
     while time.time() < deadline:
-        open_rows = [name for name in names if not (root / f"{name}.claim").exists()]
+        open_rows = [name for name in names if not run.has(name, "claim")]
         if not open_rows:
             return
-        ready = [name for name in open_rows if (root / f"{name}.ready").exists()]
+        ready = [name for name in open_rows if run.has(name, "ready")]
         if not ready:
             time.sleep(0.5)
             continue
         row = ROWS[ready[0]]
         try:
-            os.close(os.open(root / f"{row.name}.claim", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(run.notes / f"{row.name}.claim", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             continue
-        (root / f"worker.{os.getpid()}").write_text(f"{row.name} {time.time()}")
-        made = json.loads((root / f"{row.name}.ready").read_text())
+        (run.notes / f"worker.{os.getpid()}").write_text(f"{row.name} {time.time()}")
+        made = json.loads((run.notes / f"{row.name}.ready").read_text())
         if made["error"]:
-            _record(
-                root,
-                {"name": row.name, "status": "not converted", "faults": [made["error"][-400:]]},
+            run.record(
+                {"name": row.name, "status": "not converted", "faults": [made["error"][-400:]]}
             )
             continue
         print(f"--- {row.name}", flush=True)
         try:
-            source = root / row.source if row.same_as_source else None
-            record = judged(row, root / row.name, _reference_of(root, row), source, vllm_engine)
+            source = run.root / row.source if row.same_as_source else None
+            reference = _reference_of(run.root, row)
+            record = judged(row, run.root / row.name, reference, source, engine)
         except Exception as error:
-            print(traceback.format_exc(), flush=True)
-            said = f"{type(error).__name__}: {error}"[:600]
-            _record(root, {"name": row.name, "status": "refused", "faults": [said],
-                           "foretold": made["foretold"]})  # fmt: skip
+            said, trace = f"{type(error).__name__}: {error}"[:600], traceback.format_exc()
+            print(trace, flush=True)
+            run.record({"name": row.name, "status": "refused", "faults": [said],
+                        "foretold": made["foretold"], "log": trace.splitlines()[-_LINES:]})  # fmt: skip
             os._exit(_FAILED)
         record["foretold"] = made["foretold"]
-        _record(root, record)
+        run.record(record)
+        folders += 1
+        if folders == engine.FOLDERS:
+            os._exit(_FAILED)
 
 
-def _record(root: Path, record: dict[str, Any]) -> None:
-    (root / f"{record['name']}.json").write_text(json.dumps(record))
-
-
-def _supervise(root: Path, names: Sequence[str], workers: int, deadline: float) -> None:
+def _supervise(run: Run, names: Sequence[str], workers: int, deadline: float) -> None:
     """Keep workers running until all rows are done or the time is over."""
     live: dict[int, subprocess.Popen[bytes]] = {}
+    logs: dict[int, Path] = {}
     starts = 0
     only = "|".join(f"^{re.escape(name)}$" for name in names)
-    command = [sys.executable, __file__, str(root), "--only", only,
+    command = [sys.executable, __file__, str(run.root), "--runtime", run.runtime, "--only", only,
                "--worker", str(deadline)]  # fmt: skip
     while time.time() < deadline:
         for number in range(workers):
             process = live.get(number)
             if process is None or process.poll() not in (None, 0):
                 if process is not None:
-                    _note_death(root, process)
+                    _note_death(run, process, logs[number])
                 if starts > workers + len(names):
                     continue
                 starts += 1
-                with (root / f"worker{number}.{starts}.log").open("wb") as log:
+                logs[number] = run.notes / f"worker{number}.{starts}.log"
+                with logs[number].open("wb") as log:
                     live[number] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            elif process.poll() is None and _is_stuck(root, process.pid):
+            elif process.poll() is None and _is_stuck(run, process.pid):
                 process.kill()
         if len(live) == workers and all(one.poll() == 0 for one in live.values()):
             return
         time.sleep(0.5)
-    for process in live.values():
+    for number, process in live.items():
         process.kill()
+        process.wait()
+        _note_death(run, process, logs[number])
 
 
-def _note_death(root: Path, process: subprocess.Popen[bytes]) -> None:
-    claimed = root / f"worker.{process.pid}"
+def _note_death(run: Run, process: subprocess.Popen[bytes], log: Path) -> None:
+    claimed = run.notes / f"worker.{process.pid}"
     if claimed.exists():
         name = claimed.read_text().split()[0]
-        if not (root / f"{name}.json").exists():
+        if not run.has(name, "json"):
             said = f"its worker ended with {process.returncode}"
-            _record(root, {"name": name, "status": "died", "faults": [said]})
+            lines = log.read_text(errors="replace").splitlines()[-_LINES:]
+            run.record({"name": name, "status": "died", "faults": [said], "log": lines})
 
 
-def _is_stuck(root: Path, pid: int) -> bool:
-    claimed = root / f"worker.{pid}"
+def _is_stuck(run: Run, pid: int) -> bool:
+    claimed = run.notes / f"worker.{pid}"
     if not claimed.exists():
         return False
     name, began = claimed.read_text().split()
-    return time.time() - float(began) > _LONGEST and not (root / f"{name}.json").exists()
+    return time.time() - float(began) > _LONGEST and not run.has(name, "json")
 
 
 def _is_as_expected(row: Row, record: dict[str, Any]) -> bool:
@@ -192,16 +222,16 @@ def _is_as_expected(row: Row, record: dict[str, Any]) -> bool:
     return bool(record["status"] == row.expects and (row.damage or not record.get("foretold")))
 
 
-def table(root: Path, names: Sequence[str]) -> tuple[list[str], list[str]]:
+def table(run: Run, names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Lines of a Markdown table of the rows, and the names of those that are not as expected."""
     lines = ["| folder | made by | verdict | largest error of a module | KL / bf16's own | kernels |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     other = []
     for name in names:
-        row, path = ROWS[name], root / f"{name}.json"
+        row = ROWS[name]
         record: dict[str, Any] = {"status": "not run", "faults": []}
-        if path.exists():
-            record = json.loads(path.read_text())
+        if run.has(name, "json"):
+            record = json.loads((run.notes / f"{name}.json").read_text())
         if not _is_as_expected(row, record):
             other.append(name)
         errors = ", ".join(f"{key} {value:.4f}" for key, value in record.get("modules", {}).items())
@@ -219,42 +249,57 @@ def table(root: Path, names: Sequence[str]) -> tuple[list[str], list[str]]:
     return lines, other
 
 
-def _needed(names: Sequence[str]) -> set[str]:
-    """Rows that must be made: these, and the sources of each."""
-    found: set[str] = set()
-    for name in names:
-        while name not in found:
-            found.add(name)
-            name = ROWS[name].source
-    return found
+def _checked(run: Run) -> None:
+    """Try the runtime's own kernels in a process of its own, where the engine knows definitions of them;
+    workers take those in place of kernels that do not load or are wrong."""
+    engine = run.engine()
+    stand_ins: str | None = getattr(engine, "STAND_INS", None)
+    if stand_ins is None:
+        return
+    with (run.notes / "check.log").open("w") as log:
+        tried = subprocess.Popen(
+            [sys.executable, engine.__file__], stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            code = tried.wait(_LONGEST)
+        except subprocess.TimeoutExpired:
+            tried.kill()
+            code = tried.wait()
+    print("\n".join((run.notes / "check.log").read_text(errors="replace").splitlines()[-6:]))
+    print(f"the check of kernels ended with {code}", flush=True)
+    if code:
+        os.environ[stand_ins] = "1"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path)
+    parser.add_argument("--runtime", choices=sorted(ROWS_OF), default="vllm")
     parser.add_argument("--only", default="")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    run = Run(given.root, given.runtime)
     there = bool(os.environ.get(_GGUF))
-    known = [name for name in ROWS if there or not name.startswith(REAL)]
+    known = [name for name in ROWS_OF[run.runtime] if there or not name.startswith(REAL)]
     names = [name for name in known if re.search(given.only, name)]
     if given.worker is not None:
-        _work(given.root, names, given.worker)
+        _work(run, names, given.worker)
         return 0
-    given.root.mkdir(parents=True, exist_ok=True)
+    run.notes.mkdir(parents=True, exist_ok=True)
     deadline = time.time() + 60 * given.minutes
-    needed = _needed(names)
     futures: dict[str, Future[str]] = {}
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 4)) as pool:
-        for name, row in ROWS.items():
-            if name in needed:
-                earlier = futures.get(row.source) if row.source != name else None
-                futures[name] = pool.submit(_made, given.root, row, earlier)
-        _supervise(given.root, names, given.workers, deadline)
-    lines, other = table(given.root, names)
+        for name in _in_turn(names):
+            row = ROWS[name]
+            earlier = futures.get(row.source) if row.source != name else None
+            futures[name] = pool.submit(_made, run, row, earlier)
+        _checked(run)
+        _supervise(run, names, given.workers, deadline)
+        pool.shutdown(wait=False, cancel_futures=True)
+    lines, other = table(run, names)
     text = "\n".join(lines)
     print(text)
     if given.table is not None:
@@ -263,6 +308,17 @@ def main() -> int:
         f"{len(names) - len(other)} of {len(names)} as expected; others: {', '.join(other) or 'none'}"
     )
     return 1 if other else 0
+
+
+def _in_turn(names: Sequence[str]) -> list[str]:
+    """Rows that must be made: these in their order, each after its sources."""
+    found: list[str] = []
+    for name in names:
+        line = [name]
+        while ROWS[line[-1]].source != line[-1]:
+            line.append(ROWS[line[-1]].source)
+        found += [one for one in reversed(line) if one not in found]
+    return found
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import gc
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 
 from qconvert.runtimes.loader.server import stubs
-from served.reference import Seen
+from served.reference import Answer, Watched
 
+FOLDERS = 0  # a process may serve any number
 # Imported, and not used by what is asked of the engine here.
 _NOT_NEEDED = frozenset(("xgrammar", "llguidance", "soxr", "torchcodec", "traitlets"))
 _SETTINGS = {
@@ -27,17 +27,6 @@ _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_HOST_IP": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo", "VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Greedy tokens [prompts, new] of a folder, log-probabilities [prompts, prompt + new - 1,
-    vocabulary], the modules that were seen, and the class and kernel of each kind of module."""
-
-    tokens: Tensor
-    log_probabilities: Tensor
-    seen: list[Seen]
-    kernels: Mapping[str, str]
 
 
 def prepare() -> None:
@@ -55,7 +44,8 @@ def prepare() -> None:
 def serve(
     folder: Path, config: Mapping[str, Any], prompts: Tensor, new: int, **engine: Any
 ) -> Answer:
-    """Load a folder and answer prompts [prompts, length] of tokens with `new` tokens each."""
+    """Load a folder and answer prompts [prompts, length] of tokens with `new` tokens each. The
+    log-probabilities are of all tokens but the first."""
     from vllm import LLM, SamplingParams
 
     arguments: dict[str, Any] = dict(engine)
@@ -74,10 +64,9 @@ def serve(
         core = getattr(core, "engine_core", core)
         worker = core.model_executor.driver_worker
         model = getattr(worker, "worker", worker).model_runner.model
-        counts = (prompts.shape[0], prompts.numel())
-        seen: dict[tuple[str, bool], Seen] = {}
+        watched = Watched(prompts.shape[0], prompts.numel())
         kernels: dict[str, str] = {}
-        hooks = _watch(model, counts, seen, kernels)
+        hooks = _watch(model, watched, kernels)
         asked = SamplingParams(
             temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=-1,
             prompt_logprobs=-1,
@@ -87,7 +76,7 @@ def serve(
         for hook in hooks:
             hook.remove()
         tokens, found = _collected(answers, prompts, new, int(config["vocab_size"]))
-        return Answer(tokens, found, list(seen.values()), kernels)
+        return Answer(tokens, found, list(watched.found.values()), kernels)
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -98,12 +87,8 @@ def serve(
         torch.cuda.empty_cache()
 
 
-def _watch(
-    model: torch.nn.Module, counts: tuple[int, int], seen: dict[tuple[str, bool], Seen],
-    kernels: dict[str, str],
-) -> list[Any]:  # fmt: skip
-    """Hooks that keep the first prefill and the first decoding step of each quantized module; `counts`
-    are tokens of a decoding step and of the prefill."""
+def _watch(model: torch.nn.Module, watched: Watched, kernels: dict[str, str]) -> list[Any]:
+    """Hooks that keep what each quantized module computes, and note its kernel."""
     linear: Any = importlib.import_module("vllm.model_executor.layers.linear").LinearBase
     experts: Any = importlib.import_module(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner_interface"
@@ -137,12 +122,7 @@ def _watch(
             given = (
                 args[0] if args else named.get("hidden_states", named.get("input_", named.get("x")))
             )
-            made = result[0] if isinstance(result, tuple) else result
-            if given is None or made is None or given.dim() != 2 or given.shape[0] not in counts:
-                return
-            key = name, given.shape[0] == counts[0]
-            if key not in seen:
-                seen[key] = Seen(name, kind, key[1], given.detach().clone(), made.detach().clone())
+            watched.keep(name, kind, given, result[0] if isinstance(result, tuple) else result)
 
         hooks.append(module.register_forward_hook(keep, with_kwargs=True))
     return hooks
