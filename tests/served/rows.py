@@ -170,40 +170,41 @@ def _all() -> Iterable[Row]:
 ROWS: Mapping[str, Row] = {row.name: row for row in _all()}
 
 # What sglang serves, in order of value: a run may end before the last. Marlin's rows need kernels that
-# take nvcc minutes, so they come after those that do not; a stack and its source, compared bit for bit,
-# need two engines in one process.
-_DENSE_OF_SGLANG = ("fp8", "fp8-channel", "int8", "fp8-tensor")
+# take nvcc minutes, so they come after others; a stack and its source, compared bit for bit, need two
+# engines in one process.
+_DENSE_OF_SGLANG = ("fp8-channel", "int8", "fp8-tensor")
 _EXPERTS_OF_SGLANG = (
-    "fp8", "fp8-channel", "int8", "fp8-powers", "fp8-ct", "fp8-tensor", "fp8-experts", "fp8-static",
+    "fp8-channel", "int8", "fp8-powers", "fp8-ct", "fp8-tensor", "fp8-experts", "fp8-static",
 )  # fmt: skip
 _DENSE_MARLIN = (
-    "w4", "gptq-packing", "nvfp4-modelopt", "nvfp4-ct", "w8-channel", "w4-32", "mxfp8", "mxfp4",
+    "w4", "nvfp4-modelopt", "nvfp4-ct", "gptq-packing", "w8-channel", "w4-32", "mxfp8", "mxfp4",
     "w4-asymmetric",
 )  # fmt: skip
 _EXPERTS_MARLIN = (
-    "w4", "w4-linears", "gptq-packing", "nvfp4-modelopt", "nvfp4-modelopt-linears", "nvfp4-ct", "w8",
+    "w4", "nvfp4-modelopt", "nvfp4-ct", "gptq-packing", "w4-linears", "nvfp4-modelopt-linears", "w8",
     "mxfp4", "mxfp8", "w4-asymmetric",
 )  # fmt: skip
-_OTHER_OF_SGLANG = ("fp8", "fp8-channel", "int8", "w4-linears", "nvfp4-modelopt")
+_OTHERS = ("glm", "ds")
+_HYBRIDS = ("next", "q35")
+_QUANTIZED = ("fp8", "fp8-channel", "int8")
 SGLANG: tuple[str, ...] = (
     "dense",
     "dense-fp8",
     "moe",
     "moe-fp8",
-    *(f"dense-{kind}" for kind in _DENSE_OF_SGLANG[1:]),
-    *(f"moe-{kind}" for kind in _EXPERTS_OF_SGLANG[1:]),
-    "control-scale",
-    "control-blocks",
-    "llama",
-    "llama-fp8",
+    *(f"dense-{kind}" for kind in _DENSE_OF_SGLANG),
+    *(f"moe-{kind}" for kind in _EXPERTS_OF_SGLANG),
+    *("control-scale", "control-blocks", "llama", "llama-fp8"),
+    *_OTHERS,
+    *(f"{model}-{kind}" for kind in _QUANTIZED for model in _OTHERS),
     *(f"dense-{kind}" for kind in _DENSE_MARLIN),
     *(f"moe-{kind}" for kind in _EXPERTS_MARLIN),
-    "control-rows",
-    "control-experts",
-    *("glm", "ds", "next", "q35", "oss"),
-    *(f"{model}-{kind}" for kind in _OTHER_OF_SGLANG for model in ("glm", "ds", "next", "q35")),
-    *("moe-gptq-to-ct", "moe-fp8-to-ct", "moe-mxfp4-to-fp8", "moe-dequant"),
-    *("q35-fuse", "moe-stack"),
+    *("control-rows", "control-experts"),
+    *(f"{model}-{kind}" for kind in ("w4-linears", "nvfp4-modelopt") for model in _OTHERS),
+    *_HYBRIDS,
+    *(f"{model}-{kind}" for kind in (*_QUANTIZED, "w4-linears") for model in _HYBRIDS),
+    *("oss", "q35-fuse"),
+    *("moe-gptq-to-ct", "moe-fp8-to-ct", "moe-mxfp4-to-fp8", "moe-dequant", "moe-stack"),
 )
 # The rows of each runtime.
 ROWS_OF: Mapping[str, tuple[str, ...]] = {"vllm": tuple(ROWS), "sglang": SGLANG}

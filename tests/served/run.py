@@ -249,26 +249,32 @@ def table(run: Run, names: Sequence[str]) -> tuple[list[str], list[str]]:
     return lines, other
 
 
-def _checked(run: Run) -> None:
-    """Try the runtime's own kernels in a process of its own, where the engine knows definitions of them;
-    workers take those in place of kernels that do not load or are wrong."""
+def _prepared(run: Run) -> subprocess.Popen[bytes] | None:
+    """Have the engine compile what takes minutes, beside everything else, and try its kernels, each in a
+    process of its own; workers take definitions in place of kernels that do not load or are wrong. The
+    process that compiles, None for an engine that has nothing to prepare."""
     engine = run.engine()
     stand_ins: str | None = getattr(engine, "STAND_INS", None)
     if stand_ins is None:
-        return
-    with (run.notes / "check.log").open("w") as log:
-        tried = subprocess.Popen(
-            [sys.executable, engine.__file__], stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            code = tried.wait(_LONGEST)
-        except subprocess.TimeoutExpired:
-            tried.kill()
-            code = tried.wait()
-    print("\n".join((run.notes / "check.log").read_text(errors="replace").splitlines()[-6:]))
-    print(f"the check of kernels ended with {code}", flush=True)
+        return None
+    builds = _started(run, engine, "build")
+    check = _started(run, engine, "check")
+    try:
+        code = check.wait(_LONGEST)
+    except subprocess.TimeoutExpired:
+        check.kill()
+        code = check.wait()
+    said = (run.notes / "check.log").read_text(errors="replace").splitlines()[-_LINES // 4 :]
+    print(*said, f"the check of kernels ended with {code}", sep="\n", flush=True)
     if code:
         os.environ[stand_ins] = "1"
+    return builds
+
+
+def _started(run: Run, engine: Any, what: str) -> subprocess.Popen[bytes]:
+    with (run.notes / f"{what}.log").open("wb") as log:
+        command = [sys.executable, engine.__file__, what]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
 def main() -> int:
@@ -296,8 +302,10 @@ def main() -> int:
             row = ROWS[name]
             earlier = futures.get(row.source) if row.source != name else None
             futures[name] = pool.submit(_made, run, row, earlier)
-        _checked(run)
+        builds = _prepared(run)
         _supervise(run, names, given.workers, deadline)
+        if builds is not None:
+            builds.kill()
         pool.shutdown(wait=False, cancel_futures=True)
     lines, other = table(run, names)
     text = "\n".join(lines)

@@ -1,7 +1,8 @@
 """sglang's own ModelRunner, in this process: one folder's answers, and what its modules computed.
 
 Written for sglang 0.5.23 (`benchmark/one_batch.py`, `srt/layers/`), attention of Triton, eager mode.
-`python tests/served/sglang_engine.py` says what this machine has of it, and tries its kernels.
+`python tests/served/sglang_engine.py check` says what this machine has of it, and tries its kernels;
+`build` compiles what takes minutes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +51,6 @@ _SETTINGS = {
 }  # fmt: skip
 # Set where the check of this machine found that its sgl_kernel does not compute (`__main__` below).
 STAND_INS = "SERVED_STAND_INS"
-_BUILT = "SERVED_BUILT"  # a folder of compiled modules, as pack.py makes one
 _FLAGS: Mapping[str, Any] = {
     "skip_tokenizer_init": True, "attention_backend": "triton", "sampling_backend": "pytorch",
     "disable_cuda_graph": True, "disable_decode_cuda_graph": True, "disable_prefill_cuda_graph": True,
@@ -73,8 +74,6 @@ def prepare() -> str:
     metadata: Any = importlib.metadata
     real = metadata.version
     metadata.version = lambda name: "99.0.0" if name in _VERSIONS else real(name)
-    if built := os.environ.get(_BUILT):
-        _use_built(Path(built))
     one_batch: Any = importlib.import_module("sglang.benchmark.one_batch")
     one_batch.get_tokenizer = lambda *args, **kwargs: None
     return chosen
@@ -111,20 +110,6 @@ def _kernels() -> str:
         sys.modules[spec.name] = package.scalar_type = module
         spec.loader.exec_module(module)
     return "stand-ins for sgl_kernel"
-
-
-def _use_built(folder: Path) -> None:
-    """Take modules that sglang compiles at their first use from a folder: two of Marlin take nvcc
-    minutes each. sglang's own cache asks for the same compiler too, which another machine has not."""
-    loader: Any = importlib.import_module("sglang.kernels.jit.utils.compile.loader")
-    look = loader._find_prebuilt
-
-    def find(*, spec: Any, scope: Path) -> Path | None:
-        path = folder / f"{spec.module_name}.so"
-        found: Path | None = path if path.exists() else look(spec=spec, scope=scope)
-        return found
-
-    loader._find_prebuilt = find
 
 
 def serve(
@@ -214,7 +199,40 @@ def _kept(
     )
 
 
-def _main() -> int:
+def _build() -> None:
+    """Compile modules that take nvcc minutes, all at once: of Marlin for linear layers and experts, with
+    what brings weights into its order and sorts slots for it."""
+    os.environ.setdefault("NVCC_APPEND_FLAGS", "--split-compile=0")  # on all cores
+    prepare()
+    at = "sglang.kernels.ops"
+    compile_all: Any = importlib.import_module("sglang.kernels.jit.utils").parallel_compile
+    linear: Any = importlib.import_module(f"{at}.gemm.gptq_marlin")
+    experts: Any = importlib.import_module(f"{at}.moe.moe_wna16_marlin")
+    repack: Any = importlib.import_module(f"{at}.quantization.gptq_marlin_repack")
+    align: Any = importlib.import_module(f"{at}.moe.moe_align")
+    began = time.time()
+
+    def timed(name: str, built: Callable[[], Any]) -> Callable[[], None]:
+        def build() -> None:
+            built()
+            print(f"{name} after {time.time() - began:.0f} s", flush=True)
+
+        return build
+
+    dtype = torch.bfloat16
+    compile_all((
+        timed("repack", repack._jit_gptq_marlin_repack_module),
+        timed("align", lambda: align._jit_moe_align_module(torch.int32, True)),
+        timed("linear", lambda: linear._jit_gptq_marlin_module(dtype)),
+        # As fused_marlin_moe.py asks for them: sorted experts, of this rank alone.
+        timed("up", lambda: experts._jit_moe_wna16_marlin_module(
+            dtype, False, False, True, False, True)),
+        timed("down", lambda: experts._jit_moe_wna16_marlin_module(
+            dtype, False, False, True, True, True)),
+    ))  # fmt: skip
+
+
+def _check() -> int:
     """Print versions and what sgl_kernel's functions lose against their definitions; 1 where one is
     wrong."""
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}")
@@ -225,4 +243,4 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(_build() if sys.argv[1:] == ["build"] else _check())
