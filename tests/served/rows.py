@@ -169,9 +169,8 @@ def _all() -> Iterable[Row]:
 
 ROWS: Mapping[str, Row] = {row.name: row for row in _all()}
 
-# What sglang serves, in order of value: a run may end before the last. Marlin's rows need kernels that
-# take nvcc minutes, so they come after others; a stack and its source, compared bit for bit, need two
-# engines in one process.
+# What sglang serves, in order of value: a run may end before the last. A stack and its source, compared
+# bit for bit, need two engines in one process.
 _DENSE_OF_SGLANG = ("fp8-channel", "int8", "fp8-tensor")
 _EXPERTS_OF_SGLANG = (
     "fp8-channel", "int8", "fp8-powers", "fp8-ct", "fp8-tensor", "fp8-experts", "fp8-static",
@@ -187,6 +186,15 @@ _EXPERTS_MARLIN = (
 _OTHERS = ("glm", "ds")
 _HYBRIDS = ("next", "q35")
 _QUANTIZED = ("fp8", "fp8-channel", "int8")
+# Rows of kernels that take sglang minutes of nvcc: while these are compiled, others are served.
+MARLIN: tuple[str, ...] = (
+    *(f"dense-{kind}" for kind in _DENSE_MARLIN),
+    *(f"moe-{kind}" for kind in _EXPERTS_MARLIN),
+    *("control-rows", "control-experts"),
+    *(f"{model}-{kind}" for kind in ("w4-linears", "nvfp4-modelopt") for model in _OTHERS),
+    *(f"{model}-w4-linears" for model in _HYBRIDS),
+    "moe-gptq-to-ct",
+)
 SGLANG: tuple[str, ...] = (
     "dense",
     "dense-fp8",
@@ -197,14 +205,10 @@ SGLANG: tuple[str, ...] = (
     *("control-scale", "control-blocks", "llama", "llama-fp8"),
     *_OTHERS,
     *(f"{model}-{kind}" for kind in _QUANTIZED for model in _OTHERS),
-    *(f"dense-{kind}" for kind in _DENSE_MARLIN),
-    *(f"moe-{kind}" for kind in _EXPERTS_MARLIN),
-    *("control-rows", "control-experts"),
-    *(f"{model}-{kind}" for kind in ("w4-linears", "nvfp4-modelopt") for model in _OTHERS),
+    *MARLIN,
     *_HYBRIDS,
-    *(f"{model}-{kind}" for kind in (*_QUANTIZED, "w4-linears") for model in _HYBRIDS),
-    *("oss", "q35-fuse"),
-    *("moe-gptq-to-ct", "moe-fp8-to-ct", "moe-mxfp4-to-fp8", "moe-dequant", "moe-stack"),
+    *(f"{model}-{kind}" for kind in _QUANTIZED for model in _HYBRIDS),
+    *("oss", "q35-fuse", "moe-fp8-to-ct", "moe-mxfp4-to-fp8", "moe-dequant", "moe-stack"),
 )
 # The rows of each runtime.
 ROWS_OF: Mapping[str, tuple[str, ...]] = {"vllm": tuple(ROWS), "sglang": SGLANG}

@@ -28,12 +28,14 @@ from typing import Any
 if __name__ == "__main__":  # a file that is run: `served` and `loaders` lie beside its folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from served.rows import REAL, ROWS, ROWS_OF, Row
+from served.rows import MARLIN, REAL, ROWS, ROWS_OF, Row
 
 _GGUF = "SERVED_GGUF"  # the file of the real model; without it, its rows are left out
 _FAILED = 77  # a worker that must not load another folder
 _LONGEST = 240.0  # seconds of one row
 _DOES_NOT_LOAD = 3  # of `qconvert validate --for`; 5: not known for the class
+_COMPILING = "compiling"  # a file that is there while kernels of MARLIN are compiled
+_WIDTH = 170  # of a line that is printed of a row; the table and the records have the rest
 _LINES = 40  # of a log or a traceback that are kept where a row failed
 
 
@@ -136,6 +138,8 @@ def _work(run: Run, names: Sequence[str], deadline: float) -> None:
         if not ready:
             time.sleep(0.5)
             continue
+        if (run.notes / _COMPILING).exists():
+            ready.sort(key=MARLIN.__contains__)
         row = ROWS[ready[0]]
         try:
             os.close(os.open(run.notes / f"{row.name}.claim", os.O_CREAT | os.O_EXCL))
@@ -166,7 +170,10 @@ def _work(run: Run, names: Sequence[str], deadline: float) -> None:
             os._exit(_FAILED)
 
 
-def _supervise(run: Run, names: Sequence[str], workers: int, deadline: float) -> None:
+def _supervise(
+    run: Run, names: Sequence[str], workers: int, deadline: float,
+    builds: subprocess.Popen[bytes] | None,
+) -> None:  # fmt: skip
     """Keep workers running until all rows are done or the time is over."""
     live: dict[int, subprocess.Popen[bytes]] = {}
     logs: dict[int, Path] = {}
@@ -175,6 +182,8 @@ def _supervise(run: Run, names: Sequence[str], workers: int, deadline: float) ->
     command = [sys.executable, __file__, str(run.root), "--runtime", run.runtime, "--only", only,
                "--worker", str(deadline)]  # fmt: skip
     while time.time() < deadline:
+        if builds is not None and builds.poll() is not None:
+            (run.notes / _COMPILING).unlink(missing_ok=True)
         for number in range(workers):
             process = live.get(number)
             if process is None or process.poll() not in (None, 0):
@@ -222,10 +231,11 @@ def _is_as_expected(row: Row, record: dict[str, Any]) -> bool:
     return bool(record["status"] == row.expects and (row.damage or not record.get("foretold")))
 
 
-def table(run: Run, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Lines of a Markdown table of the rows, and the names of those that are not as expected."""
-    lines = ["| folder | made by | verdict | largest error of a module | KL / bf16's own | kernels |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+def table(run: Run, names: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """A table of the rows, its heading first, and the names of those that are not as expected."""
+    lines = [
+        ("folder", "verdict", "largest error of a module", "KL / bf16's own", "made by", "kernels")
+    ]
     other = []
     for name in names:
         row = ROWS[name]
@@ -245,7 +255,7 @@ def table(run: Run, names: Sequence[str]) -> tuple[list[str], list[str]]:
         if said := " ".join("; ".join(record["faults"]).split()):
             verdict += f": {said[:160]}"
         made = row.damage or f"{row.command or 'transformers'} of {row.source}"
-        lines.append(f"| {name} | {made} | {verdict} | {errors} | {noise} | {kernels} |")
+        lines.append((name, verdict, errors, noise, made, kernels))
     return lines, other
 
 
@@ -257,6 +267,7 @@ def _prepared(run: Run) -> subprocess.Popen[bytes] | None:
     stand_ins: str | None = getattr(engine, "STAND_INS", None)
     if stand_ins is None:
         return None
+    (run.notes / _COMPILING).touch()
     builds = _started(run, engine, "build")
     check = _started(run, engine, "check")
     try:
@@ -303,15 +314,15 @@ def main() -> int:
             earlier = futures.get(row.source) if row.source != name else None
             futures[name] = pool.submit(_made, run, row, earlier)
         builds = _prepared(run)
-        _supervise(run, names, given.workers, deadline)
+        _supervise(run, names, given.workers, deadline, builds)
         if builds is not None:
             builds.kill()
         pool.shutdown(wait=False, cancel_futures=True)
     lines, other = table(run, names)
-    text = "\n".join(lines)
-    print(text)
+    print("\n".join(" | ".join(line[:4])[:_WIDTH] for line in lines))
     if given.table is not None:
-        given.table.write_text(f"{text}\n")
+        lines.insert(1, ("---",) * len(lines[0]))
+        given.table.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
     print(
         f"{len(names) - len(other)} of {len(names)} as expected; others: {', '.join(other) or 'none'}"
     )

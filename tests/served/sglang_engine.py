@@ -66,6 +66,8 @@ def prepare() -> str:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     importlib.import_module("transformers.processing_utils")
+    if PathFinder.find_spec("torchvision") is None:
+        stubs.transformers_without_torchvision()
     importlib.import_module("compressed_tensors")
     chosen = _kernels()  # before flashinfer is a stub, which sgl_kernel would take for the package
     stubs.install({name for name in _NOT_NEEDED if PathFinder.find_spec(name) is None})
