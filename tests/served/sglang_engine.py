@@ -76,9 +76,22 @@ def prepare() -> str:
     metadata: Any = importlib.metadata
     real = metadata.version
     metadata.version = lambda name: "99.0.0" if name in _VERSIONS else real(name)
-    one_batch: Any = importlib.import_module("sglang.benchmark.one_batch")
+    one_batch = _imported("sglang.benchmark.one_batch")
     one_batch.get_tokenizer = lambda *args, **kwargs: None
     return chosen
+
+
+def _imported(name: str) -> Any:
+    """A module of sglang. A package that it imports and that is not here becomes a stub, and is named."""
+    while True:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            package = (error.name or "sglang").partition(".")[0]
+            if package == "sglang" or PathFinder.find_spec(package) is not None:
+                raise
+            print(f"{package} is not installed: a stub stands for it", flush=True)
+            stubs.install({package})
 
 
 def _called(cls: Any, *args: Any, **kwargs: Any) -> Any:
