@@ -82,7 +82,7 @@ def prepare() -> str:
 
 
 def _imported(name: str) -> Any:
-    """A module of sglang. A package that it imports and that is not here becomes a stub, and is named."""
+    """A module of sglang. A package that it imports and that is absent becomes a stub, and is named."""
     while True:
         try:
             return importlib.import_module(name)
