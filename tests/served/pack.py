@@ -92,7 +92,7 @@ def _pack_part(part: Part, target: Path) -> None:
     ):
         for info in packed.infolist():
             kept = info.filename.endswith(part.kept) or ".dist-info/" in info.filename
-            if kept and not info.filename.startswith(part.left_out):
+            if kept and not info.is_dir() and not info.filename.startswith(part.left_out):
                 member = tarfile.TarInfo(info.filename)
                 member.size = info.file_size
                 with packed.open(info) as content:

@@ -36,8 +36,7 @@ _NOT_NEEDED = frozenset((
     "cutlass_library", "deep_ep", "deep_gemm", "easydict", "flash_attn", "flash_attn_interface",
     "flash_mla", "flashinfer", "flashinfer_cubin", "humming", "kernels", "numba", "nvshmem", "nvtx",
     "py_spy", "quack", "sentencepiece", "sgl_deep_gemm", "smg_grpc_servicer", "tilelang",
-    "torch_memory_saver", "torchcodec", "torchvision", "traitlets", "watchfiles", "xgrammar",
-    "llguidance", "outlines", "soundfile", "modelscope", "datasets", "interegular",
+    "torch_memory_saver", "torchvision", "traitlets", "watchfiles",
 ))  # fmt: skip
 _VERSIONS = (
     "flashinfer-python", "flashinfer_python", "flashinfer-cubin", "sgl-kernel", "sgl_kernel",
