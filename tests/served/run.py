@@ -233,7 +233,7 @@ def _is_as_expected(row: Row, record: dict[str, Any]) -> bool:
 
 def table(run: Run, names: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
     """A table of the rows, its heading first, and the names of those that are not as expected."""
-    lines = [
+    lines: list[tuple[str, ...]] = [
         ("folder", "verdict", "largest error of a module", "KL / bf16's own", "made by", "kernels")
     ]
     other = []

@@ -70,7 +70,8 @@ def prepare() -> str:
     importlib.import_module("compressed_tensors")
     chosen = _kernels()  # before flashinfer is a stub, which sgl_kernel would take for the package
     stubs.install({name for name in _NOT_NEEDED if PathFinder.find_spec(name) is None})
-    stubs._Inert.__call__ = _called  # type: ignore[attr-defined,method-assign]
+    inert: Any = stubs._Inert
+    inert.__call__ = _called
     torch.backends.cuda.matmul.allow_tf32 = False
     metadata: Any = importlib.metadata
     real = metadata.version
@@ -257,4 +258,7 @@ def _check() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_build() if sys.argv[1:] == ["build"] else _check())
+    if sys.argv[1:] == ["build"]:
+        _build()
+    else:
+        sys.exit(_check())

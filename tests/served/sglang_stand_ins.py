@@ -189,7 +189,7 @@ def aligned(align: Callable[..., Any], chosen: Tensor) -> list[Tensor]:
     if count > _EXPERTS:
         most = count + (_EXPERTS + 1) * (_BLOCK - 1)
     most = -(-most // 4) * 4
-    integers = {"dtype": torch.int32, "device": chosen.device}
+    integers: dict[str, Any] = {"dtype": torch.int32, "device": chosen.device}
     slots, total = torch.empty(most, **integers), torch.empty(1, **integers)
     experts, sums = (
         torch.empty(-(-most // _BLOCK), **integers), torch.empty(_EXPERTS + 2, **integers),
