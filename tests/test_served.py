@@ -24,7 +24,6 @@ from served.reference import (
     Seen,
     Watched,
     Weights,
-    log_probabilities,
     module_error,
 )
 from served.rows import REAL, ROWS, ROWS_OF, Row
@@ -225,11 +224,16 @@ class _AsTransformers:
     def serve(
         self, folder: Path, config: Any, prompts: torch.Tensor, new: int, **engine: Any
     ) -> Answer:
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation="eager"
+        ).eval()
         tokens = prompts
-        for _ in range(new):
-            found = log_probabilities(folder, tokens, torch.bfloat16)
-            tokens = torch.cat([tokens, found[:, -1:].argmax(-1)], 1)
+        with torch.no_grad():
+            for _ in range(new):
+                logits = model(input_ids=tokens, use_cache=False).logits
+                tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
         assert tokens.shape == (PROMPTS, LENGTH + NEW)
+        found = logits.float().log_softmax(-1)
         last = found[:, -new:].roll(self.shift, 1)
         return Answer(tokens[:, -new:], last, [], {})
 

@@ -116,6 +116,8 @@ def _kernels() -> str:
     package = importlib.import_module("sgl_kernel")
     for function in sglang_stand_ins.FUNCTIONS:
         setattr(package, function.__name__, function)
+    pdl: Any = importlib.import_module("sgl_kernel.utils")
+    pdl.is_arch_support_pdl = lambda: False
     if found is not None and found.submodule_search_locations:
         path = Path(found.submodule_search_locations[0]) / "scalar_type.py"
         spec = importlib.util.spec_from_file_location("sgl_kernel.scalar_type", path)
