@@ -31,7 +31,11 @@ _CASES = {
         "AMXINT4 for 1 NUMA node, reference rounding",
     ),
     "AMXINT8": ("amx --method int8 --numa 2", "AMXINT8", "AMXINT8 for 2 NUMA nodes"),
-    "INT4": ("w4a16 --rtn", "INT4 g128 (packed)", "rounds bf16 to int4 in groups of 128"),
+    "INT4": (
+        "w4a16 --rtn --group-size 128",
+        "INT4 g128 (packed)",
+        "rounds bf16 to int4 in groups of 128",
+    ),
     "INT4 zeros": ("w4a16 --rtn --asymmetric", "INT4 g128, zero points (packed)", "zero point"),
     "INT8": ("w4a16 --rtn --bits 8 --group-size channel", "INT8 per channel (packed)", "int8"),
     "GPTQ": ("w4a16 --rtn --packing gptq --group-size 32", "GPTQ INT4 g32", "groups of 32"),

@@ -712,7 +712,7 @@ def test_columns_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     source = qwen3_moe(hidden=128, intermediate=40).write(tmp_path / "source")
     done = nvfp4(source, tmp_path / "out", "modelopt")
     assert done.code == 1
-    assert "down_proj: expected columns in whole blocks of 16, found 40" in done.err
+    assert "down_proj: expected columns in whole groups of 16, found 40" in done.err
 
 
 def test_a_broken_weight_names_its_row(tmp_path: Path) -> None:

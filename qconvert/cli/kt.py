@@ -12,6 +12,7 @@ from qconvert.cli.calibration import CALIBRATION, Asked, calibration_from, split
 from qconvert.cli.command import Command
 from qconvert.cli.convert import RUNNING, CommandOptions, conversion, convert, planned_and_run
 from qconvert.cli.options import SOURCE, TP, Count, Folder
+from qconvert.core.int_scheme import DEFAULT_GROUP
 from qconvert.core.say import say
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def amx(gptq: bool, asked: Asked, **fields: Any) -> Pass:
 @click.option(
     "--gpu", type=click.Choice(["source", "w4a16"]), default="source", show_default=True,
     help="`source`: the GPU side is SRC. `w4a16`: a folder with experts in packed INT4 (round to "
-    "nearest, groups of 128) and all other layers unchanged.",
+    f"nearest, groups of {DEFAULT_GROUP}) and all other layers unchanged.",
 )  # fmt: skip
 @click.option(
     "--gpu-out", type=Folder(repos=True),

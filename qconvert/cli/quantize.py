@@ -21,6 +21,7 @@ from qconvert.cli.options import (
     made_for,
     rare,
 )
+from qconvert.core.int_scheme import DEFAULT_GROUP
 
 if TYPE_CHECKING:
     from qconvert.plan.plan import Pass
@@ -226,8 +227,9 @@ def fp8(packed: bool, channel: bool, tensor: bool, ue8m0: bool, **fields: Any) -
     ),
     _BITS,
     click.option(
-        "--group-size", type=click.Choice(["32", "64", "128", "channel"]), default="128",
-        show_default=True, help="Columns that share a scale; `channel`: a whole row.",
+        "--group-size", type=click.Choice(["32", "64", "128", "channel"]),
+        default=str(DEFAULT_GROUP), show_default=True,
+        help="Columns that share a scale; `channel`: a whole row.",
     ),
     click.option("--asymmetric", is_flag=True, help="Store a zero point with each scale."),
     click.option(

@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
+DEFAULT_GROUP = 128  # columns that share a scale where nobody asks for another number
+
+
+def groups_in_row(columns: int, width: int) -> int:
+    """Groups of `width` columns in a row. Raises PlanError where some columns are left over."""
+    if width < 1 or columns % width:
+        raise PlanError(f"expected columns in whole groups of {width}, found {columns}")
+    return columns // width
+
+
 # --- NVFP4 scheme of a matrix ---------------------------------------------------------------------
 
 
@@ -41,9 +51,7 @@ class Nvfp4Scheme:
 
     def groups(self, columns: int) -> int:
         """Scales in a row. Raises PlanError if the columns are not whole blocks."""
-        if columns % NVFP4_BLOCK:
-            raise PlanError(f"expected columns in whole blocks of {NVFP4_BLOCK}, found {columns}")
-        return columns // NVFP4_BLOCK
+        return groups_in_row(columns, NVFP4_BLOCK)
 
 
 Bits = Literal[4, 8]
@@ -66,7 +74,7 @@ class IntScheme:
     """
 
     bits: Bits = 4
-    group: int | None = 128
+    group: int | None = DEFAULT_GROUP
     symmetric: bool = True
     actorder: Actorder | None = None
     scale_dtype: ScaleDtype = "BF16"
@@ -110,10 +118,7 @@ class IntScheme:
 
     def groups(self, columns: int) -> int:
         """Scales in a row. Raises PlanError if the columns are not whole groups."""
-        width = self.width(columns)
-        if width < 1 or columns % width:
-            raise PlanError(f"expected columns in whole groups of {width}, found {columns}")
-        return columns // width
+        return groups_in_row(columns, self.width(columns))
 
 
 @dataclass(frozen=True, eq=False)

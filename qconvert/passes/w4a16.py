@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
-from qconvert.core.int_scheme import Actorder, Bits, IntScheme, Packer, Signs
+from qconvert.core.int_scheme import DEFAULT_GROUP, Actorder, Bits, IntScheme, Packer, Signs
 from qconvert.core.versions import SGLANG, TRANSFORMERS
 from qconvert.formats.base import Stored
 from qconvert.formats.int_packed.config import gptq_config, group_config, left_pattern
@@ -44,7 +44,6 @@ from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Plan
 from qconvert.samples.request import Calibration
 
-GROUP = 128
 _GROUPS = (128, 32)  # what all kernels take (sglang's Triton WNA16 no other)
 # A scale a row is on every rank; what a rank has of a row fits kernels in multiples of this.
 _CHANNEL_STEP = 64
@@ -72,7 +71,7 @@ class ExpertsToW4A16(Quantizing):
 
     name: ClassVar[str] = "w4a16"
 
-    group_size: int | None = GROUP
+    group_size: int | None = DEFAULT_GROUP
     bits: Bits = 4
     symmetric: bool = True
     actorder: Actorder | None = None
@@ -157,8 +156,9 @@ class ExpertsToW4A16(Quantizing):
         """Raises PlanError for a group that does not divide columns, or not what a rank has of them."""
         scheme = self.scheme
         for module, _, _, columns in chosen.sizes:
-            width = scheme.width(columns)
-            if columns % width:
+            try:
+                scheme.groups(columns)
+            except PlanError as error:
                 groups = self._fitting_groups(chosen, self.tp or 1)
                 hint = (
                     f"group {groups[0]} is supported"
@@ -167,9 +167,7 @@ class ExpertsToW4A16(Quantizing):
                 )
                 if chosen.experts is None or module in chosen.linears:
                     hint += ", or leave_bf16 leaves such a matrix as it is"
-                raise PlanError(
-                    f"{module}: expected columns in whole groups of {width}, found {columns}; {hint}"
-                )
+                raise PlanError(f"{module}: {error}; {hint}") from None
         if self.tp is not None and not loads_at(chosen.sizes, self.grid, (self.tp,)):
             groups = self._fitting_groups(chosen, self.tp)
             how = f"in groups of {scheme.group}" if scheme.group else "with a scale a row"

@@ -84,7 +84,7 @@ def plan_pair(
     **options: Unpack[PlanOptions],
 ) -> Planned:
     """As `plan`, for two folders from one read: the routed experts for KTransformers' CPU kernels, and
-    the model with packed INT4 experts for its GPU side (None: round to nearest, groups of 128). Both
+    the model with packed INT4 experts for its GPU side (None: as that pass does by default). Both
     may be repos on the Hub; the card of each then names the other."""
     from qconvert.hub.destination import naming_other
     from qconvert.passes.pair import pair_plans

@@ -8,23 +8,22 @@ is of its column 0, the next of 2, 4, 6, 1, 3, 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import IntScheme
 from qconvert.formats.int_packed.decode import (
+    FromColumns,
     Products,
     exact_scales,
-    product_scratch,
     scale_scratch,
     scales,
 )
-from qconvert.ops.base import Columnwise, array
-from qconvert.ops.cast import FLOAT_DTYPES, float_tiles
+from qconvert.ops.base import array
+from qconvert.ops.cast import float_tiles
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +42,7 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
-class DequantAwq(Columnwise):
+class DequantAwq(FromColumns):
     """qweight, scales in BF16, F16 or F32, and where there are `zeros` qzeros -> BF16 [count, K]: rows
     [first, first + count) of the weight [N, K], which are columns here, so it cannot be cut. Without
     qzeros the zero point is 8.
@@ -68,43 +67,15 @@ class DequantAwq(Columnwise):
     def stated(self) -> IntScheme:
         return IntScheme(BITS, self.group, not self.zeros)  # type: ignore[arg-type]
 
-    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
-        qweight, scale, *qzeros = args
-        if qweight.dtype != "I32" or len(qweight.shape) != 2:
-            raise PlanError(f"expected packed codes in an I32 matrix, found {qweight}")
-        if scale.dtype not in FLOAT_DTYPES:
-            raise PlanError(f"expected scales in {', '.join(FLOAT_DTYPES)}, found {scale}")
-        columns, rows = qweight.shape[0], WORD * qweight.shape[1]
-        group = columns if self.group is None else self.group
-        if group < 1 or columns % group:
-            raise PlanError(f"expected columns in groups of {group}, found {columns} in {qweight}")
-        groups = columns // group
-        wanted = [TensorType(scale.dtype, (groups, rows))]
-        wanted += [TensorType("I32", (groups, rows // WORD))] if self.zeros else []
-        if [scale, *qzeros] != wanted:
-            raise PlanError(
-                f"expected {', '.join(map(str, wanted))} beside {qweight} in groups of {group}, found "
-                f"{', '.join(map(str, args[1:]))}"
-            )
-        self.check_columns(TensorType("I32", (columns, rows)))
-        return (TensorType("BF16", (self.count, columns)),)
+    def _weight(self, words: TensorType) -> tuple[int, int]:
+        return WORD * words.shape[1], words.shape[0]
 
-    def scratch(self, *args: TensorType) -> int:
-        return scale_scratch(args[1]) + product_scratch(self.count, args[0].shape[0])
-
-    def loss(self, *args: TensorType) -> str | None:
-        return "rounds int4 x scale to bf16 (relative error at most 2^-8)"
-
-    def run(
-        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
-    ) -> Mapping[str, int]:
-        with self.by_column():
-            self._products(ins, scratch).as_bf16(outs[0])
-        return {}
-
-    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
-        with self.by_column():
-            yield from self._products(ins, scratch).floats()
+    def _beside(
+        self, weight: tuple[int, int], groups: int, args: Sequence[TensorType]
+    ) -> list[TensorType]:
+        rows, _ = weight
+        wanted = [TensorType(args[1].dtype, (groups, rows))]
+        return wanted + ([TensorType("I32", (groups, rows // WORD))] if self.zeros else [])
 
     def integers(self, ins: Sequence[Buffer], codes: Int8s, zero: Int8s) -> tuple[Float32s, None]:
         import numpy as np

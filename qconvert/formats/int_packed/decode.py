@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Output, aligned
-from qconvert.core.int_scheme import IntScheme
-from qconvert.ops.base import array
+from qconvert.core.int_scheme import IntScheme, groups_in_row
+from qconvert.ops.base import Columnwise, array
 from qconvert.ops.cast import (
     BF16_OVERFLOW,
     FLOAT_DTYPES,
@@ -49,8 +49,86 @@ _MIDDLE = 0x80  # a signed byte plus 128 is the same bits with the first one tur
 _BEYOND = "look whether its scales are meant to multiply, or take `dequant --dtype f32`"
 
 
+class FromProducts:
+    """A decoder whose numbers are `Products`."""
+
+    __slots__ = ()
+
+    def _products(self, ins: Sequence[Buffer], scratch: memoryview) -> Products:
+        raise NotImplementedError
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        self._products(ins, scratch).as_bf16(outs[0])
+        return {}
+
+    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
+        return self._products(ins, scratch).floats()
+
+
+def _check_words(packed: TensorType, scale: TensorType) -> None:
+    if packed.dtype != "I32" or len(packed.shape) != 2:
+        raise PlanError(f"expected packed codes in an I32 matrix, found {packed}")
+    if scale.dtype not in FLOAT_DTYPES:
+        raise PlanError(f"expected scales in {', '.join(FLOAT_DTYPES)}, found {scale}")
+
+
+class FromColumns(FromProducts, Columnwise):
+    """A decoder of I32 words [.., N] whose columns are rows of the weight, so that it cannot be cut:
+    GPTQ's form and AutoAWQ's. It makes rows [first, first + count) of the weight [N, K]."""
+
+    __slots__ = ()
+    scale_at: ClassVar[int]
+
+    @property
+    def scheme(self) -> tuple[int, int | None]:
+        """Bits of a code, and columns of a group (None: all)."""
+        raise NotImplementedError
+
+    def _weight(self, words: TensorType) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        raise NotImplementedError
+
+    def _beside(
+        self, weight: tuple[int, int], groups: int, args: Sequence[TensorType]
+    ) -> list[TensorType]:
+        """Types that the arguments after the codes must have."""
+        raise NotImplementedError
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        _check_words(args[0], args[self.scale_at])
+        rows, columns = self._weight(args[0])
+        group = columns if self.scheme[1] is None else self.scheme[1]
+        wanted = self._beside((rows, columns), groups_in_row(columns, group), args)
+        if list(args[1:]) != wanted:
+            raise PlanError(
+                f"expected {', '.join(map(str, wanted))} beside {args[0]} in groups of {group}, found "
+                f"{', '.join(map(str, args[1:]))}"
+            )
+        self.check_columns(TensorType("I32", (columns, rows)))
+        return (TensorType("BF16", (self.count, columns)),)
+
+    def scratch(self, *args: TensorType) -> int:
+        columns = self._weight(args[0])[1]
+        return scale_scratch(args[self.scale_at]) + product_scratch(self.count, columns)
+
+    def loss(self, *args: TensorType) -> str | None:
+        return f"rounds int{self.scheme[0]} x scale to bf16 (relative error at most 2^-8)"
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        with self.by_column():
+            return FromProducts.run(self, ins, outs, scratch)
+
+    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
+        with self.by_column():
+            yield from FromProducts.floats(self, ins, scratch)
+
+
 @dataclass(frozen=True, slots=True)
-class DequantInts(EachRow):
+class DequantInts(FromProducts, EachRow):
     """packed I32 [N, K / word], scale [N, groups] in BF16, F16 or F32, and where not `symmetric` zero
     points I32 [ceil(N / word), groups] -> BF16 [N, K]. With `g_idx` one argument more, I32 [K], says
     which group each column is of. `bits` is 4 or 8; `group` None: a scale a row.
@@ -94,15 +172,10 @@ class DequantInts(EachRow):
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         packed, scale, *more = args
-        if packed.dtype != "I32" or len(packed.shape) != 2:
-            raise PlanError(f"expected packed codes in an I32 matrix, found {packed}")
-        if scale.dtype not in FLOAT_DTYPES:
-            raise PlanError(f"expected a scale in {', '.join(FLOAT_DTYPES)}, found {scale}")
+        _check_words(packed, scale)
         rows, columns = packed.shape[0], self.word * packed.shape[1]
         group = columns if self.group is None else self.group
-        if group < 1 or columns % group:
-            raise PlanError(f"expected columns in groups of {group}, found {columns} in {packed}")
-        groups = columns // group
+        groups = groups_in_row(columns, group)
         if scale.shape != (rows, groups):
             raise PlanError(
                 f"expected scales [{rows}, {groups}] for {packed} in groups of {group}, found "
@@ -137,15 +210,6 @@ class DequantInts(EachRow):
 
     def loss(self, *args: TensorType) -> str | None:
         return f"rounds int{self.bits} x scale to bf16 (relative error at most 2^-8)"
-
-    def run(
-        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
-    ) -> Mapping[str, int]:
-        self._products(ins, scratch).as_bf16(outs[0])
-        return {}
-
-    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
-        return self._products(ins, scratch).floats()
 
     def integers(
         self, ins: Sequence[Buffer], codes: Int8s, zero: Int8s
@@ -183,7 +247,7 @@ class DequantInts(EachRow):
 
 
 @dataclass(frozen=True, slots=True)
-class DequantInt8(EachRow):
+class DequantInt8(FromProducts, EachRow):
     """weight I8 [N, K], scale [N, groups] in BF16, F16 or F32, and where not `symmetric` zero points I8
     [N, groups] -> BF16 [N, K]. Groups are neighbouring columns.
 
@@ -218,15 +282,6 @@ class DequantInt8(EachRow):
 
     def loss(self, *args: TensorType) -> str | None:
         return "rounds int8 x scale to bf16 (relative error at most 2^-8)"
-
-    def run(
-        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
-    ) -> Mapping[str, int]:
-        self._products(ins, scratch).as_bf16(outs[0])
-        return {}
-
-    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
-        return self._products(ins, scratch).floats()
 
     def _products(self, ins: Sequence[Buffer], scratch: memoryview) -> Products:
         import numpy as np

@@ -8,23 +8,23 @@ the group of each column.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import PlanError, RowError
+from qconvert.core.errors import RowError
 from qconvert.core.graph import Buffer
 from qconvert.formats.int_packed.decode import (
+    FromColumns,
     Products,
     exact_scales,
     group_of_columns,
-    product_scratch,
     scale_scratch,
     scales,
 )
-from qconvert.ops.base import Columnwise, array
-from qconvert.ops.cast import FLOAT_DTYPES, float_tiles
+from qconvert.ops.base import array
+from qconvert.ops.cast import float_tiles
 from qconvert.ops.ints import unpacked
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class DequantGptq(Columnwise):
+class DequantGptq(FromColumns):
     """qweight, qzeros, scales in BF16, F16 or F32, g_idx -> BF16 [count, K]: rows [first, first + count)
     of the weight [N, K], which are columns here, so it cannot be cut. `group` None: one for all K.
     Without g_idx groups are neighbouring columns.
@@ -73,47 +73,18 @@ class DequantGptq(Columnwise):
         """Codes in a 32-bit word."""
         return _WORD_BITS // self.bits
 
-    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
-        qweight, _, scale, *g_idx = args
-        if qweight.dtype != "I32" or len(qweight.shape) != 2:
-            raise PlanError(f"expected packed codes in an I32 matrix, found {qweight}")
-        if scale.dtype not in FLOAT_DTYPES:
-            raise PlanError(f"expected scales in {', '.join(FLOAT_DTYPES)}, found {scale}")
-        columns, rows = self.word * qweight.shape[0], qweight.shape[1]
-        group = columns if self.group is None else self.group
-        if group < 1 or columns % group:
-            raise PlanError(f"expected columns in groups of {group}, found {columns} in {qweight}")
-        groups = columns // group
-        wanted = (
+    def _weight(self, words: TensorType) -> tuple[int, int]:
+        return words.shape[1], self.word * words.shape[0]
+
+    def _beside(
+        self, weight: tuple[int, int], groups: int, args: Sequence[TensorType]
+    ) -> list[TensorType]:
+        rows, columns = weight
+        wanted = [
             TensorType("I32", (groups, rows // self.word)),
-            TensorType(scale.dtype, (groups, rows)),
-            *([TensorType("I32", (columns,))] if g_idx else []),
-        )
-        if args[1:] != wanted:
-            raise PlanError(
-                f"expected {', '.join(map(str, wanted))} beside {qweight} in groups of {group}, found "
-                f"{', '.join(map(str, args[1:]))}"
-            )
-        self.check_columns(qweight)
-        return (TensorType("BF16", (self.count, columns)),)
-
-    def scratch(self, *args: TensorType) -> int:
-        columns = self.word * args[0].shape[0]
-        return scale_scratch(args[2]) + product_scratch(self.count, columns)
-
-    def loss(self, *args: TensorType) -> str | None:
-        return f"rounds int{self.bits} x scale to bf16 (relative error at most 2^-8)"
-
-    def run(
-        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
-    ) -> Mapping[str, int]:
-        with self.by_column():
-            self._products(ins, scratch).as_bf16(outs[0])
-        return {}
-
-    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
-        with self.by_column():
-            yield from self._products(ins, scratch).floats()
+            TensorType(args[2].dtype, (groups, rows)),
+        ]
+        return wanted + ([TensorType("I32", (columns,))] if len(args) > 3 else [])
 
     def integers(
         self, ins: Sequence[Buffer], codes: Int8s, zero: Int8s

@@ -283,13 +283,9 @@ def _cut(scheme: IntScheme, weight: TensorType) -> tuple[int, int, int]:
     if len(weight.shape) != 2:
         raise PlanError(f"expected a matrix to quantize, found {weight}")
     rows, columns = weight.shape
-    width, word = scheme.width(columns), scheme.word
-    if columns < 1 or columns % width or columns % word:
-        raise PlanError(
-            f"expected columns in whole groups of {width} and whole words of {word}, found {columns} "
-            f"in {weight}"
-        )
-    return rows, columns, columns // width
+    if columns < 1 or columns % scheme.word:
+        raise PlanError(f"expected columns in whole words of {scheme.word}, found {weight}")
+    return rows, columns, scheme.groups(columns)
 
 
 def _loss(scheme: IntScheme, weight: TensorType) -> str:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, aligned
+from qconvert.core.int_scheme import groups_in_row
 from qconvert.formats.fp8.encode import to_e4m3
 from qconvert.formats.int_packed.encode import largest_sizes
 from qconvert.formats.mx.decode import BLOCK
@@ -65,12 +66,11 @@ class EncodeMx(EachRow):
         if weight.dtype != "BF16" or len(weight.shape) != 2:
             raise PlanError(f"expected a BF16 matrix to quantize to MX, found {weight}")
         rows, columns = weight.shape
-        if columns % BLOCK:
-            raise PlanError(f"expected columns in whole groups of {BLOCK}, found {columns}")
+        groups = groups_in_row(columns, BLOCK)
         codes = TensorType("F8_E4M3", (rows, columns))
         if self.format == "mxfp4":
             codes = TensorType("U8", (rows, columns // 2))
-        return codes, TensorType("U8", (rows, columns // BLOCK))
+        return codes, TensorType("U8", (rows, groups))
 
     def scratch(self, *args: TensorType) -> int:
         """A tile twice as float32."""

@@ -12,7 +12,6 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, Nvfp4Scheme
 from qconvert.formats.nvfp4.config import NAMES
-from qconvert.formats.nvfp4.encode import check_columns
 from qconvert.ops.base import array
 from qconvert.ops.cast import TILE_ELEMENTS
 from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, pack
@@ -43,11 +42,11 @@ class PackNvfp4Codes:
     def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
         if len(weight.shape) != 2:
             raise PlanError(f"expected a matrix to quantize to NVFP4, found {weight}")
-        check_columns(weight.shape[1])
         rows, columns = weight.shape
+        blocks = self.scheme_of(columns).groups(columns)
         return (
             TensorType("U8", (rows, columns // 2)),
-            TensorType("F8_E4M3", (rows, columns // BLOCK)),
+            TensorType("F8_E4M3", (rows, blocks)),
             TensorType("F32", NAMES[self.dialect].scalar),
         )
 

@@ -28,6 +28,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
+from qconvert.core.int_scheme import groups_in_row
 from qconvert.formats.nvfp4.scales import (
     as_float32,
     bits_type,
@@ -146,14 +147,11 @@ class PackNvfp4(Scaled):
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         weight = self.decoded(*args)
         check_matrix(weight)
-        check_columns(weight.shape[1])
         if args[-1] != TensorType("F32", (1,)):
             raise PlanError(f"expected the global scale as F32 [1], found {args[-1]}")
         rows, columns = weight.shape
-        return (
-            TensorType("U8", (rows, columns // 2)),
-            TensorType("F8_E4M3", (rows, columns // BLOCK)),
-        )
+        blocks = groups_in_row(columns, BLOCK)
+        return TensorType("U8", (rows, columns // 2)), TensorType("F8_E4M3", (rows, blocks))
 
     def own_scratch(self, weight: TensorType) -> int:
         """A tile twice as float32; five times to search."""
@@ -276,12 +274,6 @@ def _largest(weight: Bits, values: Float32s, work: Int32s) -> Bits:
         sizes, other = other, sizes
         width *= 2
     return sizes[::BLOCK].copy()
-
-
-def check_columns(columns: int) -> None:
-    """Raise PlanError where columns are not whole blocks."""
-    if columns % BLOCK:
-        raise PlanError(f"expected columns in whole blocks of {BLOCK}, found {columns}")
 
 
 def inverse(packed: UInt8s, scale: UInt8s, own: float, dialect: Dialect) -> Float32s:
