@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +36,7 @@ from qconvert.cli.options import (
     stacked,
 )
 from qconvert.cli.profile import PROFILE, without_profile
-from qconvert.core.options import option
+from qconvert.core.options import option, options_in
 from qconvert.core.say import say, say_all, say_json
 from qconvert.run.work.options import PlanOptions, RunOptions
 
@@ -57,7 +57,7 @@ class CommandOptions(RunOptions):
 
     dump_after: str | None = option(
         None, "Print every tensor as it is after PASS (`source`, `end`, or a pass) and stop.",
-        kind="pass", metavar="PASS", rare=True,
+        kind="pass", metavar="PASS", rare=True, planning=True,
     )  # fmt: skip
     validate: Level | None = option(
         None, "Then check OUT against SRC, as `qconvert validate` does. What was lost is shown by role; "
@@ -74,18 +74,23 @@ class CommandOptions(RunOptions):
 
 
 _NAMES = [field.name for field in fields(CommandOptions)]
-_of = partial(options_of, CommandOptions)
-_PLANNING: Callable[[F], F] = stacked(
-    _of("memory", "jobs", "max_shard_size", "dump_after", "base_model"), OPENING, JSON, VERBOSITY
-)
-RUNNING: Callable[[F], F] = stacked(
-    _PLANNING,
-    _of("sha256", "verify", "validate", "shard", "until", "log_json", "engine", "address", "work_dir",
-        "disk_budget", "private"),
-    PROFILE,
-    DRY_RUN,
-)  # fmt: skip
-CONVERSION: Callable[[F], F] = stacked(RUNNING, _of("print_recipe"))
+
+
+def _of_all(*, planning: bool) -> Callable[[F], F]:
+    """Options of every command that plans, or of every one that runs as well. OPENING has
+    `follow_links`, and a conversion alone a recipe to print."""
+    apart = ("follow_links", "print_recipe")
+    names = [
+        name
+        for name, (_, one) in options_in(CommandOptions).items()
+        if one.command and one.planning == planning and name not in apart
+    ]
+    return options_of(CommandOptions, *names)
+
+
+_PLANNING: Callable[[F], F] = stacked(_of_all(planning=True), OPENING, JSON, VERBOSITY)
+RUNNING: Callable[[F], F] = stacked(_PLANNING, _of_all(planning=False), PROFILE, DRY_RUN)
+CONVERSION: Callable[[F], F] = stacked(RUNNING, options_of(CommandOptions, "print_recipe"))
 
 
 def conversion(
@@ -130,7 +135,6 @@ def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
 @SOURCE
 @click.argument("out", required=False, type=Folder(urls=True))
 @_PLANNING
-@_of("disk_budget")
 @DATA
 def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None:
     """Show the plan of RECIPE for SRC, from its headers alone.

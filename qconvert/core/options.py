@@ -22,7 +22,7 @@ class Option:
     raises UsageError or ValueError; without it `kind` names a type of the command line. `shown` stands
     for a default that help cannot print. `rare`: `--help-all` alone shows it. `setting`: `--set
     NAME=VALUE` gives it, no option. `command`: whether the command
-    line has it, and not functions alone."""
+    line has it, and not functions alone. `planning`: `qconvert plan`, which runs nothing, has it too."""
 
     help: str
     kind: str = "text"
@@ -37,6 +37,7 @@ class Option:
     rare: bool = False
     setting: bool = False
     command: bool = True
+    planning: bool = False
 
 
 def option(default: Any, help: str, **more: Any) -> Any:

@@ -94,17 +94,19 @@ class RunOptions:
     memory: int | None = option(
         None, "Memory of all processes together, such as 512MiB.", kind="size", parse=parse_size,
         metavar="SIZE", shown="1 GiB, or what all cores need; at most half of what is free",
+        planning=True,
     )  # fmt: skip
     jobs: int | None = option(
-        None, "Worker processes.", kind="count", metavar="N", shown="as many cores as pay"
-    )
+        None, "Worker processes.", kind="count", metavar="N", shown="as many cores as pay",
+        planning=True,
+    )  # fmt: skip
     max_shard_size: int | None = option(
         None, "Largest output file.", kind="size", parse=parse_size, metavar="SIZE", shown="5GB",
-        rare=True,
+        rare=True, planning=True,
     )  # fmt: skip
     base_model: str | None = option(
         None, "The source's repo, for the model card.", kind="id", parse=_repo_id,
-        metavar="ORG/NAME", shown="what the source names", rare=True,
+        metavar="ORG/NAME", shown="what the source names", rare=True, planning=True,
     )  # fmt: skip
     follow_links: bool = option(
         False, "Follow links that lead out of the folder, which are refused otherwise.", rare=True
@@ -147,7 +149,7 @@ class RunOptions:
         None, "Most disk that the run may take, such as 60GiB. One that is too small is refused while "
         "planning, with the smallest that works.",
         kind="size", parse=parse_size, metavar="SIZE", rare=True,
-        shown="no limit; for an OUT on the Hub, some shards",
+        shown="no limit; for an OUT on the Hub, some shards", planning=True,
     )  # fmt: skip
     private: bool = option(False, "Make the repo private if it is created.", rare=True)
     for_run: bool = option(
