@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from qconvert.core.dtypes import DTYPE_BITS, TensorType
-from qconvert.core.names import PARAMETERS
+from qconvert.core.names import parameters
 from qconvert.formats.base import Format
 from qconvert.formats.registry import formats
 
@@ -17,7 +17,7 @@ every = pytest.mark.parametrize("form", formats().values(), ids=lambda form: for
 
 @every
 def test_its_names_are_known(form: Format) -> None:
-    assert form.read is None or set(form.parameters) <= PARAMETERS
+    assert form.read is None or set(form.parameters) <= parameters()
     assert set(form.codes) <= DTYPE_BITS.keys()
     assert form.equals
     assert form.title

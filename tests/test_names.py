@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from qconvert.core.family import Dims, Family
 from qconvert.core.names import (
-    _WEIGHT_OF_SCALE,
     ParsedName,
     in_model_order,
     is_scale,
@@ -141,6 +140,17 @@ def test_any_names_are_in_the_order_defined(names: list[str]) -> None:
         assert (natural_key(one) == natural_key(other)) == (_order(one) == _order(other))
 
 
+_WEIGHT_OF_SCALE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (".weight_scale_inv", (".weight",)),
+    (".weight_scale", (".weight", ".weight_packed")),
+    (".weight_scale_2", (".weight",)),
+    (".weight_global_scale", (".weight_packed",)),
+    (".scale", (".weight",)),
+    ("_proj_scale_inv", ("_proj",)),
+    ("_proj_scale", ("_proj",)),
+    (".w13_weight_scale", (".w13_weight", ".w13_weight_packed")),
+    (".w2_weight_scale", (".w2_weight", ".w2_weight_packed")),
+)
 _ENDS = st.sampled_from(
     [suffix for suffix, _ in _WEIGHT_OF_SCALE] + ["weight", ".bias", "scale", "."]
 )

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from qconvert.core.discovery import FORMATS, discover, formats_of
+from qconvert.core.discovery import FORMATS, discover, formats_of, modules_within
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -24,41 +24,16 @@ ACTIVATIONS = (
     "act_scale", "qscale_act", "input_activation_scale", "output_activation_scale",
 )  # fmt: skip
 
-# Last components that belong to a module's parameters. `weight_scale_inv` of DeepSeek and Qwen FP8
-# (a multiplier despite its name); `weight_scale`, `weight_packed`, ... of compressed-tensors;
-# `scale` of DeepSeek-V4.
-PARAMETERS = frozenset(
-    {
-        "weight",
-        "bias",
-        "scale",
-        "weight_scale",
-        "weight_scale_inv",
-        "weight_scale_2",
-        "weight_global_scale",
-        "weight_packed",
-        "weight_shape",
-        "weight_zero_point",
-        "weight_g_idx",
-        *ACTIVATIONS,
-        "k_scale",
-        "v_scale",
-        "q_scale",
-        "qweight",
-        "qzeros",
-        "scales",
-        "g_idx",
-    }
-)
+# Last components that belong to a module's parameters in whatever format its weight is.
+_OF_ANY_FORMAT = ("weight", "bias", *ACTIVATIONS, "k_scale", "v_scale", "q_scale")
 
-
-# Which weight a scale may belong to, by suffix; the longest suffix that fits decides.
-_WEIGHT_OF_SCALE: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (".weight_scale_inv", (".weight",)),
-    (".weight_scale", (".weight", ".weight_packed")),
-    (".weight_scale_2", (".weight",)),
-    (".weight_global_scale", (".weight_packed",)),
-    (".scale", (".weight",)),
+# Those of a weight's scales: which weights they may belong to, the formats that have them say.
+# `weight_scale_inv` of DeepSeek and Qwen FP8 is a multiplier despite its name.
+_SCALES = (
+    "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "scale",
+)  # fmt: skip
+# Ends of the names of scales of stacked experts, and those of their weights.
+_SCALES_OF_STACKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("_proj_scale_inv", ("_proj",)),
     ("_proj_scale", ("_proj",)),
     (".w13_weight_scale", (".w13_weight", ".w13_weight_packed")),
@@ -158,21 +133,29 @@ def layer_template(name: str) -> str:
 def split_parameter(name: str) -> tuple[str, str]:
     """`a.b.weight` -> (`a.b`, `weight`); a bare parameter such as `a.A_log` -> (`a.A_log`, ``)."""
     module, _, last = name.rpartition(".")
-    known = last in PARAMETERS or last in _added_parameters()
+    known = last == "weight" or last in parameters()
     return (module, last) if module and known else (name, "")
 
 
 @cache
-def _added_parameters() -> frozenset[str]:
-    """Parameters of formats of other packages."""
-    return frozenset(p for one in formats_of(discover(group=FORMATS)) for p in one.parameters)
+def _stored_as() -> tuple[tuple[str, ...], ...]:
+    """Parameters of each format that is read, the codes' first: of ours and of other packages. Formats
+    are asked when the first name is split, since each may import what is above this package."""
+    ours = modules_within("qconvert.formats", "format")
+    every = formats_of([*ours, *discover(group=FORMATS)])
+    return tuple(one.parameters for one in every if one.read is not None)
 
 
 @cache
-def _added_codes(parameter: str) -> tuple[str, ...]:
-    """Ends of the names of codes that other packages' formats have beside a parameter of this name."""
-    known = formats_of(discover(group=FORMATS))
-    return tuple(f".{one.parameters[0]}" for one in known if parameter in one.parameters[1:])
+def parameters() -> frozenset[str]:
+    """Last components that belong to a module's parameters."""
+    return frozenset(_OF_ANY_FORMAT).union(*_stored_as())
+
+
+def _codes_beside(scale: str) -> tuple[str, ...]:
+    """Ends of the names of the codes that formats have beside a scale of this name, each once."""
+    codes = (f".{first}" for first, *beside in _stored_as() if scale in beside)
+    return tuple(dict.fromkeys(codes))
 
 
 def experts_module(name: str) -> str | None:
@@ -267,10 +250,11 @@ def scale_end(scale: str) -> str:
 def _weights_at(last: str) -> tuple[str, ...] | None:
     """Return what a scale's last component, with the dot before it, becomes in the names of its weights;
     None where it is not a scale's."""
-    for suffix, weights in _WEIGHT_OF_SCALE:
+    if last[:1] == "." and last[1:] in _SCALES:
+        return _codes_beside(last[1:])
+    for suffix, weights in _SCALES_OF_STACKS:
         if last.endswith(suffix):
-            every = (*weights, *_added_codes(suffix.removeprefix(".")))
-            return tuple(last.removesuffix(suffix) + weight for weight in every)
+            return tuple(last.removesuffix(suffix) + weight for weight in weights)
     return None
 
 

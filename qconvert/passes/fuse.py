@@ -20,7 +20,7 @@ from qconvert.checkpoint.quantization_config import (
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Dims
 from qconvert.core.graph import Output, Source, Value, apply
-from qconvert.core.names import PARAMETERS
+from qconvert.core.names import parameters
 from qconvert.core.row_order import RowOrder
 from qconvert.formats.registry import read_matrix
 from qconvert.models.skip_reasons import check_linear_attention
@@ -307,7 +307,7 @@ def _is_fused(plan: Plan, modules: list[str]) -> bool:
         have = {
             part
             for part in (*_FUSED, *_SPLIT)
-            if any(f"{at}.{part}.{parameter}" in plan.tensors for parameter in PARAMETERS)
+            if any(f"{at}.{part}.{parameter}" in plan.tensors for parameter in parameters())
         }
         if have == set(_FUSED):
             states[True] = at

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value
-from qconvert.core.names import ACTIVATIONS, PARAMETERS
+from qconvert.core.names import ACTIVATIONS, parameters
 from qconvert.core.row_order import RowOrder
 
 Params = Mapping[str, Output]
@@ -34,7 +34,7 @@ Block = tuple[int, int] | None
 def params_of(tensors: Mapping[str, Output], module: str) -> dict[str, Output]:
     """A module's parameters by name, less SHAPE. Raises PlanError for GPTQ's and AutoAWQ's forms, whose
     rows lie on another axis, and for columns in an order of their own."""
-    found = {p: tensors[f"{module}.{p}"] for p in PARAMETERS if f"{module}.{p}" in tensors}
+    found = {p: tensors[f"{module}.{p}"] for p in parameters() if f"{module}.{p}" in tensors}
     for parameter in _OTHER_AXIS:
         if parameter in found:
             raise PlanError(
