@@ -16,7 +16,7 @@ from qconvert.core.errors import RunError
 from qconvert.core.graph import Apply, Buffer
 from qconvert.core.int_scheme import CodePacker
 from qconvert.ops.base import Uncut
-from qconvert.ops.rowwise import RowOp
+from qconvert.ops.rowwise import RowOp, lost_at
 from qconvert.plan.units import Compute, Unit
 
 
@@ -56,15 +56,7 @@ class Calibrated(Uncut):
         return self.loss_of(frozenset(range(len(self.infer(*args)))), *args)
 
     def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
-        decoded = args[0] if self.decoder is None else self.decoder.infer(*args)[0]
-        found = [] if self.decoder is None else [self.decoder.loss(*args)]
-        first = 0
-        for packer in self.packers:
-            stop = first + len(packer.infer(decoded))
-            if not ports.isdisjoint(range(first, stop)):
-                found.append(f"{packer.loss(decoded)}, calibrated")
-            first = stop
-        return "; ".join(text for text in found if text is not None) or None
+        return lost_at(ports, self.decoder, self.packers, args, ", calibrated")
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_check
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import RowError
 from qconvert.core.graph import Buffer, Op, Output, Part, aligned, whole
+from qconvert.core.int_scheme import CodePacker
 from qconvert.ops.transpose import Columns
 
 if TYPE_CHECKING:
@@ -196,6 +197,26 @@ class Scaled:
         return counts
 
 
+def lost_at(
+    ports: Set[int],
+    decoder: Op | None,
+    encoders: Sequence[Op | CodePacker],
+    args: Sequence[TensorType],
+    how: str = "",
+) -> str | None:
+    """Return what a decoder loses, and those encoders after it that make results at `ports`. `how` ends
+    what is said of each encoder."""
+    decoded = args[0] if decoder is None else decoder.infer(*args)[0]
+    found = [] if decoder is None else [decoder.loss(*args)]
+    first = 0
+    for encoder in encoders:
+        stop = first + len(encoder.infer(decoded))
+        if not ports.isdisjoint(range(first, stop)) and (lost := encoder.loss(decoded)):
+            found.append(lost + how)
+        first = stop
+    return "; ".join(filter(None, found)) or None
+
+
 @dataclass(frozen=True, slots=True)
 class Recode:
     """Decode a matrix [N, K] to BF16 and encode it again: the decoder's arguments -> the encoders'
@@ -248,17 +269,7 @@ class Recode:
         return self.loss_of(frozenset(range(len(self.infer(*args)))), *args)
 
     def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
-        decoded = self.decoded(*args)
-        found: list[str | None] = []
-        first = 0
-        for encoder in self.encoders:
-            stop = first + len(encoder.infer(decoded))
-            if not ports.isdisjoint(range(first, stop)):
-                found.append(encoder.loss(decoded))
-            first = stop
-        if self.decoder is not None:
-            found.insert(0, self.decoder.loss(*args))
-        return "; ".join(text for text in found if text is not None) or None
+        return lost_at(ports, self.decoder, self.encoders, args)
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from math import inf, isnan, nan
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from qconvert.run.work.reader import Reader
+    from qconvert.validation.runner import Folder, Need
 
 if not __name__.startswith("qconvert."):
     # Imported by its folder name it would be a second module whose classes differ from ours.
@@ -80,6 +82,31 @@ def device() -> str:
         )
     os.environ["TRITON_INTERPRET"] = "1"
     return "cpu"
+
+
+@dataclass(frozen=True)
+class KernelValidator:
+    """Tries a kernel on random weights, which its module `kernel` draws, and on `cases` of a folder,
+    each with its tensor; a note says why there are none. What does not fit is a finding of `rule`."""
+
+    name: str
+    proves: str
+    rule: str
+    kernel: str
+    cases: Callable[[Folder, str], tuple[Iterable[tuple[str, Case]], str]]
+    needs: frozenset[Need] = frozenset({"kernels"})
+
+    def random(self) -> Iterator[Said]:
+        """On random weights, without a folder."""
+        yield from self._said(device(), (), "")
+
+    def __call__(self, folder: Folder) -> Iterator[Said]:
+        where = device()
+        yield from self._said(where, *self.cases(folder, where))
+
+    def _said(self, where: str, real: Iterable[tuple[str, Case]], note: str) -> Iterator[Said]:
+        module = import_module(f"qconvert.validators.kernels.triton.{self.kernel}")
+        yield from said(self.name, self.rule, where, module.random_cases(where), real, note)
 
 
 def place(device: str) -> str:

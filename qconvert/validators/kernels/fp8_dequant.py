@@ -14,8 +14,8 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
 from qconvert.run.work.reader import Reader
-from qconvert.validation.runner import Folder, Need
-from qconvert.validators.kernels.device import NO_DATA, Case, Said, chosen, device, head, read, said
+from qconvert.validation.runner import Folder
+from qconvert.validators.kernels.device import NO_DATA, Case, KernelValidator, chosen, head, read
 from qconvert.validators.reading.forms import Form, Unread, form_of, forms_of_stack
 
 
@@ -29,30 +29,9 @@ class _Matrix:
     made: Source
 
 
-@dataclass(frozen=True)
-class Fp8Dequant:
-    """Kernel against torch on random weights, and against the output's BF16 bit for bit."""
-
-    name: str = "fp8_dequant"
-    proves: str = (
-        "the fp8_dequant kernel decodes bit for bit (its table says what, and on which device)"
-    )
-    needs: frozenset[Need] = frozenset({"kernels"})
-
-    def random(self) -> Iterator[Said]:
-        """On random weights, without a folder."""
-        where = device()
-        from qconvert.validators.kernels.triton import fp8
-
-        yield from said(self.name, "QC071", where, fp8.random_cases(where), (), "")
-
-    def __call__(self, folder: Folder) -> Iterator[Said]:
-        where = device()
-        matrices, note = _matrices(folder)
-        from qconvert.validators.kernels.triton import fp8
-
-        real = _cases(folder, matrices, where)
-        yield from said(self.name, "QC071", where, fp8.random_cases(where), real, note)
+def _found(folder: Folder, device: str) -> tuple[Iterator[tuple[str, Case]], str]:
+    matrices, note = _matrices(folder)
+    return _cases(folder, matrices, device), note
 
 
 def _matrices(folder: Folder) -> tuple[list[_Matrix], str]:
@@ -129,4 +108,8 @@ def _cases(folder: Folder, matrices: list[_Matrix], where: str) -> Iterator[tupl
         theirs.close()
 
 
-VALIDATOR = Fp8Dequant()
+VALIDATOR = KernelValidator(
+    "fp8_dequant",
+    "the fp8_dequant kernel decodes bit for bit (its table says what, and on which device)",
+    "QC071", "fp8", _found,
+)  # fmt: skip

@@ -9,13 +9,12 @@ split in the order that qconvert.json states.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.run.work.reader import Reader
-from qconvert.validation.runner import Folder, Need, NotChecked
-from qconvert.validators.kernels.device import NO_DATA, Said, device, said
+from qconvert.validation.runner import Folder, NotChecked
+from qconvert.validators.kernels.device import NO_DATA, KernelValidator
 from qconvert.validators.reading.forms import Unread
 from qconvert.validators.reading.matrices import gdn_groups, segment_runs, whole
 from qconvert.validators.reading.rows import bf16_rows
@@ -34,31 +33,9 @@ _FUSED, _APART = (
 _TOKENS = 7
 
 
-@dataclass(frozen=True)
-class GdnFused:
-    """Kernel cases; a finding for each that does not fit."""
-
-    name: str = "gdn_fused"
-    proves: str = "Triton's fused linear-attention projections compute what the separate ones do"
-    needs: frozenset[Need] = frozenset({"kernels"})
-
-    def random(self) -> Iterator[Said]:
-        """On random weights, without a folder."""
-        where = device()
-        from qconvert.validators.kernels.triton import gdn
-
-        yield from said(self.name, "QC070", where, gdn.random_cases(where), (), "")
-
-    def __call__(self, folder: Folder) -> Iterator[Said]:
-        where = device()
-        layers, note = _layers(folder)
-        from qconvert.validators.kernels.triton import gdn
-
-        real = ((at, case) for layer, at in layers.items() for case in _real(folder, layer, where))
-        yield from said(self.name, "QC070", where, gdn.random_cases(where), real, note)
-
-
-VALIDATOR = GdnFused()
+def _found(folder: Folder, device: str) -> tuple[Iterator[tuple[str, Case]], str]:
+    layers, note = _layers(folder)
+    return ((at, one) for layer, at in layers.items() for one in _real(folder, layer, device)), note
 
 
 def _layers(folder: Folder) -> tuple[dict[int, str], str]:
@@ -159,3 +136,9 @@ def _apart(
         for runs in segment_runs(rows, groups):
             found.append(torch.cat([fused[start:stop] for start, stop in runs]))
     return found
+
+
+VALIDATOR = KernelValidator(
+    "gdn_fused", "Triton's fused linear-attention projections compute what the separate ones do",
+    "QC070", "gdn", _found,
+)  # fmt: skip
