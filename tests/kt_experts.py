@@ -14,7 +14,7 @@ from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
 from qconvert.formats.amx.encode import Amx
-from qconvert.formats.amx.limits import Method
+from qconvert.formats.amx.format import Method
 
 
 def run_kt(method: Method, numa: int, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -27,7 +27,7 @@ from ops_harness import buffer, run_op
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.formats.amx.encode import Amx, Rounding
-from qconvert.formats.amx.limits import Method, check_dims, numa_counts
+from qconvert.formats.amx.format import Method, check_dims, numa_counts
 from qconvert.validators.reading.amx import tile_codes, tile_floats
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]

@@ -16,7 +16,7 @@ from kt_machine import needs_avx512
 from sampled import thinned
 
 from qconvert.core.errors import PlanError
-from qconvert.formats.amx.limits import Method, check_dims
+from qconvert.formats.amx.format import Method, check_dims
 
 pytestmark = pytest.mark.peer
 

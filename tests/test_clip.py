@@ -22,7 +22,7 @@ from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
 from qconvert.formats.amx.encode import Amx, Rounding
-from qconvert.formats.amx.limits import Method
+from qconvert.formats.amx.format import Method
 from qconvert.validators.reading.amx import tile_codes, tile_floats
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]

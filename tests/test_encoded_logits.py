@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 from sampled import sampled
 from test_encodings import as_torch
 
-from qconvert.formats.nvfp4.config import group_config
+from qconvert.formats.nvfp4.format import group_config
 
 pytestmark = pytest.mark.peer
 

@@ -18,8 +18,8 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Op
 from qconvert.core.int_scheme import IntScheme
-from qconvert.formats.int_packed.config import group_config
 from qconvert.formats.int_packed.decode import DequantInts
+from qconvert.formats.int_packed.format import group_config
 from qconvert.ops.rowwise import Recode, RowOp
 
 Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]

@@ -319,23 +319,23 @@ MUTANTS = (
     ),
     # --- config blocks
     Mutant(
-        "group_size of another", "w4a16", "formats.int_packed.config", "group_config",
+        "group_size of another", "w4a16", "formats.int_packed.format", "group_config",
         '"group_size": scheme.group', '"group_size": 2 * scheme.group',
     ),
     Mutant(
-        "strategy of another", "w4a16", "formats.int_packed.config", "group_config",
+        "strategy of another", "w4a16", "formats.int_packed.format", "group_config",
         '"channel" if scheme.group is None else "group"', '"channel"',
     ),
     Mutant(
-        "asymmetric called symmetric", "asymmetric", "formats.int_packed.config", "group_config",
+        "asymmetric called symmetric", "asymmetric", "formats.int_packed.format", "group_config",
         '"symmetric": scheme.symmetric', '"symmetric": True',
     ),
     Mutant(
-        "symmetric called asymmetric", "w4a16", "formats.int_packed.config", "group_config",
+        "symmetric called asymmetric", "w4a16", "formats.int_packed.format", "group_config",
         '"symmetric": scheme.symmetric', '"symmetric": False',
     ),
     Mutant(
-        "bits of another", "w8a16", "formats.int_packed.config", "group_config",
+        "bits of another", "w8a16", "formats.int_packed.format", "group_config",
         '"num_bits": scheme.bits', '"num_bits": 4',
     ),
     Mutant(
@@ -343,15 +343,15 @@ MUTANTS = (
         'rf"re:{but}.*{escape(path)}.*" for', '"re:.*self_attn.*" for',
     ),
     Mutant(
-        "version 2 called the first", "gptq v2", "formats.int_packed.config", "gptq_config",
+        "version 2 called the first", "gptq v2", "formats.int_packed.format", "gptq_config",
         '"gptq" if version == 1 else "gptq_v2"', '"gptq"',
     ),
     Mutant(
-        "version 1 called the second", "gptq", "formats.int_packed.config", "gptq_config",
+        "version 1 called the second", "gptq", "formats.int_packed.format", "gptq_config",
         '"gptq" if version == 1 else "gptq_v2"', '"gptq_v2"',
     ),
     Mutant(
-        "GPTQ's patterns of modules that stay", "gptq", "formats.int_packed.config", "gptq_config",
+        "GPTQ's patterns of modules that stay", "gptq", "formats.int_packed.format", "gptq_config",
         'f"-:{pattern}": {} for pattern in dynamic', 'f"-:{pattern}": {} for pattern in ()',
     ),
     Mutant(
@@ -370,7 +370,7 @@ MUTANTS = (
     ),
     Mutant(
         "blocks of the linears beside packed experts", "w4a16 of fp8",
-        "formats.fp8.config", "fp8_group_config",
+        "formats.fp8.format", "fp8_group_config",
         '"block_structure": list(block)', '"block_structure": [2 * block[0], block[1]]',
     ),
     Mutant(
@@ -415,11 +415,11 @@ MUTANTS = (
         "<< 16).view(np.float32)", "<< 16).view(np.float32) * np.float32(0.5)",
     ),
     Mutant(
-        "FP8 of matrices called channels", "fp8 matrices packed", "formats.fp8.config",
+        "FP8 of matrices called channels", "fp8 matrices packed", "formats.fp8.format",
         "fp8_tensor_group_config", '"strategy": "tensor"', '"strategy": "channel"',
     ),
     Mutant(
-        "FP8 of channels called matrices", "fp8 rows", "formats.fp8.config", "fp8_group_config",
+        "FP8 of channels called matrices", "fp8 rows", "formats.fp8.format", "fp8_group_config",
         '"strategy": "channel"', '"strategy": "tensor"',
     ),
     # --- MXFP4, MXFP8 and INT8 a row
@@ -503,7 +503,7 @@ MUTANTS = (
         "if len(joined) > 1", "if not joined",
     ),
     Mutant(
-        "another strategy in the config", "nvfp4 packed", "formats.nvfp4.config", "group_config",
+        "another strategy in the config", "nvfp4 packed", "formats.nvfp4.format", "group_config",
         '"strategy": "tensor_group"', '"strategy": "group"',
     ),
     Mutant(

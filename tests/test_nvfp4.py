@@ -19,9 +19,9 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.formats.fp8.decode import DequantFp8
-from qconvert.formats.nvfp4.config import input_scale
 from qconvert.formats.nvfp4.decode import DequantNvfp4
 from qconvert.formats.nvfp4.encode import PackNvfp4, inverse
+from qconvert.formats.nvfp4.format import input_scale
 from qconvert.formats.nvfp4.scales import DecodedMaxima, OwnScale, RowMaxima
 from qconvert.ops.fp4 import SIZES, e4m3, from_e4m3, pack, to_codes
 

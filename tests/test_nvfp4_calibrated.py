@@ -20,7 +20,7 @@ from data_folders import Array, home, store
 from safetensors.torch import load_file, save_file
 
 from qconvert.core.encodings import NVFP4, Dialect
-from qconvert.formats.nvfp4.config import group_config
+from qconvert.formats.nvfp4.format import group_config
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Request, validate_folder
 

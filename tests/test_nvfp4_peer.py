@@ -17,8 +17,8 @@ import torch
 from nvfp4_rows import DTYPES, KINDS, Array, Made, matrix, ours, stored
 
 from qconvert.core.encodings import Dialect
-from qconvert.formats.nvfp4.config import group_config
 from qconvert.formats.nvfp4.encode import Scales, inverse
+from qconvert.formats.nvfp4.format import group_config
 
 pytestmark = pytest.mark.peer
 

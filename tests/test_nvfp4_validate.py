@@ -18,12 +18,12 @@ from trtllm_layout import interleaved, shuffled
 
 from qconvert.checkpoint.checkpoint import QuantConfig
 from qconvert.core.encodings import Dialect
-from qconvert.formats.nvfp4.config import (
+from qconvert.formats.nvfp4.encode import inverse
+from qconvert.formats.nvfp4.format import (
     group_config,
     mixed_config,
     modelopt_config,
 )
-from qconvert.formats.nvfp4.encode import inverse
 from qconvert.ops.fp4 import from_e4m3
 from qconvert.validation.runner import Request, validate_folder
 from qconvert.validators.formats.nvfp4 import fp4_floats, halfway, stated

@@ -35,7 +35,7 @@ from qconvert.cli.progress import Bar
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Source
 from qconvert.formats.amx.encode import Amx, Rounding
-from qconvert.formats.amx.limits import Method
+from qconvert.formats.amx.format import Method
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.formats.int_packed.decode import DequantInts

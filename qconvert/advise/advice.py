@@ -19,7 +19,7 @@ from qconvert.advise.options import (
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError, UsageError
 from qconvert.core.shown import count, format_size
-from qconvert.formats.amx.limits import RUNTIME_NAME
+from qconvert.formats.amx.format import RUNTIME_NAME
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.ktransformers import RUNTIME, launch_line, reads_as_it_is

@@ -148,7 +148,7 @@ def _tell_how(
 ) -> None:
     """The launch command; and the one for the unconverted source, if kt-kernel reads that. To stderr if
     stdout is JSON."""
-    from qconvert.formats.amx.limits import RUNTIME_NAME
+    from qconvert.formats.amx.format import RUNTIME_NAME
     from qconvert.runtimes.ktransformers import RUNTIME, launch_line, reads_as_it_is
 
     name = RUNTIME_NAME[cpu_side.method]

@@ -17,7 +17,7 @@ from qconvert.core.family import text_config
 from qconvert.core.graph import Output, apply, concat
 from qconvert.formats.amx.calibrated_codes import AmxCodes
 from qconvert.formats.amx.encode import Amx, Rounding
-from qconvert.formats.amx.limits import RUNTIME_NAME, Method, check_dims
+from qconvert.formats.amx.format import RUNTIME_NAME, Method, check_dims
 from qconvert.models.experts import STALE_RULE, Experts, Projection, calibrated, routed_experts
 from qconvert.models.skip_reasons import check_runs
 from qconvert.ops.rowwise import Recode, RowOp

@@ -20,13 +20,13 @@ from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter, with_fused_names, with_vllms_name
 from qconvert.core.roles import Kind
 from qconvert.formats.base import Stored
-from qconvert.formats.fp8.config import (
+from qconvert.formats.fp8.decode import WEIGHT_DTYPES
+from qconvert.formats.fp8.encode import LARGEST, Dialect, EncodeFp8
+from qconvert.formats.fp8.format import (
     fp8_config,
     fp8_group_config,
     fp8_tensor_group_config,
 )
-from qconvert.formats.fp8.decode import WEIGHT_DTYPES
-from qconvert.formats.fp8.encode import LARGEST, Dialect, EncodeFp8
 from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
 from qconvert.formats.registry import read_matrix
 from qconvert.models.unquantized import (

@@ -20,7 +20,7 @@ from qconvert.core.graph import apply
 from qconvert.core.names import KV_SCALES, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.core.shown import count
-from qconvert.formats.nvfp4.config import hf_quant_config
+from qconvert.formats.nvfp4.format import hf_quant_config
 from qconvert.ops.constant import Constant
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan

@@ -11,7 +11,7 @@ from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
 from qconvert.formats.base import Read
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
-from qconvert.formats.nvfp4.config import constant_input, modelopt_config
+from qconvert.formats.nvfp4.format import constant_input, modelopt_config
 from qconvert.formats.nvfp4.relabel import hybrid_block, relabelled, relabelled_block
 from qconvert.models.experts import check_described
 from qconvert.models.unquantized import Named, ignored_globs

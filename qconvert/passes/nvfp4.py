@@ -13,21 +13,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from qconvert.core.encodings import Dialect
+from qconvert.core.encodings import NVFP4, Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.formats.base import Stored
 from qconvert.formats.mx import format as mx
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
-from qconvert.formats.nvfp4.config import (
-    NAMES,
+from qconvert.formats.nvfp4.encode import PackNvfp4, Scales
+from qconvert.formats.nvfp4.format import (
     constant_input,
     group_config,
     input_scale,
     mixed_config,
     modelopt_config,
 )
-from qconvert.formats.nvfp4.encode import PackNvfp4, Scales
 from qconvert.formats.nvfp4.scales import OwnScale
 from qconvert.models.linears import runtime_linears
 from qconvert.models.unquantized import (
@@ -132,7 +131,7 @@ class ToNvfp4(Quantizing):
         encoder = partial(PackNvfp4, dialect=self.dialect, scales=self.scales)
         each = encoded_together(chosen, OwnScale(self.dialect), encoder, _decoder, but=solved)
         for module, results, scale in each:
-            shaped = scale.reshape(NAMES[self.dialect].scalar)
+            shaped = scale.reshape(NVFP4[self.dialect].scalar)
             made.update(self.named(module, matrices[module], [*results, shaped]))
         of, constant = (partial(one, dialect=self.dialect) for one in (input_scale, constant_input))
         given = inputs.scales(chosen, of, constant)

@@ -22,7 +22,7 @@ from qconvert.core.int_scheme import CodePacker
 from qconvert.core.names import with_fused_names
 from qconvert.core.roles import SHARED
 from qconvert.formats.base import Format, Stored
-from qconvert.formats.fp8.config import fp8_group_config
+from qconvert.formats.fp8.format import fp8_group_config
 from qconvert.formats.registry import formats
 from qconvert.models.experts import calibrated
 from qconvert.models.linears import calibrated_linear, runtime_linears

@@ -28,16 +28,16 @@ from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import activations_of, split_parameter, with_fused_names
 from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.base import Read, Stored
-from qconvert.formats.fp8.config import fp8_config, fp8_group_config
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
+from qconvert.formats.fp8.format import fp8_config, fp8_group_config
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
-from qconvert.formats.int_packed.config import gptq_config, group_config, left_pattern
 from qconvert.formats.int_packed.decode import IntDecoder
+from qconvert.formats.int_packed.format import gptq_config, group_config, left_pattern
 from qconvert.formats.int_packed.packers import Packing, packer
 from qconvert.formats.int_packed.repack import RepackInts
 from qconvert.formats.mx import format as mx
-from qconvert.formats.nvfp4.config import group_config as nvfp4_group
-from qconvert.formats.nvfp4.config import modelopt_config
+from qconvert.formats.nvfp4.format import group_config as nvfp4_group
+from qconvert.formats.nvfp4.format import modelopt_config
 from qconvert.formats.nvfp4.relabel import Reciprocal
 from qconvert.formats.registry import encoded
 from qconvert.models.experts import STALE_RULE

@@ -15,7 +15,7 @@ from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.core.errors import PlanError
 from qconvert.core.family import without_quantization
 from qconvert.core.graph import Output, Source
-from qconvert.formats.nvfp4.config import hf_quant_config
+from qconvert.formats.nvfp4.format import hf_quant_config
 from qconvert.plan.plan import Calibrating, LogEntry, Plan
 
 if TYPE_CHECKING:

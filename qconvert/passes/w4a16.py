@@ -20,8 +20,8 @@ from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import DEFAULT_GROUP, Actorder, Bits, IntScheme, Packer, Signs
 from qconvert.core.versions import SGLANG, TRANSFORMERS
 from qconvert.formats.base import Stored
-from qconvert.formats.int_packed.config import gptq_config, group_config, left_pattern
 from qconvert.formats.int_packed.encode import RoundToNearest, Scales, encoder
+from qconvert.formats.int_packed.format import gptq_config, group_config, left_pattern
 from qconvert.formats.int_packed.packers import Packing, packer
 from qconvert.models.linears import runtime_linears
 from qconvert.models.unquantized import (

@@ -16,9 +16,9 @@ from typing import Any
 from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, Checkpoint, QuantConfig
 from qconvert.core.json_text import parse_object
 from qconvert.core.names import natural_key, split_parameter
-from qconvert.formats.fp8.config import fp8_group_config
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
-from qconvert.formats.nvfp4.config import mixed_config
+from qconvert.formats.fp8.format import fp8_group_config
+from qconvert.formats.nvfp4.format import mixed_config
 from qconvert.models.linears import runtime_linears
 from qconvert.models.unquantized import ignored_linears, with_draft_names
 from qconvert.plan.plan import Plan

@@ -14,7 +14,7 @@ from qconvert.core.errors import PlanError, RunError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Bits, Codes, IntScheme
 from qconvert.formats.amx.encode import Amx
-from qconvert.formats.amx.limits import RUNTIME_NAME, Method
+from qconvert.formats.amx.format import RUNTIME_NAME, Method
 from qconvert.formats.amx.tiles import place_codes
 from qconvert.ops.base import array
 

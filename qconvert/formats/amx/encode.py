@@ -26,7 +26,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part
 from qconvert.formats.amx.clip import best_steps, clip_scratch, ladder
-from qconvert.formats.amx.limits import BITS, RUNTIME_NAME, STEP, Method
+from qconvert.formats.amx.format import BITS, RUNTIME_NAME, STEP, Method
 from qconvert.formats.amx.tiles import pair_up, place, tile
 from qconvert.ops.base import array
 from qconvert.ops.compiled import done

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qconvert.formats.amx.limits import STEP, Method
+from qconvert.formats.amx.format import STEP, Method
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,9 +1,10 @@
-"""FP8 under scales of blocks, rows or the whole matrix, the block as the config states it."""
+"""FP8 under scales of blocks, rows or the whole matrix: how it is read, with blocks as the config states
+them, and its config blocks as runtimes parse them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -99,16 +100,56 @@ def fp8_matrix(name: str, weight: Output, scale: Output, scheme: Fp8Scheme) -> S
     return Stored(decoder, (matrix, grid), rows, columns)
 
 
-def _block_group(targets: Iterable[str]) -> dict[str, Any]:
-    from qconvert.formats.fp8.config import fp8_group_config
+def fp8_config(
+    block: tuple[int, int] | None, left: Iterable[str], *, exponents: bool, inputs: bool = False
+) -> dict[str, Any]:
+    """The block that DeepSeek and Qwen publish (sglang, vLLM: `layers/quantization/fp8.py`),
+    or (None) that of one scale a tensor. `left` are the modules that stay unquantized; `exponents`:
+    scales are powers of two; `inputs`: activations have stored scales."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "static" if inputs else "dynamic",
+        **({} if block is None else {"weight_block_size": list(block)}),
+        **({"scale_fmt": "ue8m0"} if exponents else {}),
+        "modules_to_not_convert": list(left),
+    }
 
-    return fp8_group_config((128, 128), targets)
+
+def fp8_group_config(
+    block: tuple[int, int] | None, targets: Iterable[str] = ("Linear",)
+) -> dict[str, Any]:
+    """An entry of compressed-tensors' `config_groups` (0.19, `quantization/quant_scheme.py`: FP8_BLOCK,
+    FP8_DYNAMIC); by default for all linears, `Linear` being their class."""
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    if block is None:
+        weights: dict[str, Any] = {**number, "strategy": "channel", "dynamic": False}
+        inputs: dict[str, Any] = {**number, "strategy": "token", "dynamic": True}
+    else:
+        weights = {
+            **number, "strategy": "block", "block_structure": list(block), "dynamic": False,
+        }  # fmt: skip
+        inputs = {**number, "strategy": "group", "group_size": block[1], "dynamic": True}
+    return {
+        "targets": list(targets),
+        "format": "float-quantized",
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
 
 
-def _row_group(targets: Iterable[str]) -> dict[str, Any]:
-    from qconvert.formats.fp8.config import fp8_group_config
-
-    return fp8_group_config(None, targets)
+def fp8_tensor_group_config(targets: Iterable[str], *, inputs: bool) -> dict[str, Any]:
+    """The same of one scale a tensor (FP8), for activations too: stored ones, or (not `inputs`) found by
+    the runtime."""
+    number = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    return {
+        "targets": list(targets),
+        "format": "float-quantized",
+        "weights": {**number, "dynamic": False},
+        "input_activations": {**number, "dynamic": not inputs},
+        "output_activations": None,
+    }
 
 
 _PTQ = f"{LLM_COMPRESSOR} model_free_ptq"
@@ -122,11 +163,11 @@ FORMATS = (
     Format(
         name="fp8-block-ct", title="FP8", parameters=_CT, codes=WEIGHT_DTYPES, cut=("block",
         "block"), order=10,
-        equals=f"{_PTQ} FP8_BLOCK", read=read, config_group=_block_group,
+        equals=f"{_PTQ} FP8_BLOCK", read=read, config_group=partial(fp8_group_config, (128, 128)),
     ),
     Format(
         name="fp8-rows", title="FP8", parameters=_CT, codes=WEIGHT_DTYPES, cut=(1, 0), order=10,
-        equals=f"{_PTQ} FP8_DYNAMIC", read=read, config_group=_row_group,
+        equals=f"{_PTQ} FP8_DYNAMIC", read=read, config_group=partial(fp8_group_config, None),
     ),
     Format(
         name="fp8-tensor", title="FP8", parameters=_CT, codes=WEIGHT_DTYPES, cut=(0, 0), order=10,

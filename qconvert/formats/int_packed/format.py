@@ -1,8 +1,10 @@
 """Integers: compressed-tensors' packed form and INT8, GPTQ's own form and AutoAWQ's, which are packed
-along the inputs or the outputs, transposed."""
+along the inputs or the outputs, transposed: how they are read, and their config blocks as runtimes
+parse them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +13,7 @@ from qconvert.checkpoint.integer_config import awq_form, gptq_form, packed_schem
 from qconvert.core.encodings import AWQ, GPTQ, INT8, PACKED
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
+from qconvert.core.names import with_fused_names
 from qconvert.core.versions import COMPRESSED_TENSORS, LLM_COMPRESSOR, SGLANG, VLLM
 from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.ops.rowwise import RowOp
@@ -109,10 +112,59 @@ def _int8_encoder() -> RowOp:
     return RoundToNearest(INT8_ROWS, KeepInt8())
 
 
-def _int8_group(targets: Iterable[str]) -> dict[str, Any]:
-    from qconvert.formats.int_packed.config import int8_group_config
+def group_config(scheme: IntScheme, targets: Iterable[str]) -> dict[str, Any]:
+    """An entry of compressed-tensors' `config_groups` (0.19, `quantization/quant_scheme.py`)."""
+    return {
+        "targets": list(targets),
+        "weights": {
+            "num_bits": scheme.bits,
+            "type": "int",
+            "symmetric": scheme.symmetric,
+            "strategy": "channel" if scheme.group is None else "group",
+            "group_size": scheme.group,
+            "actorder": scheme.actorder,
+            "dynamic": False,
+        },
+        "input_activations": None,
+        "output_activations": None,
+        "format": "pack-quantized",
+    }
 
-    return int8_group_config(targets)
+
+def int8_group_config(targets: Iterable[str]) -> dict[str, Any]:
+    """An entry of compressed-tensors' `config_groups` (0.19, `quantization/quant_scheme.py` INT8_W8A8):
+    a scale a row, and activations scaled by token."""
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    return {
+        "targets": list(targets),
+        "format": "int-quantized",
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": {**number, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+
+
+def gptq_config(scheme: IntScheme, version: int, dynamic: Iterable[str]) -> dict[str, Any]:
+    """The block of GPTQ's own form, as AutoGPTQ and GPTQModel write it (sglang and vLLM read
+    it). `dynamic` are patterns of modules that stay unquantized: GPTQModel's `-:`."""
+    return {
+        "quant_method": "gptq",
+        "bits": scheme.bits,
+        "group_size": -1 if scheme.group is None else scheme.group,
+        "desc_act": scheme.actorder == "group",
+        "sym": scheme.symmetric,
+        "lm_head": False,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "pack_dtype": "int32",
+        "dynamic": {f"-:{pattern}": {} for pattern in dynamic},
+    }
+
+
+def left_pattern(modules: Iterable[str]) -> str:
+    """A pattern of just these modules, under the names that runtimes fuse them to as well. It spells no
+    `mtp`: at the sight of it vLLM (`models/qwen3_5_mtp.py`) builds the whole draft unquantized."""
+    names = (re.escape(name).replace("mtp", "mt[p]") for name in with_fused_names(modules))
+    return f"^(?:{'|'.join(names)})$"
 
 
 def _label(folder: Folder, module: str, parameter: str) -> str | None:
@@ -177,7 +229,7 @@ FORMATS = (
     ),
     Format(
         name="int8", title="INT8", parameters=INT8[:2], codes=("I8",), cut=(1, 0), order=70,
-        equals=f"{_PTQ} INT8", read=read_int8, encode=_int8_encoder, config_group=_int8_group,
+        equals=f"{_PTQ} INT8", read=read_int8, encode=_int8_encoder, config_group=int8_group_config,
         expert_notes=(
             f"experts are loaded by {VLLM}; {SGLANG} has INT8 ones on NPUs alone",
         ),

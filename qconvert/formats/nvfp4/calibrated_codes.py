@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
+from qconvert.core.encodings import NVFP4, Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, Nvfp4Scheme
-from qconvert.formats.nvfp4.config import NAMES
 from qconvert.ops.base import array
 from qconvert.ops.cast import TILE_ELEMENTS
 from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, pack
@@ -29,7 +28,7 @@ class PackNvfp4Codes:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        names = NAMES[self.dialect]
+        names = NVFP4[self.dialect]
         return names.weight, names.scale, names.global_scale
 
     @property
@@ -47,7 +46,7 @@ class PackNvfp4Codes:
         return (
             TensorType("U8", (rows, columns // 2)),
             TensorType("F8_E4M3", (rows, blocks)),
-            TensorType("F32", NAMES[self.dialect].scalar),
+            TensorType("F32", NVFP4[self.dialect].scalar),
         )
 
     def loss(self, weight: TensorType) -> str:

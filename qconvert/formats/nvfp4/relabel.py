@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from qconvert.checkpoint.quantization_config import states_mxfp4
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
+from qconvert.core.encodings import NVFP4, Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer, Output, apply
 from qconvert.formats.mx.decode import BLOCK as MX_BLOCK
 from qconvert.formats.mx.decode import EXPONENTS, check_mxfp4
-from qconvert.formats.nvfp4.config import NAMES, group_config
+from qconvert.formats.nvfp4.format import group_config
 from qconvert.ops.base import Exact, Uncut, array
 from qconvert.ops.fp4 import BLOCK
 from qconvert.ops.rowwise import EachRow
@@ -89,7 +89,7 @@ _HYBRID = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_si
 def relabelled(matrices: Mapping[str, Sequence[Output]], dialect: Dialect) -> dict[str, Output]:
     """The tensors of matrices that share a scale, by name, from codes and exponents of each. Raises
     PlanError naming a matrix whose parts do not fit."""
-    names = NAMES[dialect]
+    names = NVFP4[dialect]
     ranges = []
     for module, parts in matrices.items():
         try:

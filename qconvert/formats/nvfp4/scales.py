@@ -11,7 +11,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
-from qconvert.formats.nvfp4.config import RANGE
+from qconvert.formats.nvfp4.format import RANGE
 from qconvert.ops.base import Exact, Uncut, array
 from qconvert.ops.cast import BEYOND, FLOAT_DTYPES, TILE_ELEMENTS, check_beyond, round_to_bf16
 from qconvert.ops.compiled import done
