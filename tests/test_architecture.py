@@ -189,7 +189,7 @@ _FOR_VALIDATORS = {
     "qconvert", "qconvert.checkpoint.checkpoint", "qconvert.core.family",
     "qconvert.checkpoint.open", "qconvert.checkpoint.receipt", "qconvert.checkpoint.safetensors",
     "qconvert.core.discovery", "qconvert.core.dtypes", "qconvert.core.errors", "qconvert.core.graph",
-    "qconvert.core.json_text",
+    "qconvert.core.arrays", "qconvert.core.json_text",
     "qconvert.core.names", "qconvert.core.patterns", "qconvert.core.roles", "qconvert.core.shown",
     "qconvert.core.yaml_lines",
     "qconvert.run.work.reader", "qconvert.runtimes.pipeline",

@@ -19,11 +19,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Int8s = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
-    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    from qconvert.core.arrays import Float32s, Int8s, Int32s
 
 
 DEFAULT_GROUP = 128  # columns that share a scale where nobody asks for another number

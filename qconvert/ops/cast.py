@@ -20,8 +20,8 @@ from qconvert.ops.rowwise import EachRow, FloatDecoder
 if TYPE_CHECKING:
     import numpy as np
 
-    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    from qconvert.core.arrays import Float32s, Int32s
+
 
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 

@@ -12,12 +12,8 @@ from qconvert.core.int_scheme import NVFP4_BLOCK
 from qconvert.ops.ints import spread_nibbles
 
 if TYPE_CHECKING:
-    import numpy as np
+    from qconvert.core.arrays import Float32s, UInt8s
 
-    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
-    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 BLOCK = NVFP4_BLOCK
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
-    UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
+    from qconvert.core.arrays import UInt8s, UInt16s, UInt32s
 
 
 def spread_nibbles(source: UInt8s, out: UInt16s, spare: UInt16s) -> None:

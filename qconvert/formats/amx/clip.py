@@ -20,8 +20,9 @@ from qconvert.ops.base import array
 if TYPE_CHECKING:
     import numpy as np
 
+    from qconvert.core.arrays import Float64s
+
     Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-    Doubles = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
     Halves = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
 
 # The histogram: the eight binades below twice the largest power of two in a row, 32 bins each, of
@@ -45,7 +46,7 @@ def clip_scratch(rows: int, columns: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def ladder(qmax: int) -> tuple[Doubles, Doubles]:
+def ladder(qmax: int) -> tuple[Float64s, Float64s]:
     """Steps relative to twice the largest power of two in a row (so that amax is 0.5 to 1), and the
     mean squared error of each bin's four values under each of them, [bins, steps], in whole units
     of 2^-40: counts times these add up exactly in float64, in whatever order."""
@@ -131,7 +132,7 @@ def _round(values: Floats, step: Floats, qmax: int, codes: Floats) -> None:
     np.subtract(codes, np.float32(_ROUNDER), out=codes)
 
 
-def _errors(values: Floats, step: Floats, codes: Floats, products: Floats) -> Doubles:
+def _errors(values: Floats, step: Floats, codes: Floats, products: Floats) -> Float64s:
     """Sum of squared errors [r, s]."""
     import numpy as np
 
@@ -141,7 +142,7 @@ def _errors(values: Floats, step: Floats, codes: Floats, products: Floats) -> Do
     return _total(products)
 
 
-def _total(products: Floats) -> Doubles:
+def _total(products: Floats) -> Float64s:
     """Sums [r, s] over all columns, in float64: those a multiple of 64 apart first, one after another,
     then the upper half of the 64 sums to the lower half until one is left."""
     import numpy as np
@@ -154,5 +155,5 @@ def _total(products: Floats) -> Doubles:
     while width > 1:
         width //= 2
         found = found[:, :, :width] + found[:, :, width:]
-    result: Doubles = found[:, :, 0]
+    result: Float64s = found[:, :, 0]
     return result

@@ -30,10 +30,8 @@ from qconvert.ops.compiled import done, may_be_done
 if TYPE_CHECKING:
     import numpy as np
 
-    Int8s = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
-    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    from qconvert.core.arrays import Float32s, Int8s, Int32s, UInt16s
+
 
 WEIGHT_DTYPES = ("F8_E4M3", "F8_E5M2")
 # U8 and F8_E8M0 both hold power-of-two exponents: 2^(e - 127), 255 being NaN (OCP MX v1.0, 5.4.1).

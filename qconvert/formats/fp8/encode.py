@@ -32,10 +32,8 @@ from qconvert.ops.rowwise import EachRow
 if TYPE_CHECKING:
     import numpy as np
 
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
-    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+    from qconvert.core.arrays import Float32s, Int32s, UInt8s, UInt16s
+
 
 Dialect = Literal["fp8", "compressed-tensors"]
 LARGEST = 448.0

@@ -24,10 +24,8 @@ from qconvert.ops.fp4 import SIZES
 from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
-    import numpy as np
+    from qconvert.core.arrays import UInt16s
 
-    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
 SHIFT = 6  # 6 * 2^6 = 384, the largest power for which the code 6 is below 448
 _NAN = 255

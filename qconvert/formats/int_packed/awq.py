@@ -26,13 +26,8 @@ from qconvert.ops.base import array
 from qconvert.ops.cast import float_tiles
 
 if TYPE_CHECKING:
-    import numpy as np
+    from qconvert.core.arrays import Float32s, Int8s, UInt8s, UInt16s, UInt32s
 
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-    Int8s = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
-    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
-    UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
 BITS = 4
 WORD = 32 // BITS

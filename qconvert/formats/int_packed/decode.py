@@ -35,14 +35,8 @@ from qconvert.ops.ints import spread_nibbles, unpacked
 from qconvert.ops.rowwise import EachRow, FloatDecoder
 
 if TYPE_CHECKING:
-    import numpy as np
+    from qconvert.core.arrays import Float32s, Int8s, Int32s, UInt8s, UInt16s
 
-    Int8s = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
-    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
-    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-    UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 _WORD_BITS = 32
 _MIDDLE = 0x80  # a signed byte plus 128 is the same bits with the first one turned

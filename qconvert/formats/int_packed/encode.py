@@ -27,12 +27,9 @@ from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import EachRow, RowOp, row_parts
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from qconvert.core.arrays import Int16s, UInt16s
     from qconvert.core.int_scheme import Float32s, Int8s, Int32s
 
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
-    Int16s = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
 
 _BF16_INFINITY = 0x7F80
 # Below 2^-120 a scale may be a denormal, whose rounding is so coarse that a quotient exceeds 8. From

@@ -28,13 +28,8 @@ from qconvert.ops.cast import float_tiles
 from qconvert.ops.ints import unpacked
 
 if TYPE_CHECKING:
-    import numpy as np
+    from qconvert.core.arrays import Float32s, Int8s, Int32s, UInt16s, UInt32s
 
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-    Int8s = np.ndarray[tuple[int, ...], np.dtype[np.int8]]
-    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
-    UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
 _WORD_BITS = 32
 

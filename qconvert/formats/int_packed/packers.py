@@ -26,11 +26,9 @@ from qconvert.ops.cast import round_to_bf16
 from qconvert.ops.compiled import done
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from qconvert.core.arrays import UInt32s
     from qconvert.core.int_scheme import Float32s, Int8s
 
-    UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
 Packing = Literal["compressed-tensors", "gptq", "gptq-v2"]
 

@@ -30,11 +30,9 @@ from qconvert.ops.cast import decode
 from qconvert.ops.compiled import done
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from qconvert.core.arrays import UInt16s
     from qconvert.core.int_scheme import Float32s, Int8s, Int32s
 
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
 _RUNGS = 48
 # The last rung by bits, for groups up to `_SHORT` columns and for longer ones, whose largest weight is

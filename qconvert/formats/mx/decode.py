@@ -23,12 +23,8 @@ from qconvert.ops.fp4 import SIZES, from_codes
 from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
-    import numpy as np
+    from qconvert.core.arrays import Float32s, UInt8s, UInt32s
 
-    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-    UInt32s = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
 BLOCK = 32  # columns that share a scale
 _CODES = ("U8", "I8")

@@ -35,11 +35,8 @@ from qconvert.ops.fp4 import pack, to_codes
 from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
-    import numpy as np
+    from qconvert.core.arrays import Int32s, UInt8s, UInt16s
 
-    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    UInt16s = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
 # The power of two of the largest code: 6 and 448.
 _LARGEST_POWER: Mapping[Form, int] = {"mxfp4": 2, "mxfp8": 8}

@@ -22,10 +22,7 @@ from qconvert.ops.ints import spread_nibbles
 from qconvert.ops.rowwise import EachRow
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    from qconvert.core.arrays import Float32s, UInt8s
 
 
 def factors(scale: UInt8s, global_scale: float, dialect: Dialect) -> Float32s:

@@ -44,9 +44,8 @@ from qconvert.ops.rowwise import Scaled
 if TYPE_CHECKING:
     import numpy as np
 
-    UInt8s = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    from qconvert.core.arrays import Float32s, Int32s, UInt8s
+
     Bits = np.ndarray[tuple[int, ...], np.dtype[np.int16 | np.int32]]
 
 

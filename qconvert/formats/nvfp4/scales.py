@@ -20,7 +20,8 @@ from qconvert.ops.rowwise import EachRow, Recode
 if TYPE_CHECKING:
     import numpy as np
 
-    Float32s = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    from qconvert.core.arrays import Float32s
+
     Bits = np.ndarray[tuple[int, ...], np.dtype[np.int16 | np.int32]]
 
 # Without their sign, numbers are in the order of their bits; from here on they are none.

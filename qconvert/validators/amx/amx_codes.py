@@ -15,8 +15,9 @@ from qconvert.validators.reading.amx import Method
 if TYPE_CHECKING:
     import numpy as np
 
+    from qconvert.core.arrays import Bools
+
     Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 _OUT_OF_RANGE = {"int4": -8, "int8": -128}
 

@@ -25,12 +25,12 @@ from qconvert.validators.reading.rows import scales
 if TYPE_CHECKING:
     import numpy as np
 
+    from qconvert.core.arrays import Float64s
     from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Bytes, Floats
     from qconvert.validators.reading.forms import Bools
     from qconvert.validators.reading.matrices import Matrix
 
-    Floats64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 NVFP4, BLOCK = "nvfp4", 16
 MOST = 6.0 * 448.0  # the largest code under the largest block scale
@@ -212,7 +212,7 @@ def fp4_floats(packed: Bytes, dtype: str = "U8") -> Floats:
 
 def steps(
     expected: Floats, found: Floats, factor: Floats
-) -> tuple[Floats64, Floats64, Floats64, Floats64]:
+) -> tuple[Float64s, Float64s, Float64s, Float64s]:
     """Of weights [n, K] and the factors of their blocks: their steps, their sizes in steps, half a step
     of E2M1 there in steps, and how far they are off."""
     import numpy as np

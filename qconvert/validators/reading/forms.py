@@ -22,12 +22,12 @@ from qconvert.validators.reading.decode import floats
 if TYPE_CHECKING:
     import numpy as np
 
+    from qconvert.core.arrays import Bools
     from qconvert.validation.findings import Finding
     from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Bytes, Floats
     from qconvert.validators.reading.matrices import Matrix
 
-    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 RAW = "raw"  # not numbers, or in an unsupported form: bytes
 PACKAGE = "qconvert.validators.formats"

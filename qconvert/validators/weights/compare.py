@@ -26,11 +26,9 @@ from qconvert.validators.weights.int_bounds import Kept, Tile, coarse, nearest_f
 from qconvert.validators.weights.sums import Sums
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from qconvert.core.arrays import Bools
     from qconvert.validators.reading.decode import Bytes, Floats
 
-    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 # How a matrix must match the source's: the same numbers; rounded to its own floats once; the nearest
 # code of its scales; codes that calibration found; or codes and scales that it found.

@@ -17,13 +17,10 @@ from qconvert.validators.reading.decode import as_bf16, rounded
 from qconvert.validators.reading.forms import Form
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from qconvert.core.arrays import Bools, Float64s
     from qconvert.validators.reading.decode import Floats
     from qconvert.validators.reading.rows import Numbers
 
-    Floats64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 # Half the smallest number above 0, and the value that replaces a scale that rounds to 0.
 _TINY = {"BF16": 2.0**-134, "F16": 2.0**-25, "F32": 2.0**-150}
@@ -201,7 +198,7 @@ class Kept:
 
     def __init__(self, *, searched: bool = False) -> None:
         self._searched = searched
-        self._sums: Floats64 | None = None  # [5, columns]: see _products
+        self._sums: Float64s | None = None  # [5, columns]: see _products
         self._groups: Numbers | None = None
         self._count = 0
 
@@ -254,7 +251,7 @@ def _alive(found: Floats, *parts: Floats) -> list[Floats]:
     return [np.where(dead, np.float32(0), part) for part in parts] if dead.any() else [*parts]
 
 
-def _products(expected: Floats, found: Floats, best: Floats, axis: int) -> Floats64:
+def _products(expected: Floats, found: Floats, best: Floats, axis: int) -> Float64s:
     """Sums along an axis: source by found, source by rounded, and the squares of the three."""
     import numpy as np
 
@@ -264,7 +261,7 @@ def _products(expected: Floats, found: Floats, best: Floats, axis: int) -> Float
         return np.stack([np.einsum(along, a, b, dtype=np.float64) for a, b in pairs])
 
 
-def _lost(sums: Floats64) -> tuple[int, str] | None:
+def _lost(sums: Float64s) -> tuple[int, str] | None:
     """The first place whose found weights are hardly correlated with the source's, and the correlation.
     Places where rounding keeps nothing are not judged."""
     import numpy as np
@@ -355,7 +352,7 @@ LENGTHS = "expected scales under which its weights are about as large as the sou
 
 
 def lengths_off(
-    along: Floats64, across: Floats64, own: Floats64 | None = None, most: float = _ROW_LENGTHS[1]
+    along: Float64s, across: Float64s, own: Float64s | None = None, most: float = _ROW_LENGTHS[1]
 ) -> int | None:
     """The first row whose weights must be multiplied by much more or less than 1 to come nearest to the
     source's: products of both [n], squares of the weights [n], and, if long rows may be noise, those of

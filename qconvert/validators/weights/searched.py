@@ -20,12 +20,9 @@ from qconvert.validators.weights.compare import Compare
 from qconvert.validators.weights.int_bounds import EPS, Kept, Tile, code_range
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from qconvert.core.arrays import Bools, Float64s
     from qconvert.validators.reading.decode import Floats
 
-    Floats64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 _SLACK = 2.0**-12  # in steps: a product with the inverse of a step, and back
 # Of a group's error: sums in float32, which the search compares.
@@ -149,27 +146,27 @@ def nvfp4_fits(
     return fits, _first(wrong, _error(weights, mine), allowed)
 
 
-def _nearest_fp4(weights: Floats, factor: Floats64) -> Floats64:
+def _nearest_fp4(weights: Floats, factor: Float64s) -> Float64s:
     """Blocks [n, blocks, 16] as the nearest codes of E2M1 times a factor each."""
     import numpy as np
 
     each = factor[:, :, None]
     size = np.abs(weights) / each
     step = np.where(size < 2, 0.5, np.where(size < 4, 1.0, 2.0))
-    found: Floats64 = np.sign(weights) * np.minimum(np.rint(size / step) * step, 6) * each
+    found: Float64s = np.sign(weights) * np.minimum(np.rint(size / step) * step, 6) * each
     return found
 
 
-def _error(weights: Floats, found: Any) -> Floats64:
+def _error(weights: Floats, found: Any) -> Float64s:
     """Squared errors of groups [n, groups, G]."""
     import numpy as np
 
     off = weights.astype(np.float64) - found
-    made: Floats64 = np.einsum("ijk,ijk->ij", off, off)
+    made: Float64s = np.einsum("ijk,ijk->ij", off, off)
     return made
 
 
-def _first(wrong: Bools, found: Floats64, allowed: Floats64) -> tuple[int, int, str] | None:
+def _first(wrong: Bools, found: Float64s, allowed: Float64s) -> tuple[int, int, str] | None:
     import numpy as np
 
     if not wrong.any():

@@ -23,12 +23,8 @@ from qconvert.validators.weights.compare import Compare
 from qconvert.validators.weights.int_bounds import LENGTHS, Kept, Tile, lengths_off, lost_row
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from qconvert.validators.reading.decode import Floats
 
-    Floats64 = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-    Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 _LEAST_E4M3 = 2.0**-9
 # A scale, as a part of its block's largest weight / 6: 0.23 to 5.4.
