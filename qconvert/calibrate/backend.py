@@ -43,7 +43,7 @@ from qconvert.run.work.backend import (
 )
 from qconvert.run.work.files import Files
 from qconvert.samples.data import load_tokens
-from qconvert.samples.request import Calibration, digest_of, fact
+from qconvert.samples.request import digest_of, fact
 
 if TYPE_CHECKING:
     from qconvert.calibrate.engine import Event
@@ -98,7 +98,7 @@ class GptqBackend:
             solver = self.calibration.request.solver
             memory = least_bytes(
                 dims.hidden_size, dims.moe_intermediate_size, schemes, solver,
-                corrects=_settings(self.calibration.request).corrects,
+                corrects=Settings.of(self.calibration.request).corrects,
             )  # fmt: skip
         if self.linears and "cpu" in self.calibration.request.devices:
             solver = self.calibration.request.solver
@@ -175,7 +175,7 @@ class GptqBackend:
         targets = max(map(len, [*self.packers.values(), *self.linears.values()]), default=0)
         tokens = sum(sample.size for sample in self._data[0])
         return [
-            layer_work(sizes, tokens, targets, _settings(request))
+            layer_work(sizes, tokens, targets, Settings.of(request))
             for sizes in sizes_of(source, shapes)
         ]
 
@@ -281,7 +281,7 @@ class GptqBackend:
             checkpoint=model.checkpoint,
             tokens=samples,
             schemes=_targets(self.packers, model) if self.packers else [],
-            settings=_settings(request),
+            settings=Settings.of(request),
             work_dir=job.work_dir,
             memory=(job.memory or free_bytes() // 2 // here) // len(devices),
             key=f"{job.key} {kind_of(devices)}",
@@ -390,7 +390,7 @@ def work_dir_bytes(calibration: Calibrating) -> int:
 
     request, dims = calibration.request, calibration.model.role_index.dims
     twice = calibration.linears and bool(dims.num_experts)
-    corrects = _settings(request).corrects
+    corrects = Settings.of(request).corrects
     tokens = request.samples * request.length
     return disk_bytes(tokens, dims.hidden_size, linears=twice, corrects=corrects)
 
@@ -447,15 +447,6 @@ def _integers(module: str, scheme: Scheme) -> IntScheme:
             f"{module}: calibration finds NVFP4 codes of routed experts alone: ignore it"
         )
     return scheme
-
-
-def _settings(request: Calibration) -> Settings:
-    return Settings(
-        dampening_frac=request.dampening_frac, block_size=request.block_size,
-        experts=request.experts, min_tokens=request.min_tokens, undersampled=request.undersampled,
-        solver=request.solver, scales=request.scales, signs=request.signs, order=request.order,
-        refit=request.refit, descent=request.descent, propagated_error=request.propagated_error,
-    )  # fmt: skip
 
 
 def _targets(packers: Mapping[str, tuple[CodePacker, ...]], model: Plan) -> list[ExpertSchemes]:

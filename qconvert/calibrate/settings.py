@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import Codes, IntScheme, Scheme, Signs
+from qconvert.core.int_scheme import Codes, IntScheme, Scheme
+from qconvert.samples.request import GptqSettings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,62 +22,33 @@ Solver = Literal["best", "llmcompressor"]
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+@dataclass(frozen=True)
+class Settings(GptqSettings):
     """Every field enters the result. Raises PlanError for values that make no sense.
 
-    `experts`: "routed" lets each expert see the tokens that the router gives it, "all" every token.
-    An expert with fewer than `min_tokens` routed ones gets every token, or is rounded to nearest, as
-    `few` says. `search` says which schemes get the scale with the least error weighted by the inputs'
-    mean squares among `CLIPS`, instead of the largest weight's: none, narrow ones, or all symmetric
-    ones; it is of the solver "llmcompressor". `attention` is transformers' name of an implementation.
-    `gather` is how many tokens' expert inputs are worked on together: None takes one sample on a CPU
-    and 262,144 tokens or more elsewhere; `together` how many matrices an accelerator solves at a time.
-
-    `solver`: "best" (calibrate/solver/), or "llmcompressor", whose codes are llm-compressor's. Of the
-    best: `scales` "search" takes those that lose least by what no other column makes up for, "amax" the
-    largest weight's; `signs`: whether scales of symmetric 4-bit codes are searched for below 0, too;
-    `order` solves columns by "importance" or as "stored"; `refit` is how often scales are fitted to
-    codes, and codes found anew, `descent` how many sweeps of coordinate descent follow; of NVFP4 sweeps
-    are over blocks, and in the first `refit` of them scales are chosen anew too. `propagated_error`
-    "correct" keeps hidden states of the unquantized model too, and solves against weights that make up
-    for half of what layers before lost (calibrate/propagated_error.py).
+    `search` says which schemes get the scale with the least error weighted by the inputs' mean squares
+    among `CLIPS`, instead of the largest weight's: none, narrow ones, or all symmetric ones; it is of
+    the solver "llmcompressor". `attention` is transformers' name of an implementation. `gather` is how
+    many tokens' expert inputs are worked on together: None takes one sample on a CPU and 262,144 tokens
+    or more elsewhere; `together` how many matrices an accelerator solves at a time.
     """
 
-    dampening_frac: float = 0.01
-    block_size: int = 128
-    experts: Literal["routed", "all"] = "routed"
-    min_tokens: int = 128
-    undersampled: Literal["all", "rtn"] = "all"
     search: Literal["none", "narrow", "all"] = "narrow"
     attention: Literal["sdpa", "eager"] = "sdpa"
     gather: int | None = None
     together: int = 32
-    solver: Solver = "best"
-    scales: Literal["search", "amax"] = "search"
-    signs: Signs = "both"
-    order: Literal["importance", "stored"] = "importance"
-    refit: int = 2
-    descent: int = 2
-    propagated_error: Literal["ignore", "correct"] = "correct"
 
     def __post_init__(self) -> None:
-        if not 0 < self.dampening_frac < 1:
-            raise PlanError(f"dampening_frac must be between 0 and 1, found {self.dampening_frac}")
-        if self.block_size < 1:
-            raise PlanError(f"block_size must be at least 1, found {self.block_size}")
-        if self.min_tokens < 1:
-            raise PlanError(
-                f"min_tokens must be at least 1, found {self.min_tokens}: nothing can be learnt of an "
-                "expert from no token"
-            )
+        super().__post_init__()
         if self.gather is not None and self.gather < 1:
             raise PlanError(f"gather must be at least 1 token, found {self.gather}")
         if self.together < 1:
             raise PlanError(f"together must be at least 1 matrix, found {self.together}")
-        for name in ("refit", "descent"):
-            if getattr(self, name) < 0:
-                raise PlanError(f"{name} must be 0 or more, found {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, asked: GptqSettings) -> Settings:
+        """Settings of a request."""
+        return cls(**{one.name: getattr(asked, one.name) for one in fields(GptqSettings)})
 
     @property
     def corrects(self) -> bool:

@@ -95,27 +95,23 @@ class DataSpec:
         return kind
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration(DataSpec):
-    """Samples of tokens, and GPTQ's settings.
+@dataclass(frozen=True)
+class GptqSettings:
+    """How GPTQ solves layers.
 
     `experts` says which tokens an expert is calibrated on: `routed`, its own, or `all`. One with fewer
     than `min_tokens` of its own gets all (`undersampled: all`) or is rounded to nearest
     (`undersampled: rtn`).
     `dampening_frac` is added to the Hessian's diagonal as a part of its mean; `block_size` columns
-    are solved before their error goes on to the rest. `solver` is `best`, or `llmcompressor` for
-    llm-compressor's codes. Of the best: `scales` are searched for, or follow the largest weight
-    (`amax`), `signs` are those that searched scales of symmetric INT4 may have, `order` is that in which
-    columns are solved, by importance or as stored, `refit` how often scales are fitted to codes,
-    `descent` how many sweeps of coordinate descent end it; `propagated_error` is what layers before
-    lost: ignored, or corrected by half, with the hidden states of the unquantized model. `save_stats` is
-    a folder for expert counts and moments of activations. `devices` are torch's names of what to compute
-    on: none for all GPUs there are, or else the CPU. `distributed`: this process is one of those that
-    torchrun or Slurm has started for it, on one host or several. Raises DataError as DataSpec does,
-    PlanError for settings out of range.
+    are solved before their error goes on to the rest. `solver` is `best` (calibrate/solver/), or
+    `llmcompressor` for llm-compressor's codes. Of the best: `scales` are searched for, by what no other
+    column makes up for, or follow the largest weight (`amax`), `signs` are those that searched scales of
+    symmetric INT4 may have, `order` is that in which columns are solved, by importance or as stored,
+    `refit` how often scales are fitted to codes, and codes found anew, `descent` how many sweeps of
+    coordinate descent end it (of NVFP4 over blocks, whose scales are chosen anew in the first `refit`);
+    `propagated_error` is what layers before lost: ignored, or corrected by half, with the hidden states
+    of the unquantized model (calibrate/propagated_error.py). Raises PlanError for settings out of range.
     """
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     dampening_frac: float = option(0.01, _RARER, setting=True)
     block_size: int = 128
@@ -139,23 +135,8 @@ class Calibration(DataSpec):
     refit: int = option(2, _RARER, setting=True)
     descent: int = option(2, _RARER, setting=True)
     propagated_error: Literal["ignore", "correct"] = option("correct", _RARER, setting=True)
-    save_stats: str | None = option(
-        None, "Save counts of routed experts, moments of their activations, and a map of hot experts "
-        "for --init-expert-location.", kind="folder", parse=str, metavar="DIR", rare=True,
-    )  # fmt: skip
-    devices: tuple[str, ...] = option(
-        (), "Device to compute on, cpu or cuda:N. Repeatable.", kind="device", parse=_device,
-        metavar="NAME", words=("--device", "devices"), repeated=True,
-        shown="all GPUs, else the CPU",
-    )  # fmt: skip
-    distributed: bool = option(
-        False, "Calibrate on several machines, on each of which torchrun or srun starts this command, "
-        "with one SRC and OUT on a file system that they share. RANK, WORLD_SIZE (SLURM_PROCID, "
-        "SLURM_NTASKS) tell them apart; number 0, which writes, is met at MASTER_ADDR, MASTER_PORT.",
-    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        DataSpec.__post_init__(self)  # super() does not find a class that slots made anew
         if not 0 < self.dampening_frac < 1:
             raise PlanError(
                 f"dampening_frac: expected a number between 0 and 1, found {self.dampening_frac}; 0.01 "
@@ -175,6 +156,38 @@ class Calibration(DataSpec):
             if not 0 <= asked <= _MOST_SWEEPS:
                 found = shortened(str(asked), 40)
                 raise PlanError(f"{name}: expected 0 to {_MOST_SWEEPS}, found {found}; 2 is usual")
+
+
+@dataclass(frozen=True)
+class Calibration(GptqSettings, DataSpec):
+    """Samples of tokens, and GPTQ's settings.
+
+    `save_stats` is a folder for expert counts and moments of activations. `devices` are torch's names of
+    what to compute on: none for all GPUs there are, or else the CPU. `distributed`: this process is one
+    of those that torchrun or Slurm has started for it, on one host or several. Raises DataError as
+    DataSpec does, PlanError as GptqSettings does.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    save_stats: str | None = option(
+        None, "Save counts of routed experts, moments of their activations, and a map of hot experts "
+        "for --init-expert-location.", kind="folder", parse=str, metavar="DIR", rare=True,
+    )  # fmt: skip
+    devices: tuple[str, ...] = option(
+        (), "Device to compute on, cpu or cuda:N. Repeatable.", kind="device", parse=_device,
+        metavar="NAME", words=("--device", "devices"), repeated=True,
+        shown="all GPUs, else the CPU",
+    )  # fmt: skip
+    distributed: bool = option(
+        False, "Calibrate on several machines, on each of which torchrun or srun starts this command, "
+        "with one SRC and OUT on a file system that they share. RANK, WORLD_SIZE (SLURM_PROCID, "
+        "SLURM_NTASKS) tell them apart; number 0, which writes, is met at MASTER_ADDR, MASTER_PORT.",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        DataSpec.__post_init__(self)
+        GptqSettings.__post_init__(self)
         if self.solver == "llmcompressor":
             for field in fields(self):
                 value = getattr(self, field.name)
