@@ -27,8 +27,7 @@ from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import EachRow, RowOp, row_parts
 
 if TYPE_CHECKING:
-    from qconvert.core.arrays import Int16s, UInt16s
-    from qconvert.core.int_scheme import Float32s, Int8s, Int32s
+    from qconvert.core.arrays import Float32s, Int8s, Int16s, Int32s, UInt16s
 
 
 _BF16_INFINITY = 0x7F80

@@ -26,8 +26,7 @@ from qconvert.ops.cast import round_to_bf16
 from qconvert.ops.compiled import done
 
 if TYPE_CHECKING:
-    from qconvert.core.arrays import UInt32s
-    from qconvert.core.int_scheme import Float32s, Int8s
+    from qconvert.core.arrays import Float32s, Int8s, UInt32s
 
 
 Packing = Literal["compressed-tensors", "gptq", "gptq-v2"]

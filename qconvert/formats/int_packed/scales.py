@@ -9,7 +9,7 @@ from qconvert.core.int_scheme import IntScheme
 from qconvert.ops.cast import round_to_bf16
 
 if TYPE_CHECKING:
-    from qconvert.core.int_scheme import Float32s, Int8s, Int32s
+    from qconvert.core.arrays import Float32s, Int8s, Int32s
 
 
 # What a scale of zero becomes: the epsilon of its dtype.

@@ -30,8 +30,7 @@ from qconvert.ops.cast import decode
 from qconvert.ops.compiled import done
 
 if TYPE_CHECKING:
-    from qconvert.core.arrays import UInt16s
-    from qconvert.core.int_scheme import Float32s, Int8s, Int32s
+    from qconvert.core.arrays import Float32s, Int8s, Int32s, UInt16s
 
 
 _RUNGS = 48

@@ -35,9 +35,9 @@ from qconvert.validators.reading.rows import scales, spread
 from qconvert.validators.reading.schemes import grouped_weights, pair, stated_weights
 
 if TYPE_CHECKING:
+    from qconvert.core.arrays import Bools
     from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Floats
-    from qconvert.validators.reading.forms import Bools
     from qconvert.validators.reading.matrices import Matrix
 
 _8_BITS = {"type": "float", "num_bits": 8}

@@ -19,9 +19,9 @@ from qconvert.validators.reading.quantization import all_weights
 from qconvert.validators.reading.rows import scales
 
 if TYPE_CHECKING:
+    from qconvert.core.arrays import Bools
     from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Floats
-    from qconvert.validators.reading.forms import Bools
     from qconvert.validators.reading.matrices import Matrix
 
 BLOCK = 32

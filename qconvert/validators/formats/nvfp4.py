@@ -25,10 +25,9 @@ from qconvert.validators.reading.rows import scales
 if TYPE_CHECKING:
     import numpy as np
 
-    from qconvert.core.arrays import Float64s
+    from qconvert.core.arrays import Bools, Float64s
     from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Bytes, Floats
-    from qconvert.validators.reading.forms import Bools
     from qconvert.validators.reading.matrices import Matrix
 
 
