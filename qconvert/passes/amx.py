@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from qconvert.core.errors import PlanError
 from qconvert.core.family import text_config
@@ -46,7 +46,6 @@ class ExpertsToAmx:
     """
 
     name: ClassVar[str] = "amx"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     method: Method
     numa: int

@@ -49,7 +49,6 @@ class AsClass:
     """
 
     name: ClassVar[str] = "as_class"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     to: Literal["qwen3_next", "qwen3_5_text"]
 

@@ -8,9 +8,9 @@ about weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Op, Output, apply, stack
@@ -46,7 +46,6 @@ class Dequant:
     """
 
     name: ClassVar[str] = "dequant"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     allow_overflow: bool = False
     dtype: Literal["bf16", "f16", "f32"] = "bf16"

@@ -48,7 +48,6 @@ class ExtractDraft:
     """
 
     name: ClassVar[str] = "extract_draft"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     def __call__(self, plan: Plan) -> Plan:
         index, family = plan.role_index, plan.family

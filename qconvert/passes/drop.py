@@ -24,7 +24,6 @@ class Drop:
     """
 
     name: ClassVar[str] = "drop"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     what: Literal["mtp"] | None = None
     match: str | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
@@ -38,7 +38,6 @@ class Unstack:
     [E, 2I, H] does not hold, and if a block of scales spans gate and up."""
 
     name: ClassVar[str] = "unstack"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     optional: bool = False
 
@@ -90,7 +89,6 @@ class Stack:
     """One matrix per expert to 3-D stacks: the inverse of `unstack`."""
 
     name: ClassVar[str] = "stack"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     def __call__(self, plan: Plan) -> Plan:
         role_index = _role_index(plan)

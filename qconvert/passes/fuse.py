@@ -61,7 +61,6 @@ class Fuse:
     """
 
     name: ClassVar[str] = "fuse"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     consumer: str | None = None
     groups: int | None = None
@@ -110,7 +109,6 @@ class Unfuse:
     is refused; `qwen3.5`, the model class, needs `as_class` after it if the source is Qwen3-Next."""
 
     name: ClassVar[str] = "unfuse"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     source_groups: int | None = None
     consumer: str | None = None

@@ -8,7 +8,6 @@ it (it puts `attn_mqa` for `k_proj`, latent attention included).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from struct import pack
@@ -50,7 +49,6 @@ class KvScale:
     """
 
     name: ClassVar[str] = "kv_scale"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     value: float
 

@@ -78,7 +78,6 @@ class Quantizing:
     """
 
     __slots__ = ()
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     name: ClassVar[str]
     targets: tuple[str, ...]

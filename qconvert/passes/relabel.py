@@ -76,7 +76,6 @@ class Relabel:
     """
 
     name: ClassVar[str] = "relabel"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     to: Form
     nearest: bool = False

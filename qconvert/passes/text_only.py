@@ -50,7 +50,6 @@ class TextOnly:
     """
 
     name: ClassVar[str] = "text_only"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     def __call__(self, plan: Plan) -> Plan:
         nested, kind = plan.config.get("text_config"), text_model_type(plan.config)

@@ -41,7 +41,6 @@ class Prepare:
     formats stay unchanged."""
 
     name: ClassVar[str] = "prepare"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     def __call__(self, plan: Plan) -> Plan:
         if layout_of(plan.config) is not None or FACT in plan.checkpoint.metadata:

@@ -25,7 +25,6 @@ class Unprepare:
     blocks. Raises PlanError if the source is not prepared, or a part of it is missing."""
 
     name: ClassVar[str] = "unprepare"
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
     def __call__(self, plan: Plan) -> Plan:
         layout = layout_of(plan.config)
