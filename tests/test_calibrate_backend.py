@@ -16,10 +16,11 @@ from calibrated_plans import SYNTHETIC, MadeUp, amx_plan
 from checkpoints import ran, run_cli
 from models import qwen3_moe
 
-from qconvert.calibrate.backend import GptqBackend, _settings, backend_for
+from qconvert.calibrate.backend import GptqBackend, backend_for
 from qconvert.calibrate.devices import check_devices, each_once, guessed_devices, kind_of
 from qconvert.calibrate.expert_stats import begin
 from qconvert.calibrate.gpu_workers import CalibrationArgs, WorkerPool
+from qconvert.calibrate.settings import Settings
 from qconvert.core.errors import DataError, OutputError, PlanError, RunError
 from qconvert.plan.plan import Plan
 from qconvert.run.executor import execute
@@ -56,12 +57,12 @@ def test_every_setting_reaches_the_solver() -> None:
         synthetic=True, solver="best", scales="amax", signs="positive", order="stored", refit=1,
         descent=3, propagated_error="ignore",
     )  # fmt: skip
-    found = _settings(asked)
+    found = Settings.of(asked)
     assert (found.solver, found.scales, found.order) == ("best", "amax", "stored")
     assert (found.signs, found.refit, found.descent) == ("positive", 1, 3)
     assert not found.corrects
-    assert _settings(Calibration(synthetic=True)).corrects
-    assert _settings(Calibration(synthetic=True, solver="llmcompressor")).solver == "llmcompressor"
+    assert Settings.of(Calibration(synthetic=True)).corrects
+    assert Settings.of(Calibration(synthetic=True, solver="llmcompressor")).solver == "llmcompressor"
 
 
 def test_a_request_that_corrects_says_so_and_takes_twice_the_disk(source: Path) -> None:
