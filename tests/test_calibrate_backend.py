@@ -62,7 +62,9 @@ def test_every_setting_reaches_the_solver() -> None:
     assert (found.signs, found.refit, found.descent) == ("positive", 1, 3)
     assert not found.corrects
     assert Settings.of(Calibration(synthetic=True)).corrects
-    assert Settings.of(Calibration(synthetic=True, solver="llmcompressor")).solver == "llmcompressor"
+    assert (
+        Settings.of(Calibration(synthetic=True, solver="llmcompressor")).solver == "llmcompressor"
+    )
 
 
 def test_a_request_that_corrects_says_so_and_takes_twice_the_disk(source: Path) -> None:

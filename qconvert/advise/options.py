@@ -24,7 +24,7 @@ from qconvert.runtimes.loading.load_weights import Tensors
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
 from qconvert.runtimes.serving import Answer, NotKnown, Offered, asked
 from qconvert.validation import judgement
-from qconvert.validators.reading.matrices import FUSED, gdn_groups
+from qconvert.validators.reading.matrices import gdn_groups_here
 
 # --- The machine that a model is to be served on --------------------------------------------------
 
@@ -156,7 +156,7 @@ def considered(
     unknown = ""
     for tp in sizes:
         setting = Setting(tp=tp, capability=machine.capability)
-        answer = asked(consumer, Offered(folder.config, tensors, _groups(folder)), setting)
+        answer = asked(consumer, Offered(folder.config, tensors, gdn_groups_here(folder)), setting)
         if isinstance(answer, NotKnown):
             unknown = str(answer)
             break
@@ -168,11 +168,3 @@ def considered(
         candidate, "", answers, unknown, plan.bytes_out, checkpoint.nbytes if written else 0, written,
         plan.losses(),
     )  # fmt: skip
-
-
-def _groups(folder: Checkpoint) -> int | None:
-    """The stated order of its fused linear-attention rows, 0 for split ones."""
-    if folder.role_index.dims.gdn is None:
-        return None
-    fused = any(f".{name}." in tensor for tensor in folder for name in FUSED)
-    return gdn_groups(folder) if fused else 0

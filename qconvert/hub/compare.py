@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from qconvert.checkpoint.checkpoint import (
     DENIED_SUFFIXES,
@@ -29,7 +29,7 @@ from qconvert.core.names import natural_key
 from qconvert.hub.destination import is_hub
 
 if TYPE_CHECKING:
-    from huggingface_hub import RepoFile
+    from huggingface_hub import HfApi, RepoFile
 
 
 Algorithm = Literal["sha256", "git-sha1"]
@@ -53,6 +53,19 @@ class Difference:
 
     path: str
     what: str
+
+
+def known_repo(
+    api: HfApi, ask: Callable[[Callable[[], Any], str], Any], name: str, revision: str | None
+) -> Any:
+    """Return what the Hub knows of a repo at a revision, None where it has none of that name. `ask`
+    makes a request, which a text describes."""
+    try:
+        return ask(lambda: api.repo_info(name, revision=revision), f"looking for {name}")
+    except HubRefused as error:
+        if error.status == 404:
+            return None
+        raise
 
 
 def local_files(folder: Path, *, follow_links: bool = False) -> dict[str, int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.checkpoint.hub_cache import Repo
 from qconvert.client.listing import files_of
 from qconvert.client.ranges import ranges_of
-from qconvert.client.retries import HubRefused, Say, client, patiently, without_userinfo
+from qconvert.client.retries import Say, client, patiently, without_userinfo
 from qconvert.core.errors import OutputError
 from qconvert.hub.compare import (
     MISSING,
@@ -24,6 +24,7 @@ from qconvert.hub.compare import (
     Digests,
     RemoteFile,
     differences,
+    known_repo,
     local_files,
     remote_files,
     stale_weights,
@@ -134,16 +135,7 @@ class Upload:
         return UploadPlan(self._files, changed, stale, True, bool(info.private), str(info.sha))
 
     def _look(self, revision: str | None) -> Any:
-        """Return what the Hub knows of the repo, None where it has none of that name."""
-        name = self.target.repo.id
-        try:
-            return self._ask(
-                lambda: self._api.repo_info(name, revision=revision), f"looking for {name}"
-            )
-        except HubRefused as error:
-            if error.status == 404:
-                return None
-            raise
+        return known_repo(self._api, self._ask, self.target.repo.id, revision)
 
     def _tree(self, commit: str) -> dict[str, RemoteFile]:
         name, endpoint = self.target.repo.id, self._api.endpoint

@@ -26,7 +26,14 @@ from qconvert.core.errors import CheckpointError, OutputError, RunError
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import PER_TENSOR, SMALL
 from qconvert.core.shown import count
-from qconvert.hub.compare import Digests, RemoteFile, differences, remote_files, stale_weights
+from qconvert.hub.compare import (
+    Digests,
+    RemoteFile,
+    differences,
+    known_repo,
+    remote_files,
+    stale_weights,
+)
 from qconvert.hub.destination import hub_destination, hub_work_folder
 from qconvert.run.work.upload_target import Found, SentFile
 
@@ -113,16 +120,7 @@ class HubUploadTarget:
         return "finished" if MANIFEST in there and whole else "begun"
 
     def _info(self, revision: str | None) -> Any:
-        """Return what the Hub knows of the repo at a revision, None where it has none of that name."""
-        name = self.repo.id
-        try:
-            return self._ask(
-                lambda: self._api.repo_info(name, revision=revision), f"looking for {name}"
-            )
-        except HubRefused as error:
-            if error.status == 404:
-                return None
-            raise
+        return known_repo(self._api, self._ask, self.repo.id, revision)
 
     def _head(self) -> str | None:
         """The last commit of the branch, or of main where the branch is to be made; None without a

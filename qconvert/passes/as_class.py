@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Literal
 from qconvert.checkpoint.quantization_config import renamed_modules
 from qconvert.core.errors import PlanError
 from qconvert.core.family import is_tied
-from qconvert.core.graph import Output, Source
+from qconvert.core.graph import Output
 from qconvert.passes.fuse import FACT
+from qconvert.passes.replace_weights import sources_of
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
@@ -64,13 +65,10 @@ class AsClass:
             first = "`fuse: {consumer: qwen3-next}`" if wanted else "`unfuse`"
             raise PlanError(f"the projections are in another order; run {first} first")
         tensors: dict[str, Output] = {}
-        dropped = dict(plan.dropped)
+        tower = [name for name in plan.tensors if name.startswith(_VISION)]
+        dropped = {**plan.dropped, **sources_of(plan, tower, VISION_RULE)}
         for name, output in plan.tensors.items():
             if name.startswith(_VISION):
-                for piece in output.pieces:
-                    if not isinstance(piece.origin, Source):
-                        raise PlanError(f"{name!r} is computed by an earlier pass and dropped here")
-                    dropped[piece.origin.name] = VISION_RULE
                 continue
             renamed = _PLAIN + name.removeprefix(_LANGUAGE) if name.startswith(_LANGUAGE) else name
             if renamed in tensors:

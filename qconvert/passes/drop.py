@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from qconvert.core.errors import PlanError
 from qconvert.core.family import MTP_COUNTS
-from qconvert.core.graph import Output, Source
 from qconvert.core.manifest_keys import DRAFT
+from qconvert.passes.replace_weights import sources_of
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
@@ -53,9 +53,7 @@ class Drop:
                 else "nothing matches 'mtp': no tensor is known as one of an MTP (draft) layer; leave "
                 "the step out"
             )
-        dropped = dict(plan.dropped)
-        for name in gone:
-            dropped.update(dict.fromkeys(_sources(name, plan.tensors[name]), rule))
+        dropped = {**plan.dropped, **sources_of(plan, gone, rule)}
         removed = set(gone)
         kept = {name: output for name, output in plan.tensors.items() if name not in removed}
         config = plan.config
@@ -65,15 +63,6 @@ class Drop:
                 config = {**config, "mtp_num_hidden_layers": 0}
         entry = LogEntry(self.name, options_of(self), len(gone), None)
         return plan.logged(entry, tensors=kept, dropped=dropped, config=config)
-
-
-def _sources(name: str, output: Output) -> list[str]:
-    found = []
-    for piece in output.pieces:
-        if not isinstance(piece.origin, Source):
-            raise PlanError(f"{name!r} is already computed by an earlier pass; drop before it")
-        found.append(piece.origin.name)
-    return found
 
 
 def _without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:

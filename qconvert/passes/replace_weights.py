@@ -86,6 +86,8 @@ def source_names(name: str, output: Output) -> list[str]:
     found = []
     for piece in output.pieces:
         if not isinstance(piece.origin, Source):
-            raise PlanError(f"{name!r} is computed by an earlier pass and dropped here")
+            raise PlanError(
+                f"{name!r} is computed by an earlier pass and dropped here: put that pass later"
+            )
         found.append(piece.origin.name)
     return found

@@ -23,7 +23,7 @@ from qconvert.runtimes.serving import (
 )
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Severity, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked, Yield
-from qconvert.validators.reading.matrices import FUSED, gdn_groups
+from qconvert.validators.reading.matrices import gdn_groups_here
 from qconvert.validators.reading.model import stage_of
 
 _MOST = 3  # places named of one kind
@@ -52,7 +52,7 @@ class ForRuntime:
             stage = stage_of(checkpoint)
             place = None if stage is None else (stage.number, stage.partition)
             alone = DRAFT in (checkpoint.manifest or {})
-            offered = Offered(checkpoint.config, tensors, _groups(folder), place, alone)
+            offered = Offered(checkpoint.config, tensors, gdn_groups_here(checkpoint), place, alone)
         except PlanError as reason:
             raise NotChecked(str(NotKnown(class_of(checkpoint.config), str(reason)))) from None
         answer = asked(serving.consumer, offered, serving.setting)
@@ -126,15 +126,6 @@ def _at(rank: SimulatedLoad) -> str:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(names[:_MOST]) + more
-
-
-def _groups(folder: Folder) -> int | None:
-    """The stated order of fused rows."""
-    checkpoint = folder.checkpoint
-    if checkpoint.role_index.dims.gdn is None:
-        return None
-    fused = any(f".{name}." in tensor for tensor in checkpoint for name in FUSED)
-    return gdn_groups(checkpoint) if fused else 0
 
 
 VALIDATOR = ForRuntime()

@@ -148,6 +148,14 @@ def gdn_groups(checkpoint: Checkpoint) -> int | None:
     return stated if fits else None
 
 
+def gdn_groups_here(checkpoint: Checkpoint) -> int | None:
+    """As `gdn_groups`, 0 where none is fused."""
+    if checkpoint.role_index.dims.gdn is None:
+        return None
+    fused = any(f".{name}." in tensor for tensor in checkpoint for name in FUSED)
+    return gdn_groups(checkpoint) if fused else 0
+
+
 def segment_rows(dims: Dims) -> dict[str, int]:
     """Rows of each segment of linear attention's projections. Raises Unread if the config does not
     state how many heads there are, or how wide."""

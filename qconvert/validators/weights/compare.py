@@ -213,10 +213,12 @@ class Compare:
         nearest = self.mine.form.encoding.nearest
         if self.how == "nearest" and nearest is not None:
             near, why = nearest(folders.output, self.mine, *tile, expected, found)
-            return why if near is None or near.all() else _say(near, tile[0], expected, found)
+            return (
+                why if near is None or near.all() else wrong_weights(near, tile[0], expected, found)
+            )
         if self.how in ("equal", "rounded") or self.mine.form.codes is None:
             fits = self._fits(expected, found)
-            return "" if fits is None else _say(fits, tile[0], expected, found)
+            return "" if fits is None else wrong_weights(fits, tile[0], expected, found)
         import numpy as np
 
         step = np.abs(scales(folders.output, self.mine, *tile))
@@ -231,7 +233,11 @@ class Compare:
         fits = nearest_fits(packed)
         if not fits.all():
             fits |= np.isnan(expected) & np.isnan(found)
-        return _say(fits, tile[0], expected, found) if not fits.all() else coarse(packed, tile[0])
+        return (
+            wrong_weights(fits, tile[0], expected, found)
+            if not fits.all()
+            else coarse(packed, tile[0])
+        )
 
     def _fits(self, expected: Floats, found: Floats) -> Bools | None:
         """Return which weights are right; None: all."""
@@ -273,13 +279,17 @@ class Compare:
         raise AssertionError("bytes differ where none does")
 
 
-def _say(fits: Bools, start: int, expected: Floats, found: Floats) -> str:
+def wrong_weights(
+    fits: Bools, start: int, expected: Floats, found: Floats, wanted: str = "{} as in the source"
+) -> str:
+    """The first weight that does not fit, of rows from `start` on, and how many there are. `wanted` says
+    what was expected, of the source's number."""
     import numpy as np
 
     row, column = divmod(int(np.argmin(fits)), fits.shape[1])
     wrong = fits.size - int(np.count_nonzero(fits))
     return (
-        f"row {start + row}, column {column}: expected {expected[row, column]:.9g} as in the source, "
+        f"row {start + row}, column {column}: expected {wanted.format(f'{expected[row, column]:.9g}')}, "
         f"found {found[row, column]:.9g}; {wrong} of {fits.size} weights looked at there are wrong"
     )
 

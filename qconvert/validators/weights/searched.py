@@ -16,7 +16,7 @@ from qconvert.validation.workers import Folders
 from qconvert.validators.formats.nvfp4 import BLOCK
 from qconvert.validators.reading.decode import as_bf16, fp8_table, rounded
 from qconvert.validators.reading.rows import group_of, scales, zero_points
-from qconvert.validators.weights.compare import Compare
+from qconvert.validators.weights.compare import Compare, wrong_weights
 from qconvert.validators.weights.int_bounds import EPS, Kept, Tile, code_range
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ def is_searched(manifest: Mapping[str, Any], step: str) -> bool:
     )
 
 
+_NEAREST = "the code nearest to the source's {}"
+
+
 @dataclass(frozen=True, slots=True)
 class CompareSearched(Compare):
     """One matrix against the source's, under scales that were searched for."""
@@ -57,25 +60,15 @@ class CompareSearched(Compare):
             zero = zero_points(folders.output, self.mine, *tile)
             groups = group_of(folders.output, self.mine.form)
             fits, why = ints_fit(Tile(self.mine.form, expected, found, step, zero, groups))
-        return _at(why, tile[0]) if fits.all() else _off(fits, tile[0], expected, found)
+        if fits.all():
+            return _at(why, tile[0])
+        return wrong_weights(fits, tile[0], expected, found, _NEAREST)
 
     def _kind(self) -> str:
         return (
             f" ({self.yours.format} of the source as {self.mine.format}, nearest under scales that "
             "were searched for)"
         )
-
-
-def _off(fits: Bools, first: int, expected: Floats, found: Floats) -> str:
-    import numpy as np
-
-    row, column = divmod(int(np.argmin(fits)), fits.shape[1])
-    wrong = fits.size - int(np.count_nonzero(fits))
-    return (
-        f"row {first + row}, column {column}: expected the code nearest to the source's "
-        f"{expected[row, column]:.9g}, found {found[row, column]:.9g}; {wrong} of {fits.size} weights "
-        "looked at there are wrong"
-    )
 
 
 def _at(why: tuple[int, int, str] | None, first: int) -> str:
