@@ -97,7 +97,7 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class GptqSettings:
-    """How GPTQ solves layers.
+    """Settings of GPTQ: how layers are solved.
 
     `experts` says which tokens an expert is calibrated on: `routed`, its own, or `all`. One with fewer
     than `min_tokens` of its own gets all (`undersampled: all`) or is rounded to nearest
