@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -35,6 +35,7 @@ from qconvert.core.links import (
     open_inside,
     open_regular,
     read_inside,
+    reading,
     resolved,
 )
 from qconvert.core.manifest_keys import DRAFT, parse_manifest
@@ -112,10 +113,8 @@ class Shard:
         file, or if its bytes are not on this machine."""
         if self.remote is not None:
             raise CheckpointError(f"{self.name}: is not a file of this machine; copy the folder")
-        try:
+        with reading(self.path):
             return open_regular(self.real or self.path, follow=self.real is None)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +259,8 @@ class Checkpoint(Mapping[str, Source]):
     def open_file(self, name: str) -> BinaryIO:
         """A regular file of the folder, for reading in pieces. Raises CheckpointError as `real` does,
         and if it cannot be opened."""
-        try:
-            fd = open_inside(self.root, name, follow_links=self.follow_links)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{self.root / name}: cannot be read: {error.strerror}"
-            ) from error
-        return os.fdopen(fd, "rb")
+        with reading(self.root / name):
+            return os.fdopen(open_inside(self.root, name, follow_links=self.follow_links), "rb")
 
     def read(self, name: str, limit: int = SMALL) -> bytes | None:
         """A small file of the folder, None if missing. Raises CheckpointError for anything that is not
@@ -430,7 +424,7 @@ class Checkpoint(Mapping[str, Source]):
         sides: dict[str, str] = {}
         for name in self.side_files:
             side = xxhash.xxh3_128()
-            with _naming(self.root / name), self.open_file(name) as stream:
+            with reading(self.root / name), self.open_file(name) as stream:
                 digest.update(name.encode())
                 while chunk := stream.read(1 << 20):
                     digest.update(chunk)
@@ -445,7 +439,7 @@ class Checkpoint(Mapping[str, Source]):
         shard = self.shards[source.shard]
         if shard.remote is not None:
             return shard.remote.read(source.offset, source.offset + source.type.nbytes)
-        with _naming(shard.path), os.fdopen(shard.open(), "rb") as stream:
+        with reading(shard.path), os.fdopen(shard.open(), "rb") as stream:
             stream.seek(source.offset)
             return stream.read(source.type.nbytes)
 
@@ -519,24 +513,13 @@ def _blocks(shard: Shard) -> list[bytes]:
     if shard.remote is not None:
         ends = [min(shard.size, start + _SAMPLE_BYTES) for start in starts]
         return [shard.remote.read(*ends) for ends in zip(starts, ends, strict=True)]
-    with _naming(shard.path), os.fdopen(shard.open(), "rb", buffering=0) as stream:
+    with reading(shard.path), os.fdopen(shard.open(), "rb", buffering=0) as stream:
         return [os.pread(stream.fileno(), _SAMPLE_BYTES, start) for start in starts]
 
 
-@contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Errors of reading name the file: the system's own errors do not."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
-
-
 def _stat(file: Path) -> os.stat_result:
-    try:
+    with reading(file):
         return file.stat()
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
 def _locate(where: str | Path) -> tuple[Path, Path | None]:
@@ -544,10 +527,8 @@ def _locate(where: str | Path) -> tuple[Path, Path | None]:
     if not str(where):  # an unset shell variable; as a path it would be the current folder
         raise UsageError("the source's name is empty; name a folder")
     path = Path(where)
-    try:
+    with reading(path):  # a name too long, a folder that may not be entered
         is_folder, is_file = path.is_dir(), path.is_file()
-    except OSError as error:  # a name too long, a folder that may not be entered
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     if is_folder:
         return path, None
     if is_file:
@@ -627,7 +608,7 @@ def index_limit(root: Path, *, follow_links: bool) -> int:
     for file in root.glob("*.safetensors"):
         with suppress(CheckpointError, FileNotFoundError):  # for the header's reader to name
             real = resolved(root, file.name, follow_links=follow_links)
-            with _naming(file), os.fdopen(open_regular(real, follow=False), "rb") as stream:
+            with reading(file), os.fdopen(open_regular(real, follow=False), "rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
                 size = os.fstat(stream.fileno()).st_size
             if length <= min(MAX_HEADER, size - 8):

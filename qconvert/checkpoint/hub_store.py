@@ -21,7 +21,7 @@ from qconvert.client.listing import HubFile, commit_at, files_of
 from qconvert.client.ranges import ranges_of
 from qconvert.client.retries import READING, HubRefused, client, patiently
 from qconvert.core.errors import CheckpointError, UsageError
-from qconvert.core.links import open_inside
+from qconvert.core.links import open_inside, reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,8 @@ class HubStore:
         except FileNotFoundError:  # it was deleted meanwhile
             return None
         try:
-            data = os.pread(fd, stop - start, start)
-        except OSError as error:
-            raise CheckpointError(f"{found}: cannot be read: {error.strerror or error}") from error
+            with reading(found):
+                data = os.pread(fd, stop - start, start)
         finally:
             os.close(fd)
         return data if len(data) == stop - start else None

@@ -126,10 +126,8 @@ def write_headers(store: Store, folder: Path) -> tuple[str, ...]:
     are no weights and were left as holes: to look at a checkpoint none is needed."""
     objects = _listed(store)
     holes = {file.name for file in objects if _is_whole(file) and file.size > MOST_WHOLE}
-    try:
+    with writing(folder):
         _fetch(store, objects, folder, holes)
-    except OSError as error:
-        raise OutputError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return tuple(sorted(holes))
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from qconvert.core.dtypes import DTYPE_BITS, TensorType, known_type
 from qconvert.core.errors import CheckpointError, PlanError
-from qconvert.core.links import open_regular
+from qconvert.core.links import open_regular, reading
 from qconvert.core.shown import shortened
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -273,22 +273,18 @@ def _entry(
 def read_header(file: Path, real: Path | None = None) -> Header:
     """Read and check one file's header. `real` is the file's resolved path, if links were resolved: it
     is opened, and must not be a link. Raises CheckpointError naming `file` (and tensor)."""
-    try:
-        fd = open_regular(real or file, follow=real is None)
-        with os.fdopen(fd, "rb") as stream:
-            size = os.fstat(fd).st_size
-            first = stream.read(8)
-            if len(first) < 8:
-                raise CheckpointError(f"{file}: {size} bytes is too short for a safetensors file")
-            (length,) = struct.unpack("<Q", first)
-            if length > MAX_HEADER:
-                raise CheckpointError(
-                    f"{file}: claims a header of {length} bytes (limit {MAX_HEADER}); "
-                    "this is not a safetensors file"
-                )
-            raw = stream.read(min(length, max(0, size - 8)))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+    with reading(file), os.fdopen(open_regular(real or file, follow=real is None), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        first = stream.read(8)
+        if len(first) < 8:
+            raise CheckpointError(f"{file}: {size} bytes is too short for a safetensors file")
+        (length,) = struct.unpack("<Q", first)
+        if length > MAX_HEADER:
+            raise CheckpointError(
+                f"{file}: claims a header of {length} bytes (limit {MAX_HEADER}); "
+                "this is not a safetensors file"
+            )
+        raw = stream.read(min(length, max(0, size - 8)))
     if len(raw) < length:
         raise CheckpointError(
             f"{file}: is truncated inside its header ({8 + length} bytes needed, {size} found); "

@@ -70,13 +70,20 @@ def read_regular(
     fd = open_regular(path, follow=follow, error=error)
     with os.fdopen(fd, "rb") as stream:
         size = os.fstat(fd).st_size
-        try:
+        with reading(path, error):
             data = stream.read(limit + 1) if size <= limit else b""
-        except OSError as failure:
-            raise error(f"{path}: cannot be read: {failure.strerror or failure}") from failure
     if size > limit or len(data) > limit:
         raise error(f"{path}: expected at most {limit} bytes, found {max(size, len(data))}")
     return data
+
+
+@contextmanager
+def reading(path: Path | str, error: type[QConvertError] = CheckpointError) -> Iterator[None]:
+    """Within this a file is read. Raises `error` naming it: the system's own error may name none."""
+    try:
+        yield
+    except OSError as failure:
+        raise error(f"{path}: cannot be read: {failure.strerror or failure}") from failure
 
 
 @contextmanager

@@ -25,7 +25,7 @@ import xxhash
 from qconvert.core.errors import DataError
 from qconvert.core.family import text_config
 from qconvert.core.json_text import parse_json
-from qconvert.core.links import open_regular, read_regular
+from qconvert.core.links import open_regular, read_regular, reading
 from qconvert.core.say import say
 from qconvert.core.shown import count
 from qconvert.samples.readers import DatasetRows, JsonLines, Samples, TensorRows, Windows
@@ -52,14 +52,14 @@ def digest(spec: DataSpec, folder: Path) -> str:
         hasher.update(part)
 
     def put_file(file: Path) -> None:
-        try:
-            with os.fdopen(open_regular(file, error=DataError), "rb") as stream:
-                hasher.update(stream.seek(0, 2).to_bytes(8, "little"))
-                stream.seek(0)
-                while chunk := stream.read(1 << 20):
-                    hasher.update(chunk)
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
+        with (
+            reading(file, DataError),
+            os.fdopen(open_regular(file, error=DataError), "rb") as stream,
+        ):
+            hasher.update(stream.seek(0, 2).to_bytes(8, "little"))
+            stream.seek(0)
+            while chunk := stream.read(1 << 20):
+                hasher.update(chunk)
 
     put(repr((_RULES, spec.kind, spec.samples, spec.length, spec.seed, spec.column)).encode())
     if spec.kind == "synthetic":
@@ -180,10 +180,8 @@ def _dataset(spec: DataSpec, tokenizer: Tokenizer) -> DatasetRows:
 
 def _vocab_size(folder: Path) -> int:
     file = folder / "config.json"
-    try:
+    with reading(file, DataError):
         config = parse_json(read_regular(file, error=DataError), file, error=DataError)
-    except FileNotFoundError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
     size = text_config(config).get("vocab_size") if isinstance(config, dict) else None
     if type(size) is not int or size < 1:
         raise DataError(f"{file}: expected vocab_size, found {size!r}; ids cannot be checked")

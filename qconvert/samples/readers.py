@@ -14,7 +14,7 @@ from qconvert.checkpoint.safetensors import Entry, read_header
 from qconvert.core.errors import CheckpointError, DataError
 from qconvert.core.extras import require
 from qconvert.core.json_text import parse_json
-from qconvert.core.links import open_regular
+from qconvert.core.links import open_regular, reading
 from qconvert.samples.request import DATASET
 from qconvert.samples.tokenizer import MOST_LINE, ROW_COLUMNS, Tokenizer
 
@@ -64,19 +64,19 @@ class JsonLines:
         self._file, self._column, self._tokenizer = file, column, tokenizer
         self._offsets, self._lines = array("Q"), array("Q")
         at = 0
-        try:
-            with os.fdopen(open_regular(file, error=DataError), "rb") as stream:
-                for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
-                    if len(line) > MOST_LINE:
-                        raise DataError(
-                            f"{file}:{number}: expected a line of at most {MOST_LINE} bytes, found more"
-                        )
-                    if line.strip():
-                        self._offsets.append(at)
-                        self._lines.append(number)
-                    at += len(line)
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
+        with (
+            reading(file, DataError),
+            os.fdopen(open_regular(file, error=DataError), "rb") as stream,
+        ):
+            for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
+                if len(line) > MOST_LINE:
+                    raise DataError(
+                        f"{file}:{number}: expected a line of at most {MOST_LINE} bytes, found more"
+                    )
+                if line.strip():
+                    self._offsets.append(at)
+                    self._lines.append(number)
+                at += len(line)
 
     def __len__(self) -> int:
         return len(self._offsets)

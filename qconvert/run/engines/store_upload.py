@@ -19,7 +19,7 @@ from qconvert.checkpoint.checkpoint import MANIFEST, WORK_DIR, Checkpoint
 from qconvert.checkpoint.store import StoredObject, WritableStore
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.json_text import parse_object
-from qconvert.core.links import PER_TENSOR, SMALL, open_regular
+from qconvert.core.links import PER_TENSOR, SMALL, open_regular, reading
 from qconvert.core.profiling import phase
 from qconvert.core.shown import count
 from qconvert.run.folder.prepare import Prepared
@@ -176,10 +176,8 @@ def check_urls_apart(url: str, checkpoint: Checkpoint) -> None:
 
 
 def _size(file: Path) -> int:
-    try:
+    with reading(file, OutputError):
         return file.stat().st_size
-    except OSError as error:
-        raise OutputError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
 def _opened(file: Path) -> Any:

@@ -28,7 +28,7 @@ from typing import IO, Any
 import xxhash
 
 from qconvert.core.errors import OutputError
-from qconvert.core.links import open_regular
+from qconvert.core.links import open_regular, reading
 from qconvert.core.profiling import phase
 from qconvert.core.shown import count
 from qconvert.run.folder.journal import Journal
@@ -165,10 +165,8 @@ def seen_whole(path: Path, file: OutFile, hashes: Mapping[str, str]) -> SentFile
 
 
 def _read(stream: IO[bytes], path: Path, size: int) -> bytes:
-    try:
+    with reading(path, OutputError):
         data = stream.read(size)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(data) < size:
         raise _changed(path, "ends early")
     return data

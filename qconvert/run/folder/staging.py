@@ -24,7 +24,7 @@ from qconvert.checkpoint.receipt import (
     sealed_manifest,
 )
 from qconvert.core.errors import CheckpointError, OutputError
-from qconvert.core.links import PER_TENSOR, SMALL, read_regular
+from qconvert.core.links import PER_TENSOR, SMALL, read_regular, reading
 from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
 from qconvert.run.folder.verify import check_entries, header_of, seen, shard_fault
@@ -184,12 +184,9 @@ class _Hash(Protocol):
 
 def hash_of(path: Path, made: _Hash) -> str:
     """The hash of a file's bytes. Raises OutputError naming a file that cannot be read."""
-    try:
-        with path.open("rb") as stream:
-            while chunk := stream.read(_READ_BYTES):
-                made.update(chunk)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with reading(path, OutputError), path.open("rb") as stream:
+        while chunk := stream.read(_READ_BYTES):
+            made.update(chunk)
     return made.hexdigest()
 
 

@@ -20,7 +20,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint, Shard
 from qconvert.checkpoint.safetensors import read_header
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.graph import Output
-from qconvert.core.links import open_regular
+from qconvert.core.links import open_regular, reading
 from qconvert.plan.units import Unit
 from qconvert.run.work.file_layout import OutFile
 from qconvert.run.work.reader import Reader
@@ -226,12 +226,8 @@ class _Hashing:
         while at < stop:
             first, last = self._held
             if not first <= at < last:
-                try:
+                with reading(path, OutputError):
                     done = os.preadv(self._fd, [self._buffer[: min(until - at, _CHUNK)]], at)
-                except OSError as error:
-                    raise OutputError(
-                        f"{path}: cannot be read: {error.strerror or error}"
-                    ) from error
                 if not done:
                     return None
                 first, last = self._held = at, at + done

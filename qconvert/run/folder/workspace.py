@@ -20,7 +20,7 @@ import xxhash
 from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, WORK_DIR, Checkpoint
 from qconvert.checkpoint.receipt import digest, read_receipt
 from qconvert.core.errors import CheckpointError, OutputError
-from qconvert.core.links import open_regular, read_regular
+from qconvert.core.links import open_regular, read_regular, reading
 from qconvert.core.shown import format_size
 from qconvert.run.folder.journal import (
     Journal,
@@ -544,10 +544,8 @@ def check_way(root: Path, name: str) -> None:
 
 
 def _read(stream: IO[bytes], source: Path) -> bytes:
-    try:
+    with reading(source):
         return stream.read(_COPY)
-    except OSError as error:
-        raise CheckpointError(f"{source}: cannot be read: {error.strerror or error}") from error
 
 
 def _without_execution(mode: int) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Source, aligned
+from qconvert.core.links import reading
 from qconvert.core.profiling import OFF, READ, Meter
 from qconvert.plan.units import FAR_REREAD_BYTES, Copy, Unit, kept_in, read_whole
 from qconvert.run.work.files import OpenFiles
@@ -317,10 +318,8 @@ class Reader:
 
     def _open_shard(self, number: int) -> int:
         shard = self._shards[number]
-        try:
+        with reading(shard.path, RunError):
             fd = shard.open()
-        except OSError as error:
-            raise RunError(f"{shard.path}: cannot be read: {error.strerror or error}") from error
         now = os.fstat(fd)
         if (now.st_size, now.st_mtime_ns) != (shard.size, shard.mtime_ns):
             os.close(fd)
