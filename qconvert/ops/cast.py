@@ -27,6 +27,9 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 # Elements worked on at a time: a float32 copy and one more fit in a core's own cache.
 TILE_ELEMENTS = 1 << 16
+# Said of rows that no format can hold.
+NOT_FINITE = "holds NaN or infinity; the checkpoint is broken"
+NAN_SCALE = "has a scale of NaN; the checkpoint is broken"
 
 _NAMES = {"F32": "fp32", "F16": "fp16"}
 _BF16_NAN = 0x7FC0
@@ -163,6 +166,17 @@ def float_tiles(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     step = max(1, TILE_ELEMENTS // max(1, columns))
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
+
+
+def matrix_to_quantize(
+    weight: TensorType, to: str, dtypes: Sequence[str] = ("BF16",)
+) -> tuple[int, int]:
+    """Rows and columns. Raises PlanError for what is no matrix in one of the dtypes."""
+    if weight.dtype not in dtypes or len(weight.shape) != 2:
+        asked = " or ".join(dtypes)
+        raise PlanError(f"expected a {asked} matrix to quantize to {to}, found {weight}")
+    rows, columns = weight.shape
+    return rows, columns
 
 
 def check_finite(scale: Float32s, first: int) -> None:

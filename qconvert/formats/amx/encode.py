@@ -29,6 +29,7 @@ from qconvert.formats.amx.clip import best_steps, clip_scratch, ladder
 from qconvert.formats.amx.format import BITS, RUNTIME_NAME, STEP, Method
 from qconvert.formats.amx.tiles import pair_up, place, tile
 from qconvert.ops.base import array
+from qconvert.ops.cast import NOT_FINITE
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import row_parts
 
@@ -189,7 +190,7 @@ class Amx:
         largest = np.maximum.reduce(by_shard, axis=2)
         if largest.max() >= _BF16_INFINITY:
             row = int(np.argmax((largest >= _BF16_INFINITY).any(axis=1)))
-            raise RowError(first + row, "holds NaN or infinity; the checkpoint is broken")
+            raise RowError(first + row, NOT_FINITE)
         amax = (largest.astype(np.uint32) << 16).view(np.float32)
         wide = values.view(np.int32)
         np.copyto(wide, bits)

@@ -25,7 +25,7 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, aligned
 from qconvert.ops.base import array
-from qconvert.ops.cast import round_to_bf16
+from qconvert.ops.cast import NOT_FINITE, matrix_to_quantize, round_to_bf16
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import EachRow
 
@@ -65,11 +65,9 @@ class EncodeFp8(EachRow):
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         (weight,) = args
-        if weight.dtype != "BF16" or len(weight.shape) != 2:
-            raise PlanError(f"expected a BF16 matrix to quantize to FP8, found {weight}")
+        rows, columns = matrix_to_quantize(weight, "FP8")
         if self.exponents and self.dialect != "fp8":
             raise PlanError("scales that are exponents are of dialect fp8")
-        rows, columns = weight.shape
         grid = (rows, 1)
         if self.block is not None:
             grid = ceil_div(rows, self.block[0]), ceil_div(columns, self.block[1])
@@ -150,7 +148,7 @@ class EncodeFp8(EachRow):
             found = np.maximum.reduceat(sizes.max(axis=0, keepdims=True), begins, axis=1)
         if int(found.max(initial=0)) >= _BF16_INFINITY:
             row = int(np.argmax(sizes.max(axis=1) >= _BF16_INFINITY))
-            raise RowError(top + row, "holds NaN or infinity; the checkpoint is broken")
+            raise RowError(top + row, NOT_FINITE)
         found_bits: Int32s = found.astype(np.int32)
         return found_bits
 

@@ -20,6 +20,7 @@ from qconvert.core.errors import RowError
 from qconvert.core.graph import Buffer
 from qconvert.formats.mx.decode import BLOCK, DequantMxfp4
 from qconvert.ops.base import Exact, array
+from qconvert.ops.cast import NAN_SCALE
 from qconvert.ops.fp4 import SIZES
 from qconvert.ops.rowwise import EachRow
 
@@ -68,7 +69,7 @@ class MxToBlockFp8(EachRow, Exact):
         exponents = array(ins[1].data, np.uint8, (rows, groups))
         if exponents.size and int(exponents.max()) == _NAN:
             row = int(np.argwhere(exponents == _NAN)[0][0])
-            raise RowError(row, "has a scale of NaN; the checkpoint is broken")
+            raise RowError(row, NAN_SCALE)
         target = array(outs[0].data, np.uint16, (rows, groups, BLOCK // 2))
         lines, wide = outs[1].type.shape
         per = _SIDE // BLOCK

@@ -21,7 +21,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, aligned
 from qconvert.formats.fp8.encode import Dialect, put_scales, scales_of, to_fp8
 from qconvert.ops.base import Exact, Uncut, array
-from qconvert.ops.cast import TILE_ELEMENTS
+from qconvert.ops.cast import TILE_ELEMENTS, matrix_to_quantize
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import Scaled
 
@@ -64,8 +64,7 @@ class EncodeFp8Tensor(Scaled):
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         weight = self.decoded(*args)
-        if weight.dtype != "BF16" or len(weight.shape) != 2:
-            raise PlanError(f"expected a BF16 matrix to quantize to FP8, found {weight}")
+        matrix_to_quantize(weight, "FP8")
         if args[-1] != TensorType(SCALE_DTYPE[self.dialect], (1,)):
             raise PlanError(f"expected a scale {SCALE_DTYPE[self.dialect]} [1], found {args[-1]}")
         return (TensorType("F8_E4M3", weight.shape),)

@@ -22,7 +22,7 @@ from qconvert.formats.int_packed.packers import PackQuantized
 from qconvert.formats.int_packed.scales import EPS, held, round_any
 from qconvert.formats.int_packed.search import search_rows, searched
 from qconvert.ops.base import array
-from qconvert.ops.cast import decode
+from qconvert.ops.cast import NOT_FINITE, decode, matrix_to_quantize
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import EachRow, RowOp, row_parts
 
@@ -103,10 +103,7 @@ class RoundToNearest(EachRow):
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         (weight,) = args
-        if weight.dtype != "BF16" or len(weight.shape) != 2:
-            raise PlanError(
-                f"expected a BF16 matrix to quantize to INT{self.scheme.bits}, found {weight}"
-            )
+        matrix_to_quantize(weight, f"INT{self.scheme.bits}")
         return self.packer.infer(weight)
 
     def row_step(self, *args: TensorType) -> int:
@@ -308,7 +305,7 @@ def _round_plain(
     largest_sizes(weight.view(np.int16), bits, largest)
     if int(largest.max()) >= _BF16_INFINITY:
         row = int(np.flatnonzero(largest >= _BF16_INFINITY)[0]) // groups
-        raise RowError(row, "holds NaN or infinity; the checkpoint is broken")
+        raise RowError(row, NOT_FINITE)
     coarse = bool(np.any((largest > 0) & (largest < _COARSE)))
     np.left_shift(largest, 16, out=scale.view(np.int32))
     np.divide(scale, np.float32(half - 0.5), out=scale)

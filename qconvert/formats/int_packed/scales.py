@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.errors import RowError
 from qconvert.core.int_scheme import IntScheme
-from qconvert.ops.cast import round_to_bf16
+from qconvert.ops.cast import NOT_FINITE, round_to_bf16
 
 if TYPE_CHECKING:
     from qconvert.core.arrays import Float32s, Int8s, Int32s
@@ -33,7 +33,7 @@ def round_any(
     finite = np.isfinite(most) & np.isfinite(least)
     if not finite.all():
         row = int(np.argwhere(~finite)[0][0])
-        raise RowError(row, "holds NaN or infinity; the checkpoint is broken")
+        raise RowError(row, NOT_FINITE)
     np.maximum(most, 0, out=most)
     np.minimum(least, 0, out=least)
     step, middle = scale_and_zero(most, least, scheme)

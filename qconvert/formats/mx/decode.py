@@ -17,7 +17,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, aligned
 from qconvert.ops.base import Uncut, array
-from qconvert.ops.cast import check_finite, float_tiles
+from qconvert.ops.cast import NAN_SCALE, check_finite, float_tiles
 from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import SIZES, from_codes
 from qconvert.ops.rowwise import EachRow
@@ -212,4 +212,4 @@ def _check(scale: UInt8s, blocks: int) -> None:
 
     if scale.size and int(scale.max()) == _NAN:
         row = int(np.flatnonzero(scale == _NAN)[0]) // blocks
-        raise RowError(row, "has a scale of NaN; the checkpoint is broken")
+        raise RowError(row, NAN_SCALE)

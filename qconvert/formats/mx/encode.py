@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import PlanError, RowError
+from qconvert.core.errors import RowError
 from qconvert.core.graph import Buffer, aligned
 from qconvert.core.int_scheme import groups_in_row
 from qconvert.formats.fp8.encode import to_e4m3
@@ -29,7 +29,7 @@ from qconvert.formats.int_packed.encode import largest_sizes
 from qconvert.formats.mx.decode import BLOCK
 from qconvert.formats.mx.format import Form
 from qconvert.ops.base import array
-from qconvert.ops.cast import TILE_ELEMENTS
+from qconvert.ops.cast import NOT_FINITE, TILE_ELEMENTS, matrix_to_quantize
 from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import pack, to_codes
 from qconvert.ops.rowwise import EachRow
@@ -60,9 +60,7 @@ class EncodeMx(EachRow):
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         (weight,) = args
-        if weight.dtype != "BF16" or len(weight.shape) != 2:
-            raise PlanError(f"expected a BF16 matrix to quantize to MX, found {weight}")
-        rows, columns = weight.shape
+        rows, columns = matrix_to_quantize(weight, "MX")
         groups = groups_in_row(columns, BLOCK)
         codes = TensorType("F8_E4M3", (rows, columns))
         if self.format == "mxfp4":
@@ -115,7 +113,7 @@ class EncodeMx(EachRow):
         largest_sizes(weight.view(np.int16), spare, largest)
         if int(largest.max()) >= _BF16_INFINITY:
             group = int(np.argmax(largest >= _BF16_INFINITY))
-            raise RowError(group, "holds NaN or infinity; the checkpoint is broken")
+            raise RowError(group, NOT_FINITE)
         powers = (largest + _QUARTER) >> 7
         if int(powers.max()) == 0xFF:
             group = int(np.argmax(powers == 0xFF))

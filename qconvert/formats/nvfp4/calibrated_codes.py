@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import NVFP4, Dialect
-from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, Nvfp4Scheme
 from qconvert.ops.base import array
-from qconvert.ops.cast import TILE_ELEMENTS
+from qconvert.ops.cast import FLOAT_DTYPES, TILE_ELEMENTS, matrix_to_quantize
 from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, pack
 
 _SIGN = 8
@@ -39,9 +38,7 @@ class PackNvfp4Codes:
         return Nvfp4Scheme(self.dialect)
 
     def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
-        if len(weight.shape) != 2:
-            raise PlanError(f"expected a matrix to quantize to NVFP4, found {weight}")
-        rows, columns = weight.shape
+        rows, columns = matrix_to_quantize(weight, "NVFP4", FLOAT_DTYPES)
         blocks = self.scheme_of(columns).groups(columns)
         return (
             TensorType("U8", (rows, columns // 2)),

@@ -15,7 +15,14 @@ from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer
 from qconvert.ops.base import array
-from qconvert.ops.cast import BF16_OVERFLOW, TILE_ELEMENTS, check_finite, float_tiles, round_to_bf16
+from qconvert.ops.cast import (
+    BF16_OVERFLOW,
+    NAN_SCALE,
+    TILE_ELEMENTS,
+    check_finite,
+    float_tiles,
+    round_to_bf16,
+)
 from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import BLOCK, E4M3_MAX, E4M3_NAN, SIZES, from_codes, from_e4m3
 from qconvert.ops.ints import spread_nibbles
@@ -110,7 +117,7 @@ class DequantNvfp4(EachRow):
         broken = np.flatnonzero((scale & 0x7F) == E4M3_NAN)
         if broken.size:
             row = int(broken[0]) // blocks
-            raise RowError(row, "has a scale of NaN; the checkpoint is broken")
+            raise RowError(row, NAN_SCALE)
         bits = array(scratch[: 4 * step * BLOCK], np.int32, (step, BLOCK))
         spare = array(scratch[4 * step * BLOCK :], np.int32, (step, BLOCK))
         sizes = np.array((*SIZES, *(-size for size in SIZES)), np.float32)

@@ -32,11 +32,10 @@ from qconvert.core.int_scheme import groups_in_row
 from qconvert.formats.nvfp4.scales import (
     as_float32,
     bits_type,
-    check_matrix,
     to_bf16_values,
 )
 from qconvert.ops.base import array
-from qconvert.ops.cast import TILE_ELEMENTS, decode
+from qconvert.ops.cast import FLOAT_DTYPES, TILE_ELEMENTS, decode, matrix_to_quantize
 from qconvert.ops.compiled import done
 from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, from_e4m3, pack, to_codes
 from qconvert.ops.rowwise import Scaled
@@ -145,10 +144,9 @@ class PackNvfp4(Scaled):
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         weight = self.decoded(*args)
-        check_matrix(weight)
+        rows, columns = matrix_to_quantize(weight, "NVFP4", FLOAT_DTYPES)
         if args[-1] != TensorType("F32", (1,)):
             raise PlanError(f"expected the global scale as F32 [1], found {args[-1]}")
-        rows, columns = weight.shape
         blocks = groups_in_row(columns, BLOCK)
         return TensorType("U8", (rows, columns // 2)), TensorType("F8_E4M3", (rows, blocks))
 

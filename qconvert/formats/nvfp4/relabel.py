@@ -22,6 +22,7 @@ from qconvert.formats.mx.decode import BLOCK as MX_BLOCK
 from qconvert.formats.mx.decode import EXPONENTS, check_mxfp4
 from qconvert.formats.nvfp4.format import group_config
 from qconvert.ops.base import Exact, Uncut, array
+from qconvert.ops.cast import NAN_SCALE
 from qconvert.ops.fp4 import BLOCK
 from qconvert.ops.rowwise import EachRow
 from qconvert.plan.plan import Plan
@@ -169,7 +170,7 @@ class ExponentRange(EachRow, Exact):
         scale = array(ins[1].data, np.uint8, (rows, blocks))
         broken = np.flatnonzero((used & (scale == _NAN)).any(axis=1))
         if broken.size:
-            raise RowError(int(broken[0]), "has a scale of NaN; the checkpoint is broken")
+            raise RowError(int(broken[0]), NAN_SCALE)
         target = array(outs[0].data, np.uint8, (rows, 2))
         np.min(scale, axis=1, initial=_NAN, where=used, out=target[:, 0])
         np.max(scale, axis=1, initial=0, where=used, out=target[:, 1])

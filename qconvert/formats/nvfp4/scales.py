@@ -13,7 +13,15 @@ from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
 from qconvert.formats.nvfp4.format import RANGE
 from qconvert.ops.base import Exact, Uncut, array
-from qconvert.ops.cast import BEYOND, FLOAT_DTYPES, TILE_ELEMENTS, check_beyond, round_to_bf16
+from qconvert.ops.cast import (
+    BEYOND,
+    FLOAT_DTYPES,
+    NOT_FINITE,
+    TILE_ELEMENTS,
+    check_beyond,
+    matrix_to_quantize,
+    round_to_bf16,
+)
 from qconvert.ops.compiled import done
 from qconvert.ops.rowwise import EachRow, Recode
 
@@ -38,7 +46,7 @@ class RowMaxima(EachRow, Exact):
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         (weight,) = args
-        check_matrix(weight)
+        matrix_to_quantize(weight, "NVFP4", FLOAT_DTYPES)
         return (TensorType(weight.dtype, weight.shape[:1]),)
 
     def scratch(self, *args: TensorType) -> int:
@@ -69,7 +77,7 @@ class RowMaxima(EachRow, Exact):
             np.maximum.reduce(part, axis=1, out=target[start:stop])
         broken = np.flatnonzero(target >= _INFINITY[weight.dtype])
         if broken.size:
-            raise RowError(int(broken[0]), "holds NaN or infinity; the checkpoint is broken")
+            raise RowError(int(broken[0]), NOT_FINITE)
         if weight.dtype == "F32":
             check_beyond(target.view(np.float32), 0, 1, BEYOND)
         return {}
@@ -126,13 +134,6 @@ class OwnScale(Uncut, Exact):
                 to_bf16_values(own)
             own[np.isinf(own)] = 1
         return {}
-
-
-def check_matrix(weight: TensorType) -> None:
-    if weight.dtype not in FLOAT_DTYPES or len(weight.shape) != 2:
-        raise PlanError(
-            f"expected a matrix in {', '.join(FLOAT_DTYPES)} to quantize to NVFP4, found {weight}"
-        )
 
 
 def _tile_rows(weight: TensorType) -> int:
