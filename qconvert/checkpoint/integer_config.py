@@ -69,6 +69,13 @@ def _check_read(config: QuantConfig, wanted: IntFormat) -> None:
         )
 
 
+def _group(where: str, size: Any, least: int = -1) -> int | None:
+    """Columns that share a scale, None where all do (-1)."""
+    if type(size) is not int or size < least or not size:
+        raise PlanError(f"{where}: expected a group_size, found {size!r}")
+    return None if size == -1 else size
+
+
 def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
     where, bits = config.where, weights.get("num_bits")
     if bits not in (4, 8):
@@ -87,8 +94,8 @@ def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
             f"{where}: expected integer weights with strategy group or channel, found strategy "
             f"{strategy!r}"
         )
-    elif type(size) is not int or size < 1:
-        raise PlanError(f"{where}: expected a group_size, found {size!r}")
+    else:
+        size = _group(where, size, least=1)
     return IntScheme(
         bits, size, symmetric, None if order is None else "group" if order == "group" else "static"
     )
@@ -118,11 +125,10 @@ def awq_form(checkpoint: Checkpoint) -> AwqForm | None:
         raise PlanError(f"{where}: expected AWQ weights of 4 bits, found {bits!r}")
     if version != "gemm":
         raise PlanError(f"{where}: expected AWQ version gemm, found {version!r}")
-    if type(size) is not int or (size < 1 and size != -1):
-        raise PlanError(f"{where}: expected a group_size, found {size!r}")
+    group = _group(where, size)
     if type(zero) is not bool:
         raise PlanError(f"{where}: expected zero_point true or false, found {zero!r}")
-    return AwqForm(None if size == -1 else size, zero)
+    return AwqForm(group, zero)
 
 
 def _fits(pattern: str, module: str) -> bool:
@@ -142,8 +148,7 @@ def gptq_form(checkpoint: Checkpoint, module: str) -> GptqForm:
     bits, size = block.get("bits"), block.get("group_size")
     if bits not in (4, 8):
         raise PlanError(f"{config.where}: expected GPTQ weights of 4 or 8 bits, found {bits!r}")
-    if type(size) is not int or (size < 1 and size != -1):
-        raise PlanError(f"{config.where}: expected a group_size, found {size!r}")
+    group = _group(config.where, size)
     form = block.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise PlanError(
@@ -155,7 +160,6 @@ def gptq_form(checkpoint: Checkpoint, module: str) -> GptqForm:
                 f"{config.where}: dynamic {pattern!r} has its own settings for {module!r}, which is "
                 "not supported"
             )
-    group = None if size == -1 else size
     order: Literal["group"] | None = "group" if block.get("desc_act") and group else None
     scheme = IntScheme(bits, group, bool(block.get("sym", True)), order, "F16")
     return GptqForm(scheme, 2 if form == "gptq_v2" else 1)

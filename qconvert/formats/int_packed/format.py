@@ -30,10 +30,7 @@ def read_packed(plan: Plan, module: str) -> Read | None:
 
     scheme = packed_scheme(plan.checkpoint, module)
     names = [codes, scale]
-    if not scheme.symmetric:
-        names.append(zero)
-    elif zero in plan.tensors:
-        raise PlanError(f"{zero!r} exists, and the config says symmetric: one of them is wrong")
+    names += _zero_points(plan, zero, scheme)
     ordered = scheme.actorder == "group"
     if ordered:
         names.append(order)
@@ -44,6 +41,13 @@ def read_packed(plan: Plan, module: str) -> Read | None:
     decoder = DequantInts(scheme.bits, scheme.group, scheme.symmetric, ordered)
     taken = (*names, shape) if shape in plan.tensors else tuple(names)
     return stored(plan, names, decoder), taken
+
+
+def _zero_points(plan: Plan, name: str, scheme: IntScheme) -> list[str]:
+    """The zero points of a matrix, where the config says that it has some."""
+    if scheme.symmetric and name in plan.tensors:
+        raise PlanError(f"{name!r} exists, and the config says symmetric: one of them is wrong")
+    return [] if scheme.symmetric else [name]
 
 
 def read_awq(plan: Plan, module: str) -> Read | None:
@@ -92,9 +96,7 @@ def read_int8(plan: Plan, module: str) -> Read | None:
             f"{scheme.actorder}: integers that are not packed are read with 8 bits and groups side by "
             "side"
         )
-    names = [codes, scale] if scheme.symmetric else [codes, scale, zero]
-    if scheme.symmetric and zero in plan.tensors:
-        raise PlanError(f"{zero!r} exists, and the config says symmetric: one of them is wrong")
+    names = [codes, scale, *_zero_points(plan, zero, scheme)]
     found = stored(plan, names, DequantInt8(scheme.symmetric))
     groups = factor.type.shape[1]
     expected = 1 if scheme.group is None else found.columns // scheme.group

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qconvert.checkpoint.quantization_config import states_mxfp4
+from qconvert.checkpoint.quantization_config import config_groups, states_mxfp4
 from qconvert.core.dtypes import TensorType
 from qconvert.core.encodings import NVFP4, Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
@@ -117,19 +117,16 @@ def relabelled_block(plan: Plan, *, inputs: bool = False) -> dict[str, Any]:
     """The config's block with each MXFP4 group in NVFP4, weights only or with `inputs` too. Raises
     PlanError for a group that is another format."""
     config = next(c for c in plan.checkpoint.quantization_configs if states_mxfp4(c.block))
-    groups = config.block.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise PlanError(f"{config.where}: compressed-tensors without config_groups")
+    stated = list(config_groups(config))
     made = {}
-    for key, group in groups.items():
-        weights = group.get("weights") or {}
+    for key, (targets, weights) in zip(config.block["config_groups"], stated, strict=True):
         found = weights.get("type"), weights.get("num_bits"), weights.get("group_size")
         if found != ("float", 4, MX_BLOCK):
             raise PlanError(
                 f"{config.where}: {key} is {found[1]}-bit {found[0]} in groups of {found[2]}; only "
                 "models whose groups are all MXFP4 are relabelled"
             )
-        made[key] = group_config(group.get("targets") or [], inputs=inputs)
+        made[key] = group_config(targets, inputs=inputs)
     return {**config.block, "format": "nvfp4-pack-quantized", "config_groups": made}
 
 
