@@ -9,7 +9,7 @@ import numpy as np
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.nvfp4.encode import PackNvfp4, Scales
 from qconvert.formats.nvfp4.scales import OwnScale, RowMaxima
 

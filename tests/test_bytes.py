@@ -12,9 +12,9 @@ import pytest
 from ops_harness import buffer
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, IntScheme
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.amx.tiles import place_codes
 from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.formats.int_packed.packers import PackGptq, PackQuantized

@@ -16,8 +16,8 @@ from nvfp4_rows import DTYPES, KINDS, Array, matrix, ours, stored
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.formats.nvfp4.decode import DequantNvfp4
 from qconvert.formats.nvfp4.encode import PackNvfp4, inverse

@@ -19,7 +19,7 @@ from checkpoints import copied, read_tensors, run_cli
 from data_folders import Array, home, store
 from safetensors.torch import load_file, save_file
 
-from qconvert.core.encodings import NVFP4, Dialect
+from qconvert.core.parameter_names import NVFP4, Dialect
 from qconvert.formats.nvfp4.format import group_config
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Request, validate_folder

@@ -18,10 +18,10 @@ from test_nvfp4_pass import mxfp4_moe
 from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import NVFP4, Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer, Value
 from qconvert.core.int_scheme import Codes
+from qconvert.core.parameter_names import NVFP4, Dialect
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
 from qconvert.models.calibrated import Calibrated, calibrated_op
 from qconvert.passes.nvfp4 import ToNvfp4

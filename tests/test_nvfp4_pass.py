@@ -22,8 +22,8 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.cli.plan_report import dump
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RunError
+from qconvert.core.parameter_names import Dialect
 from qconvert.core.roles import Kind
 from qconvert.formats.nvfp4.encode import PackNvfp4, inverse
 from qconvert.formats.nvfp4.relabel import ExponentRange, RelabelBlocks, RelabelOwn

@@ -16,7 +16,7 @@ import pytest
 import torch
 from nvfp4_rows import DTYPES, KINDS, Array, Made, matrix, ours, stored
 
-from qconvert.core.encodings import Dialect
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.nvfp4.encode import Scales, inverse
 from qconvert.formats.nvfp4.format import group_config
 

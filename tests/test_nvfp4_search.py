@@ -18,7 +18,7 @@ from nvfp4_rows import DTYPES, KINDS, Array, held, matrix, ours
 from test_scales import findings
 from test_w4a16 import ordinary
 
-from qconvert.core.encodings import Dialect
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.nvfp4.encode import PackNvfp4, Scales, inverse
 from qconvert.ops.fp4 import from_e4m3
 from qconvert.validators.weights.searched import nvfp4_fits

@@ -17,7 +17,7 @@ from nvfp4_rows import DTYPES, KINDS, Array, matrix, ours
 from trtllm_layout import interleaved, shuffled
 
 from qconvert.checkpoint.checkpoint import QuantConfig
-from qconvert.core.encodings import Dialect
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.nvfp4.encode import inverse
 from qconvert.formats.nvfp4.format import (
     group_config,

@@ -22,8 +22,8 @@ from ops_harness import buffer, run_op
 from test_encodings import as_torch
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
 from qconvert.core.errors import RowError, RunError
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
 from qconvert.formats.mx.decode import DequantMxfp4

@@ -32,7 +32,7 @@ from simulated_folders import (
 import qconvert
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
+from qconvert.core.parameter_names import Dialect
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.runtimes.loading.setting import BLACKWELL, LoadRefused, NotSimulated, Setting

@@ -20,9 +20,9 @@ from qconvert.calibrate.solver.nvfp4 import around, chosen, e2m1, e4m3, number_o
 from qconvert.calibrate.solver.problem import in_groups, rounding
 from qconvert.cli.demo_checkpoint import heavy_tailed
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Nvfp4Scheme
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
 from qconvert.formats.nvfp4.encode import inverse
 from qconvert.ops import fp4

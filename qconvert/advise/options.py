@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TypesOf
-from qconvert.core.encodings import Dialect
 from qconvert.core.errors import QConvertError, UsageError
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant

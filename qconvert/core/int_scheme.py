@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
+from qconvert.core.parameter_names import Dialect
 
 if TYPE_CHECKING:
     from qconvert.core.arrays import Float32s, Int8s, Int32s

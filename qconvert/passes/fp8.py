@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 from qconvert.checkpoint.quantization_config import fp8_scheme
-from qconvert.core.encodings import FP8
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter, with_fused_names, with_vllms_name
+from qconvert.core.parameter_names import FP8
 from qconvert.core.roles import Kind
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES

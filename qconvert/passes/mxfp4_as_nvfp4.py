@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qconvert.core.encodings import MXFP4, NVFP4, Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
+from qconvert.core.parameter_names import MXFP4, NVFP4, Dialect
 from qconvert.formats.base import Read
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.nvfp4.format import constant_input, modelopt_config

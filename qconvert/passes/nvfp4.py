@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from qconvert.core.encodings import NVFP4, Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
+from qconvert.core.parameter_names import NVFP4, Dialect
 from qconvert.formats.base import Stored
 from qconvert.formats.mx import format as mx
 from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes

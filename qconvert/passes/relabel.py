@@ -21,11 +21,11 @@ from typing import Any, ClassVar, Literal
 
 from qconvert.checkpoint.integer_config import gptq_form
 from qconvert.checkpoint.quantization_config import fp8_scheme
-from qconvert.core.encodings import MXFP4_BESIDE, NVFP4, Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import activations_of, split_parameter, with_fused_names
+from qconvert.core.parameter_names import MXFP4_BESIDE, NVFP4, Dialect
 from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.base import Read, Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES

@@ -9,10 +9,10 @@ from math import prod
 from typing import Any
 
 from qconvert.checkpoint.quantization_config import Fp8Scheme, fp8_scheme, has_groups
-from qconvert.core.encodings import FP8
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, inferred
 from qconvert.core.names import is_ambiguous, scale_candidates, split_parameter, weight_candidates
+from qconvert.core.parameter_names import FP8
 from qconvert.core.versions import LLM_COMPRESSOR
 from qconvert.formats.base import Format, Read, Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES, DequantFp8

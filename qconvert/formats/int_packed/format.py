@@ -10,10 +10,10 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.integer_config import awq_form, gptq_form, packed_scheme
-from qconvert.core.encodings import AWQ, GPTQ, INT8, PACKED
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import with_fused_names
+from qconvert.core.parameter_names import AWQ, GPTQ, INT8, PACKED
 from qconvert.core.versions import COMPRESSED_TENSORS, LLM_COMPRESSOR, SGLANG, VLLM
 from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.ops.rowwise import RowOp

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import TensorType, ceil_div
-from qconvert.core.encodings import INT8, PACKED
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, IntScheme, Packer
+from qconvert.core.parameter_names import INT8, PACKED
 from qconvert.ops.base import array
 from qconvert.ops.cast import round_to_bf16
 from qconvert.ops.compiled import done

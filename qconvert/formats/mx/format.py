@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Literal
 
 from qconvert.checkpoint.quantization_config import states_mxfp4
-from qconvert.core.encodings import MX, MXFP4, MXFP4_BESIDE, MXFP4_STACKED
 from qconvert.core.errors import PlanError
+from qconvert.core.parameter_names import MX, MXFP4, MXFP4_BESIDE, MXFP4_STACKED
 from qconvert.core.versions import LLM_COMPRESSOR, SGLANG, TRANSFORMERS, VLLM
 from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.formats.fp8.format import read as read_fp8

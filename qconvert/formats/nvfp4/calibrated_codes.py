@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import NVFP4, Dialect
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, Nvfp4Scheme
+from qconvert.core.parameter_names import NVFP4, Dialect
 from qconvert.ops.base import array
 from qconvert.ops.cast import FLOAT_DTYPES, TILE_ELEMENTS, matrix_to_quantize
 from qconvert.ops.fp4 import BLOCK, SIZES, e4m3, pack

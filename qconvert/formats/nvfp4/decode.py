@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer
+from qconvert.core.parameter_names import Dialect
 from qconvert.ops.base import array
 from qconvert.ops.cast import (
     BF16_OVERFLOW,

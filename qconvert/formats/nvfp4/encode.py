@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import groups_in_row
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.nvfp4.scales import (
     as_float32,
     bits_type,

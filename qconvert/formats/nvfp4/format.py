@@ -12,9 +12,9 @@ from typing import Any
 
 from qconvert import __version__
 from qconvert.checkpoint.prepared import QUANT_METHOD
-from qconvert.core.encodings import NVFP4, Dialect
 from qconvert.core.errors import PlanError
 from qconvert.core.names import with_fused_names
+from qconvert.core.parameter_names import NVFP4, Dialect
 from qconvert.core.versions import COMPRESSED_TENSORS, LLM_COMPRESSOR, MODELOPT, SGLANG
 from qconvert.formats.base import Folder, Format, Read, stored
 from qconvert.ops.fp4 import BLOCK

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from qconvert.checkpoint.quantization_config import config_groups, states_mxfp4
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import NVFP4, Dialect
 from qconvert.core.errors import PlanError, RowError, RunError
 from qconvert.core.graph import Buffer, Output, apply
+from qconvert.core.parameter_names import NVFP4, Dialect
 from qconvert.formats.mx.decode import BLOCK as MX_BLOCK
 from qconvert.formats.mx.decode import EXPONENTS, check_mxfp4
 from qconvert.formats.nvfp4.format import group_config

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.encodings import Dialect
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
+from qconvert.core.parameter_names import Dialect
 from qconvert.formats.nvfp4.format import RANGE
 from qconvert.ops.base import Exact, Uncut, array
 from qconvert.ops.cast import (
