@@ -32,7 +32,7 @@ from qconvert.validators.reading.quantization import (
     stated_for,
 )
 from qconvert.validators.reading.rows import scales, spread
-from qconvert.validators.reading.schemes import grouped_weights, pair, stated_weights
+from qconvert.validators.reading.stated_schemes import grouped_weights, pair, stated_weights
 
 if TYPE_CHECKING:
     from qconvert.core.arrays import Bools

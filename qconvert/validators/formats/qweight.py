@@ -27,7 +27,7 @@ from qconvert.validators.formats.packed import (
 )
 from qconvert.validators.reading.forms import Codes, Form, Grid, Spec, Unread, coded_weights
 from qconvert.validators.reading.model import expected_shapes
-from qconvert.validators.reading.schemes import Targets, gptq_weights
+from qconvert.validators.reading.stated_schemes import Targets, gptq_weights
 
 
 def gptq_ints(

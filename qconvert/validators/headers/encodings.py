@@ -25,7 +25,7 @@ from qconvert.validators.formats.fp8 import fp8_blocks
 from qconvert.validators.formats.qweight import awq_ints, gptq_ints
 from qconvert.validators.reading.forms import Spec, coded_weights, specs
 from qconvert.validators.reading.quantization import group_of, read_methods, taken_block
-from qconvert.validators.reading.schemes import MIXED, algorithm
+from qconvert.validators.reading.stated_schemes import MIXED, algorithm
 
 Kinds = frozenset[str]
 

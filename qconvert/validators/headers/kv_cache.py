@@ -17,7 +17,7 @@ from qconvert.core.shown import count
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import KV_STATED, Folder, Need
 from qconvert.validators.reading.parts import of_cache
-from qconvert.validators.reading.schemes import layer_table
+from qconvert.validators.reading.stated_schemes import layer_table
 
 K, V = KV_SCALES
 _FLOATS = ("F32", "BF16", "F16")

@@ -24,7 +24,7 @@ from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.model import readable_quantization
 from qconvert.validators.reading.quantization import named_targets, targets
-from qconvert.validators.reading.schemes import layer_table
+from qconvert.validators.reading.stated_schemes import layer_table
 
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4")
 _PACKED = ("weight_packed", "qweight")

@@ -33,7 +33,7 @@ from qconvert.validators.reading.model import (
 )
 from qconvert.validators.reading.parts import lost
 from qconvert.validators.reading.quantization import scheme_of
-from qconvert.validators.reading.schemes import layer_table
+from qconvert.validators.reading.stated_schemes import layer_table
 
 _GDN_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",

@@ -19,7 +19,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.patterns import compiled
 from qconvert.validators.reading.forms import specs
 from qconvert.validators.reading.prepared import METHOD, blocks_of
-from qconvert.validators.reading.schemes import (
+from qconvert.validators.reading.stated_schemes import (
     Targets,
     gptq_left_out,
     layer_table,
