@@ -32,7 +32,7 @@ from qconvert.plan.walk import nodes, only_node
 from qconvert.repair.blocks import methods_of
 from qconvert.run.work.memory import searched
 from qconvert.validation.runner import Folder, judge_headers
-from qconvert.validators.reading import parts
+from qconvert.validators.reading import quantization_tensors
 
 
 def fp8(rows: int, columns: int, name: str = "a") -> dict[str, TensorType]:
@@ -220,7 +220,7 @@ def test_what_is_known_of_the_inputs_of_a_stack_leaves_with_it(end: str) -> None
 
 
 def test_validators_have_the_same_spellings_of_their_own() -> None:
-    assert set(ACTIVATIONS) == set(parts.ACTIVATIONS)
+    assert set(ACTIVATIONS) == set(quantization_tensors.ACTIVATIONS)
     assert set(SPELLED) < set(ACTIVATIONS)
 
 

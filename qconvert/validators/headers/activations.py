@@ -20,8 +20,8 @@ from qconvert.core.names import is_scale
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.decode import FP8
-from qconvert.validators.reading.parts import ACTIVATIONS
 from qconvert.validators.reading.quantization import group_of, judged
+from qconvert.validators.reading.quantization_tensors import ACTIVATIONS
 
 _NAMES = tuple(
     f"{mark}{end}"

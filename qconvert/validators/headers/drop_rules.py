@@ -19,7 +19,7 @@ from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Skipped
 from qconvert.validation.runner import Folder, Need, NotChecked
-from qconvert.validators.reading.parts import ACTIVATIONS
+from qconvert.validators.reading.quantization_tensors import ACTIVATIONS
 
 Takes = Callable[[str], bool]
 

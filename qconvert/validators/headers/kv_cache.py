@@ -16,7 +16,7 @@ from qconvert.core.roles import Kind
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import KV_STATED, Folder, Need
-from qconvert.validators.reading.parts import of_cache
+from qconvert.validators.reading.quantization_tensors import of_cache
 from qconvert.validators.reading.stated_schemes import layer_table
 
 K, V = KV_SCALES

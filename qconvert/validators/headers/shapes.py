@@ -31,8 +31,8 @@ from qconvert.validators.reading.model import (
     known_family,
     readable_quantization,
 )
-from qconvert.validators.reading.parts import lost
 from qconvert.validators.reading.quantization import scheme_of
+from qconvert.validators.reading.quantization_tensors import lost
 from qconvert.validators.reading.stated_schemes import layer_table
 
 _GDN_SIZES = (

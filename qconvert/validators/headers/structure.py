@@ -39,11 +39,11 @@ from qconvert.validators.reading.model import (
     unread_quantization,
     where_of,
 )
-from qconvert.validators.reading.parts import coded, lost, weights_of
 from qconvert.validators.reading.quantization import (
     HF_QUANT_CONFIG,
     judged,
 )
+from qconvert.validators.reading.quantization_tensors import coded, lost, weights_of
 
 # Dtypes or parameters only quantized checkpoints have.
 _PACKED = (".weight_packed", ".qweight", "_blocks", ".weight_scale_2", ".w13_weight_scale")

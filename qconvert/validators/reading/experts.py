@@ -11,7 +11,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.roles import Kind as RoleKind
 from qconvert.validators.reading.forms import RAW
 from qconvert.validators.reading.matrices import Matrix, each_matrix, matrices
-from qconvert.validators.reading.parts import is_of_activations
+from qconvert.validators.reading.quantization_tensors import is_of_activations
 
 Kind = Literal["gate", "up", "down"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -29,7 +29,11 @@ from qconvert.validation.workers import Folders
 from qconvert.validators.formats.nvfp4 import MOST, is_part, parts_of
 from qconvert.validators.reading.decode import SCALES, scale_floats
 from qconvert.validators.reading.matrices import plain_name
-from qconvert.validators.reading.parts import ACTIVATIONS, is_of_activations, of_cache
+from qconvert.validators.reading.quantization_tensors import (
+    ACTIVATIONS,
+    is_of_activations,
+    of_cache,
+)
 
 if TYPE_CHECKING:
     from qconvert.validators.reading.decode import Floats

@@ -22,7 +22,7 @@ from qconvert.validation.runner import Folder, Need
 from qconvert.validation.workers import Folders
 from qconvert.validators.formats.fp8 import fp8_block_of
 from qconvert.validators.reading.decode import SCALES, scale_floats
-from qconvert.validators.reading.parts import ACTIVATIONS
+from qconvert.validators.reading.quantization_tensors import ACTIVATIONS
 
 _TWO_LEVEL = ("weight_scale_2", "weight_global_scale")
 _BATCH = 256  # groups per task
