@@ -25,7 +25,7 @@ _QUESTIONS = ("What", "Whose", "Who", "Where", "How", "Whether", "Which")
 _MODEL_LIBRARIES = {"transformers", "llmcompressor"}
 # Kernels of torch and numba: they are imported where they run, and need those whole.
 _KERNELS = (
-    "validators/kernels/triton", "ops/compiled/loops/", "validators/loops/",
+    "validators/kernels/triton", "ops/compiled/loops/", "validators/compiled_loops/",
     "calibrate/triton_kernels.py", "runtimes/loader/server/",
 )  # fmt: skip
 

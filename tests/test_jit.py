@@ -187,7 +187,7 @@ def test_a_full_disk_keeps_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_other_lines_are_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a loop, of what it calls, and of what compiles and calls it."""
-    files = ("compiled/jit.py", "ops/compiled/loops/bits.py", "validators/loops/judge.py")
+    files = ("compiled/jit.py", "ops/compiled/loops/bits.py", "validators/compiled_loops/judge.py")
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text("1\n")

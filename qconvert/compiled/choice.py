@@ -40,7 +40,7 @@ LOOP_BYTES = 128 << 20
 _NUMBA_SETTINGS = ".numba_config.yaml"
 
 # Where loops stand, and what compiles them: with other lines they are compiled anew.
-_SOURCES = ("compiled/*.py", "ops/compiled/loops/*.py", "validators/loops/*.py")
+_SOURCES = ("compiled/*.py", "ops/compiled/loops/*.py", "validators/compiled_loops/*.py")
 
 
 def wanted(nbytes: int, enough: int | None = None) -> bool:

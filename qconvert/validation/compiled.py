@@ -1,4 +1,4 @@
-"""Choice of compiled loops for validators of their own (qconvert/validators/loops).
+"""Choice of compiled loops for validators of their own (qconvert/validators/compiled_loops).
 
 numpy's form is the definition: a loop gives the same bits and the same answers, or declines what is out
 of the ordinary (NaN, infinities), which numpy's form then answers; all that is wrong is found there.
@@ -12,7 +12,7 @@ from qconvert.compiled.choice import LOOP_BYTES, Loops, wanted
 
 __all__ = ["LOOPS", "LOOP_BYTES", "done", "worth"]
 
-LOOPS = Loops("qconvert.validators.loops")
+LOOPS = Loops("qconvert.validators.compiled_loops")
 
 # Bytes that a worker computes with, of both folders, from which on loops pay for compiling them once, or
 # for the 0.5 CPU s that each process takes to import numba. Against 1.2 GB of FP8, 1.8 GB in all, INT4

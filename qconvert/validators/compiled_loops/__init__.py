@@ -2,8 +2,8 @@
 numpy's forms in validators/reading are, and share nothing with the loops of ops. This package is
 imported where loops run."""
 
-from qconvert.validators.loops.decode import amx_tiles, fp4_rows, fp8_rows, int4_rows
-from qconvert.validators.loops.judge import fp4_fits, fp8_fits, int_fits, row_fits, sums
+from qconvert.validators.compiled_loops.decode import amx_tiles, fp4_rows, fp8_rows, int4_rows
+from qconvert.validators.compiled_loops.judge import fp4_fits, fp8_fits, int_fits, row_fits, sums
 
 __all__ = [
     "amx_tiles",
