@@ -30,7 +30,7 @@ from qconvert.cli.options import (
     OPENING,
     OUT,
     SOURCE,
-    Folder,
+    FolderPath,
     from_options,
     options_of,
     stacked,
@@ -133,7 +133,7 @@ def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
 @click.command(cls=Command)
 @click.argument("recipe", shell_complete=completion.recipes_or_files)
 @SOURCE
-@click.argument("out", required=False, type=Folder(urls=True))
+@click.argument("out", required=False, type=FolderPath(urls=True))
 @_PLANNING
 @DATA
 def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None:

@@ -11,7 +11,7 @@ import click
 from qconvert.cli.calibration import CALIBRATION, Asked, calibration_from, split
 from qconvert.cli.command import Command
 from qconvert.cli.convert import RUNNING, CommandOptions, conversion, convert, planned_and_run
-from qconvert.cli.options import SOURCE, TP, Count, Folder
+from qconvert.cli.options import SOURCE, TP, Count, FolderPath
 from qconvert.core.int_scheme import DEFAULT_GROUP
 from qconvert.core.say import say
 
@@ -67,7 +67,7 @@ def amx(gptq: bool, asked: Asked, **fields: Any) -> Pass:
 @click.command(cls=Command)
 @SOURCE
 @click.option(
-    "--cpu-out", required=True, type=Folder(repos=True),
+    "--cpu-out", required=True, type=FolderPath(repos=True),
     help="Folder for the experts on the CPU side, or a repo on the Hub: hf://ORG/NAME.",
 )  # fmt: skip
 @click.option("--cpu", "method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
@@ -80,7 +80,7 @@ def amx(gptq: bool, asked: Asked, **fields: Any) -> Pass:
     f"nearest, groups of {DEFAULT_GROUP}) and all other layers unchanged.",
 )  # fmt: skip
 @click.option(
-    "--gpu-out", type=Folder(repos=True),
+    "--gpu-out", type=FolderPath(repos=True),
     help="Folder for --gpu w4a16; a repo where --cpu-out is one.",
 )  # fmt: skip
 @TP

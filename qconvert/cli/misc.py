@@ -9,7 +9,7 @@ import click
 
 from qconvert.cli import completion
 from qconvert.cli.command import Command
-from qconvert.cli.options import DRY_RUN, Folder, option_of
+from qconvert.cli.options import DRY_RUN, FolderPath, option_of
 from qconvert.core.say import say
 from qconvert.run.work.options import RunOptions
 
@@ -62,7 +62,7 @@ def show_recipe(name: str) -> None:
 
 
 @click.command(cls=Command)
-@click.argument("out", type=Folder(repos=True))
+@click.argument("out", type=FolderPath(repos=True))
 @option_of(RunOptions, "work_dir")
 @DRY_RUN
 def clean(out: Path | str, work_dir: Path | None, dry_run: bool) -> None:
@@ -87,7 +87,7 @@ def clean(out: Path | str, work_dir: Path | None, dry_run: bool) -> None:
 
 
 @click.command(cls=Command)
-@click.argument("folder", required=False, type=Folder())
+@click.argument("folder", required=False, type=FolderPath())
 def demo(folder: Path | None) -> None:
     """Make a small block-FP8 Qwen3.5-MoE checkpoint, fuse it for sglang, dequantize it, validate.
 

@@ -143,7 +143,7 @@ def _is_log(text: str) -> str:
     return text
 
 
-class Folder(click.Path):
+class FolderPath(click.Path):
     """A folder's path. An empty one (an unset shell variable) would mean the current folder. `urls`: the
     URL of one in a store, and a repo on the Hub, may be named as well; `repos`: a repo may."""
 
@@ -219,7 +219,7 @@ PARTITION = Parsed("partition", partition)
 SIZE = Parsed("size", parse_size)
 BRANCH = Parsed("branch", _is_branch)
 _TYPES: dict[str, click.ParamType[Any]] = {
-    "source": SOURCE_NAME, "partition": PARTITION, "folder": Folder(),
+    "source": SOURCE_NAME, "partition": PARTITION, "folder": FolderPath(),
     "runtime": Parsed("consumer", partial(_is_runtime, ("sglang", "vllm"))),
     "pass": Parsed("pass", _is_pass, completion.passes), "log": Parsed("file", _is_log),
 }  # fmt: skip
@@ -396,7 +396,7 @@ KV_SCALE = rare(
     "divided; no data is needed.",
 )  # fmt: skip
 STATS = click.option(
-    "--stats", type=Folder(), metavar="DIR",
+    "--stats", type=FolderPath(), metavar="DIR",
     help="Statistics of a calibration (DIR of `w4a16 --gptq --save-stats DIR`), to take the input "
     "scales of activations from.",
 )  # fmt: skip
@@ -411,6 +411,6 @@ TP = click.option(
     help="Refuse a result that would not load on N tensor-parallel ranks.",
 )  # fmt: skip
 SOURCE = click.argument("source", metavar="SRC", type=SOURCE_NAME)
-OUT = click.argument("out", type=Folder(urls=True))
+OUT = click.argument("out", type=FolderPath(urls=True))
 # What is found again under its name, by others or later, is a folder of this machine.
-OUT_FOLDER = click.argument("out", type=Folder())
+OUT_FOLDER = click.argument("out", type=FolderPath())

@@ -15,7 +15,7 @@ from qconvert.cli.options import (
     OPENING,
     SOURCE_NAME,
     TP,
-    Folder,
+    FolderPath,
     made_for,
 )
 from qconvert.core.say import say, say_json
@@ -32,7 +32,7 @@ _MOST_LINES = 40  # of a diff: an ignore list may have a line a layer
 @click.argument("source", metavar="REPO", type=SOURCE_NAME)
 @click.option(
     "--out",
-    type=Folder(),
+    type=FolderPath(),
     metavar="DIR",
     help="Write the changed files here, and leave REPO as it is. Needed for a repo on the Hub.",
 )

@@ -20,7 +20,7 @@ from qconvert.cli.convert import (
     planned_and_run,
     share_line,
 )
-from qconvert.cli.options import OUT, PARTITION, SOURCE, SOURCE_NAME, Folder, made_for
+from qconvert.cli.options import OUT, PARTITION, SOURCE, SOURCE_NAME, FolderPath, made_for
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
 
 @click.command(cls=Command)
 @SOURCE
-@click.argument("out", type=Folder(repos=True))
+@click.argument("out", type=FolderPath(repos=True))
 @click.option(
     "--pp", required=True, type=PARTITION, metavar="15,15,15,16|N",
     help="Layers of each stage, or a number of stages to split as the runtime would.",

@@ -16,7 +16,7 @@ from qconvert.cli.options import (
     JSON,
     OPENING,
     SAMPLE_LEVEL,
-    Folder,
+    FolderPath,
     option_of,
 )
 from qconvert.cli.progress import Bar
@@ -33,7 +33,7 @@ _MOST_LISTED = 12
 
 
 @click.command(cls=Command)
-@click.argument("folder", metavar="DIR", type=Folder())
+@click.argument("folder", metavar="DIR", type=FolderPath())
 @click.argument("repo", metavar="ORG/NAME")
 @option_of(RunOptions, "private")
 @click.option(
