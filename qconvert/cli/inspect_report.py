@@ -10,7 +10,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.prepared import own_role
 from qconvert.cli.plan_report import MOST_ROWS, some, unknown_names
 from qconvert.core.shown import count, format_size
-from qconvert.formats.base import Folder
+from qconvert.formats.base import FolderTensors
 from qconvert.formats.registry import label as label_of
 from qconvert.hub.card.front import base_model_of
 from qconvert.hub.readme import source_front
@@ -36,7 +36,7 @@ def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
         entry = dtypes.setdefault(source.type.dtype, {"tensors": 0, "bytes": 0})
         entry["tensors"] += 1
         entry["bytes"] += source.type.nbytes
-    folder, known = Folder.of(checkpoint), checkpoint.role_index.places
+    folder, known = FolderTensors.of(checkpoint), checkpoint.role_index.places
     stored: dict[str, dict[str, int]] = {}
     roles: dict[str, dict[str, int]] = {}
     for name, source in checkpoint.items():

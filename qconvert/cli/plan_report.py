@@ -12,7 +12,7 @@ from qconvert.core.dtypes import TypesOf
 from qconvert.core.graph import Apply, Output, Source
 from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.shown import count, exact_size, format_size
-from qconvert.formats.base import Folder
+from qconvert.formats.base import FolderTensors
 from qconvert.formats.registry import OF_CODES, label
 from qconvert.plan.plan import Plan
 from qconvert.run.folder.prepare import Prepared, side_bytes
@@ -256,14 +256,17 @@ class _Becomes:
     """Description of what a tensor becomes: its formats before and after. `by_kind` remembers what kinds
     of nodes read, by the identity of their types, where no name decides."""
 
-    stored: Folder
-    planned: Folder
+    stored: FolderTensors
+    planned: FolderTensors
     by_kind: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> _Becomes:
         then = replace(plan.checkpoint, config=plan.config)
-        return cls(Folder.of(plan.checkpoint), Folder(TypesOf(plan.tensors), then, plan.facts))
+        return cls(
+            FolderTensors.of(plan.checkpoint),
+            FolderTensors(TypesOf(plan.tensors), then, plan.facts),
+        )
 
     def __call__(self, name: str, output: Output) -> str:
         made = label(self.planned, name, output.type.dtype)

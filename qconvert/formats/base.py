@@ -45,7 +45,7 @@ Read = tuple[Stored, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class FolderTensors:
     """Tensors of a folder, stored or planned, as a format's `label` sees them: types by name, the
     checkpoint whose config describes them, and the facts of its manifest."""
 
@@ -55,7 +55,7 @@ class Folder:
     _known: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Folder:
+    def of(cls, checkpoint: Checkpoint) -> FolderTensors:
         """Raise CheckpointError for a broken manifest."""
         return cls(TypesOf(checkpoint.sources), checkpoint, checkpoint.manifest or {})
 
@@ -106,9 +106,9 @@ class Format:
     check: Callable[[Plan], None] | None = None
     notes: tuple[str, ...] = ()
     expert_notes: tuple[str, ...] = ()
-    label: Callable[[Folder, str, str], str | None] | None = None
+    label: Callable[[FolderTensors, str, str], str | None] | None = None
 
-    def labelled(self, folder: Folder, module: str, parameter: str) -> str | None:
+    def labelled(self, folder: FolderTensors, module: str, parameter: str) -> str | None:
         """The format of a tensor whose dtype does not say it, if it is in this one."""
         if self.label is not None:
             return self.label(folder, module, parameter)

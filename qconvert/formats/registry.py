@@ -10,7 +10,7 @@ from functools import cache
 from qconvert.core.discovery import FORMATS, discover, formats_of, modules_within
 from qconvert.core.errors import PlanError, QConvertError
 from qconvert.core.names import split_parameter
-from qconvert.formats.base import Folder, Format, Read, Stored
+from qconvert.formats.base import FolderTensors, Format, Read, Stored
 from qconvert.formats.floats.format import DTYPES, plain
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_matrix, fp8_scale_name, fp8_scheme_of
@@ -74,7 +74,7 @@ def _labelled() -> Mapping[str, Sequence[Format]]:
     return found
 
 
-def label(folder: Folder, name: str, dtype: str) -> str:
+def label(folder: FolderTensors, name: str, dtype: str) -> str:
     """`INT4 g128 (packed)`, `NVFP4`, `AMXINT4`; the dtype of every tensor that its dtype fully
     describes."""
     if dtype not in OF_CODES:

@@ -11,7 +11,7 @@ from typing import Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.shown import count
 from qconvert.core.versions import KT_KERNEL
-from qconvert.formats.base import Folder, Format
+from qconvert.formats.base import FolderTensors, Format
 
 Method = Literal["int4", "int8"]
 
@@ -60,7 +60,7 @@ def _other_method(method: Method, hidden: int, intermediate: int, numa: int) -> 
 _CODES = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)_exps\.\d+\.numa\.\d+")
 
 
-def _label(folder: Folder, module: str, parameter: str) -> str | None:
+def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:
     """The method that the manifest states."""
     if parameter != "weight" or _CODES.fullmatch(module) is None:
         return None

@@ -15,7 +15,7 @@ from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import with_fused_names
 from qconvert.core.parameter_names import AWQ, GPTQ, INT8, PACKED
 from qconvert.core.versions import COMPRESSED_TENSORS, LLM_COMPRESSOR, SGLANG, VLLM
-from qconvert.formats.base import Folder, Format, Read, stored
+from qconvert.formats.base import FolderTensors, Format, Read, stored
 from qconvert.ops.rowwise import RowOp
 from qconvert.plan.plan import Plan
 
@@ -169,7 +169,7 @@ def left_pattern(modules: Iterable[str]) -> str:
     return f"^(?:{'|'.join(names)})$"
 
 
-def _label(folder: Folder, module: str, parameter: str) -> str | None:
+def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:
     """One label for all matrices if the config has one scheme; else names decide."""
     if parameter == "weight_zero_point":
         return _ZEROS
@@ -186,7 +186,7 @@ def _one_scheme(checkpoint: Checkpoint) -> IntScheme | None:
         return None
 
 
-def _awq_label(folder: Folder, module: str, parameter: str) -> str | None:
+def _awq_label(folder: FolderTensors, module: str, parameter: str) -> str | None:
     blocks = folder.checkpoint.quantization_configs
     block = next((found.block for found in blocks if found.method == "awq"), None)
     if parameter != "qweight" or block is None:
@@ -194,7 +194,7 @@ def _awq_label(folder: Folder, module: str, parameter: str) -> str | None:
     return f"AWQ INT{block.get('bits', block.get('w_bit', '?'))} g{block.get('group_size', '?')}"
 
 
-def _gptq_label(folder: Folder, module: str, parameter: str) -> str | None:
+def _gptq_label(folder: FolderTensors, module: str, parameter: str) -> str | None:
     if parameter == "qzeros":
         return _ZEROS
     if parameter != "qweight":

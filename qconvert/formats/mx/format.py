@@ -10,7 +10,7 @@ from qconvert.checkpoint.quantization_config import states_mxfp4
 from qconvert.core.errors import PlanError
 from qconvert.core.parameter_names import MX, MXFP4, MXFP4_BESIDE, MXFP4_STACKED
 from qconvert.core.versions import LLM_COMPRESSOR, SGLANG, TRANSFORMERS, VLLM
-from qconvert.formats.base import Folder, Format, Read, stored
+from qconvert.formats.base import FolderTensors, Format, Read, stored
 from qconvert.formats.fp8.format import read as read_fp8
 from qconvert.formats.mx.decode import BLOCK, EXPONENTS, DequantMxfp4
 from qconvert.ops.rowwise import RowOp
@@ -110,14 +110,14 @@ def _check_source(plan: Plan) -> None:
         raise PlanError("the source is MXFP4: rounding its codes again would only lose")
 
 
-def _label(folder: Folder, module: str, parameter: str) -> str | None:
+def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:
     """A matrix with exponents beside it."""
     beside = (folder.tensors.get(f"{module}.{one}") for one in (MXFP4[1], MXFP4_BESIDE[1]))
     exponents = any(scale is not None and scale.dtype in EXPONENTS for scale in beside)
     return "MXFP4" if exponents and parameter in ("weight", "weight_packed") else None
 
 
-def _stack_label(folder: Folder, module: str, parameter: str) -> str | None:
+def _stack_label(folder: FolderTensors, module: str, parameter: str) -> str | None:
     codes, scales = MXFP4_STACKED
     stem = f"{module}.{parameter}".removesuffix(codes)
     beside = parameter.endswith(codes) and f"{stem}{scales}" in folder.tensors

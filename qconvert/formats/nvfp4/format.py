@@ -16,7 +16,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.names import with_fused_names
 from qconvert.core.parameter_names import NVFP4, Dialect
 from qconvert.core.versions import COMPRESSED_TENSORS, LLM_COMPRESSOR, MODELOPT, SGLANG
-from qconvert.formats.base import Folder, Format, Read, stored
+from qconvert.formats.base import FolderTensors, Format, Read, stored
 from qconvert.ops.fp4 import BLOCK
 from qconvert.plan.plan import Plan
 
@@ -42,7 +42,7 @@ def read(plan: Plan, module: str) -> Read | None:
     return None
 
 
-def _label(folder: Folder, module: str, parameter: str) -> str | None:
+def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:
     """A matrix with a global scale of either dialect."""
     if parameter not in ("weight", "weight_packed"):
         return None
@@ -50,7 +50,7 @@ def _label(folder: Folder, module: str, parameter: str) -> str | None:
     return "NVFP4" if any(scale in folder.tensors for scale in scales) else None
 
 
-def _prepared_label(folder: Folder, module: str, parameter: str) -> str | None:
+def _prepared_label(folder: FolderTensors, module: str, parameter: str) -> str | None:
     """Experts of a layer in the order of trtllm-gen's kernels (contrib/trtllm_gen)."""
     block = folder.checkpoint.config.get("quantization_config")
     prepared = isinstance(block, Mapping) and block.get("quant_method") == QUANT_METHOD
