@@ -39,7 +39,7 @@ _FIRST_ATTENTION = "model.layers.0.self_attn."
 _Q_A, _VLLM_QKV_A = ".self_attn.q_a_proj", ".self_attn.fused_qkv_a_proj"
 _EXPONENTS = ("U8", "F8_E8M0")
 
-Named = Mapping[str, Output]
+OutputsByName = Mapping[str, Output]
 
 
 def expert_targets(paths: Iterable[str]) -> list[str]:
@@ -84,7 +84,12 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def ignored(
-    plan: Plan, others: Named, *, experts: bool, shared: bool = False, drafts_too: bool = False
+    plan: Plan,
+    others: OutputsByName,
+    *,
+    experts: bool,
+    shared: bool = False,
+    drafts_too: bool = False,
 ) -> list[str]:
     """Every unquantized matrix beside the packed ones, by the module's name, linear or not: an extra
     name does no harm. Draft layers that are numbered on go by another name in sglang's draft model: one
@@ -134,7 +139,7 @@ def ignored(
 
 
 def with_runtime_names(
-    plan: Plan, others: Named, modules: Iterable[str], *, start: str = ""
+    plan: Plan, others: OutputsByName, modules: Iterable[str], *, start: str = ""
 ) -> list[str]:
     """The modules, and what else runtimes call them where their classes are not those of which names are
     known: the class's own names (vLLM and both runtimes' Transformers backends), and the names from
@@ -266,7 +271,7 @@ def fp8_block(plan: Plan, linears: Mapping[str, bool]) -> tuple[int, int] | None
     return block
 
 
-def check_nothing_packed(others: Named) -> None:
+def check_nothing_packed(others: OutputsByName) -> None:
     """The new config says one thing of packed weights. Raises PlanError for others that stay packed."""
     packed = tuple(f".{one}" for one in code_parameters() if one not in ("", "weight"))
     for name in others:
@@ -277,7 +282,7 @@ def check_nothing_packed(others: Named) -> None:
             )
 
 
-def has_exponents(others: Named) -> bool:
+def has_exponents(others: OutputsByName) -> bool:
     """Return whether block scales are exponents, not numbers."""
     return any(
         name.endswith(".weight_scale_inv") and output.type.dtype in _EXPONENTS
@@ -285,7 +290,7 @@ def has_exponents(others: Named) -> bool:
     )
 
 
-def with_weight_scales(others: Named) -> dict[str, Output]:
+def with_weight_scales(others: OutputsByName) -> dict[str, Output]:
     """Tensors under compressed-tensors' names: it calls a block scale `weight_scale`. Raises PlanError
     for exponents: its float-quantized scales are numbers."""
     found = {}
@@ -334,7 +339,7 @@ def draft_patterns(plan: Plan) -> list[str]:
     return [escape(prefix) for prefix in prefixes]
 
 
-def ignored_names(plan: Plan, others: Named, *, drafts: bool) -> list[str]:
+def ignored_names(plan: Plan, others: OutputsByName, *, drafts: bool) -> list[str]:
     """compressed-tensors' list: every unquantized matrix beside the packed ones by name; draft layers,
     where nothing of them is FP8, by a pattern each. `drafts`: experts of theirs are packed too."""
     if drafts:
@@ -352,7 +357,7 @@ def ignored_names(plan: Plan, others: Named, *, drafts: bool) -> list[str]:
     return found + [f"re:{pattern}.*" for pattern in draft_patterns(plan)]
 
 
-def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list[str]:
+def ignored_globs(plan: Plan, others: OutputsByName, quantized: Collection[str]) -> list[str]:
     """modelopt's list: a glob for each module under which nothing is quantized, or else the linear's
     own name. Runtimes find fused modules by the glob of what they are in, and sglang's draft model asks
     for its head as `model.shared_head.head`."""
@@ -386,7 +391,7 @@ def ignored_globs(plan: Plan, others: Named, quantized: Collection[str]) -> list
     return list(found)
 
 
-def ignored_linears(plan: Plan, others: Named) -> list[str]:
+def ignored_linears(plan: Plan, others: OutputsByName) -> list[str]:
     """FP8's list, and modelopt's beside FP8 layers: the name of every unquantized linear, and of a
     tower whose linears runtimes name otherwise."""
     names = [name for name, output in others.items() if _is_matrix(plan, name, output)]

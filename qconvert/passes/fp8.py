@@ -30,7 +30,7 @@ from qconvert.formats.fp8.format import (
 from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
 from qconvert.formats.registry import read_matrix
 from qconvert.models.unquantized import (
-    Named,
+    OutputsByName,
     check_nothing_packed,
     ignored,
     ignored_linears,
@@ -224,7 +224,7 @@ class ToFp8(Quantizing):
         formats = [config.block.get("scale_fmt") for config in plan.checkpoint.quantization_configs]
         return scheme.block == self._block_size and ("ue8m0" in formats) == self.exponents
 
-    def check_left(self, plan: Plan, others: Named) -> None:
+    def check_left(self, plan: Plan, others: OutputsByName) -> None:
         """Raises PlanError for layers that stay packed, or in FP8 of another form: the config has place
         for one."""
         check_nothing_packed(others)
@@ -241,7 +241,7 @@ class ToFp8(Quantizing):
                     f"dequantize first (a recipe of `dequant` and `fp8` is one read){found}"
                 )
 
-    def config(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
+    def config(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
         """In dialect fp8 every unquantized matrix is named, as in Qwen's folders: transformers takes all
         other linears for FP8."""
         if self.dialect == "fp8":

@@ -14,7 +14,7 @@ from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.nvfp4.format import constant_input, modelopt_config
 from qconvert.formats.nvfp4.relabel import hybrid_block, relabelled, relabelled_block
 from qconvert.models.experts import check_described
-from qconvert.models.unquantized import Named, ignored_globs
+from qconvert.models.unquantized import OutputsByName, ignored_globs
 from qconvert.ops.constant import constant_f32
 from qconvert.passes.input_scales import InputScales
 from qconvert.passes.replace_weights import replace_weights
@@ -95,7 +95,7 @@ def _check_hybrid(found: Mapping[str, Read], dialect: Dialect, input_scale: floa
 
 def _block(
     plan: Plan,
-    others: Named,
+    others: OutputsByName,
     found: Mapping[str, Read],
     dialect: Dialect,
     *,

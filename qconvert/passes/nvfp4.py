@@ -30,7 +30,7 @@ from qconvert.formats.nvfp4.format import (
 from qconvert.formats.nvfp4.scales import OwnScale
 from qconvert.models.linears import runtime_linears
 from qconvert.models.unquantized import (
-    Named,
+    OutputsByName,
     draft_as_first_layer,
     draft_patterns,
     fp8_block,
@@ -163,7 +163,7 @@ class ToNvfp4(Quantizing):
         """Return whether experts of draft layers are quantized; no statistics are of theirs."""
         return self.stats is None and draft_as_first_layer(plan)
 
-    def config(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
+    def config(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
         linears = runtime_linears(plan, others)
         fp8 = fp8_block(plan, linears)
         inputs = self.stores_inputs
@@ -208,7 +208,7 @@ def _decoder(stored: Stored) -> RowOp | None:
 
 
 def _modelopt_block(
-    plan: Plan, chosen: Selection, others: Named, linears: Mapping[str, bool], inputs: bool
+    plan: Plan, chosen: Selection, others: OutputsByName, linears: Mapping[str, bool], inputs: bool
 ) -> dict[str, Any]:
     """modelopt's block; for experts beside FP8 layers one with an entry for each layer."""
     fp8 = [module for module, is_fp8 in linears.items() if is_fp8]

@@ -28,7 +28,7 @@ from qconvert.models.experts import calibrated
 from qconvert.models.linears import calibrated_linear, runtime_linears
 from qconvert.models.skip_reasons import check_runs
 from qconvert.models.unquantized import (
-    Named,
+    OutputsByName,
     check_nothing_packed,
     experts_of_class,
     fp8_block,
@@ -104,7 +104,7 @@ class Quantizing:
         """The names of what it makes, below the module's."""
         raise NotImplementedError
 
-    def config(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
+    def config(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
         """The config's block for what is chosen, where `others` stay."""
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ class Quantizing:
         """The tensors that stay."""
         return chosen.others(plan)
 
-    def check_left(self, plan: Plan, others: Named) -> None:
+    def check_left(self, plan: Plan, others: OutputsByName) -> None:
         """Raises PlanError for tensors that cannot stay."""
         check_nothing_packed(others)
 
@@ -279,7 +279,7 @@ class Quantizing:
         self,
         plan: Plan,
         chosen: Selection,
-        results: Named,
+        results: OutputsByName,
         digest: str | None = None,
         inputs: InputScales = NO_INPUTS,
     ) -> Plan:
@@ -398,7 +398,7 @@ class ByFormat(Quantizing):
             self.form.check(plan)
         return self.planned(plan)
 
-    def config(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
+    def config(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
         assert self.form.config_group is not None
         fp8 = fp8_block(plan, runtime_linears(plan, others))
         experts = chosen.experts is not None

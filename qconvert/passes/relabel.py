@@ -43,7 +43,7 @@ from qconvert.formats.registry import encoded
 from qconvert.models.experts import STALE_RULE
 from qconvert.models.linears import runtime_linears
 from qconvert.models.unquantized import (
-    Named,
+    OutputsByName,
     all_experts,
     expert_targets,
     ignored,
@@ -132,7 +132,7 @@ class Relabel:
     def _planned(
         self,
         plan: Plan,
-        tensors: Named,
+        tensors: OutputsByName,
         block: Mapping[str, Any],
         count: int,
         note: str,
@@ -168,7 +168,7 @@ class Relabel:
         )
 
     def _ints_block(
-        self, plan: Plan, others: Named, scheme: IntScheme, modules: list[str]
+        self, plan: Plan, others: OutputsByName, scheme: IntScheme, modules: list[str]
     ) -> dict[str, Any]:
         packed = _Packed.of(plan, modules)
         if self.to == "compressed-tensors":

@@ -25,7 +25,7 @@ from qconvert.formats.int_packed.format import gptq_config, group_config, left_p
 from qconvert.formats.int_packed.packers import Packing, packer
 from qconvert.models.linears import runtime_linears
 from qconvert.models.unquantized import (
-    Named,
+    OutputsByName,
     all_experts,
     fp8_block,
     has_exponents,
@@ -205,7 +205,7 @@ class ExpertsToW4A16(Quantizing):
         notes += rounded_drafts(chosen, self.calibrate)
         return [*notes, *shared_notes(plan, chosen, block)]
 
-    def config(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
+    def config(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
         """Raises PlanError for FP8 that cannot stay."""
         linears = runtime_linears(plan, others)
         fp8 = fp8_block(plan, linears)
@@ -238,7 +238,7 @@ class ExpertsToW4A16(Quantizing):
                 "first (qconvert dequant), or take packing compressed-tensors"
             )
 
-    def _gptq_block(self, plan: Plan, chosen: Selection, others: Named) -> dict[str, Any]:
+    def _gptq_block(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
         """GPTQ's block: every module is quantized except those that match a pattern."""
         if not chosen.plain:
             shared = shared_paths(plan) if chosen.shared else []
