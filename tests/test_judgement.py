@@ -452,8 +452,8 @@ def test_experts_beyond_the_count_are_named(
 
 
 def test_every_conversion_is_prepared_in_one_place() -> None:
-    """`_judged` in service/converting.py; no command, and nothing else outside of `run`, prepares a plan
-    by itself. Advice judges its candidates and carries none out."""
+    """`_with_verdicts` in service/converting.py; no command, and nothing else outside of `run`, prepares
+    a plan by itself. Advice judges its candidates and carries none out."""
     found: dict[str, int] = {}
     for file in (_ROOT / "qconvert").rglob("*.py"):
         name = file.relative_to(_ROOT / "qconvert").as_posix()

@@ -157,12 +157,12 @@ def parse_receipt(
     for number, raw in enumerate(raws, 1):
         line = parse_json(raw, f"{file}:{number}", error=error)
         if number == len(raws) and isinstance(line, dict) and line.keys() == {"receipt"}:
-            return ReceiptText(tuple(lines), _judged(data, number - 1))
+            return ReceiptText(tuple(lines), _seal_of(data, number - 1))
         lines.append(_checked(line, file, number, error))
     return ReceiptText(tuple(lines), "none")
 
 
-def _judged(data: bytes, lines: int) -> Seal:
+def _seal_of(data: bytes, lines: int) -> Seal:
     start = data.rfind(b"\n", 0, len(data) - 1) + 1
     wanted = _seal_line(lines, digest(data[:start])) + "\n"
     return "sound" if data[start:] == wanted.encode() else "broken"

@@ -51,7 +51,7 @@ def plan(
     checkpoint = opened(source, asked)
     output = output_at(out, checkpoint, asked)
     made = run_passes(Plan.identity(checkpoint), steps.passes)
-    return _judged([made], [output], checkpoint, _sized(asked, steps))
+    return _with_verdicts([made], [output], checkpoint, _sized(asked, steps))
 
 
 def plan_after(
@@ -99,7 +99,7 @@ def plan_pair(
     plans = pair_plans(Plan.identity(checkpoint), cpu, gpu or ExpertsToW4A16())
     if first.url is not None and second.url is not None:  # the card of each names the other
         plans = naming_other(plans[0], second.url), naming_other(plans[1], first.url)
-    return _judged(plans, outputs, checkpoint, asked)
+    return _with_verdicts(plans, outputs, checkpoint, asked)
 
 
 @taking(RunOptions, PlanOptions.__annotations__)
@@ -127,7 +127,7 @@ def plan_graft(
     checkpoint = grafted(opened(source, asked), opened(draft, asked))
     output = output_at(out, checkpoint, asked)
     made = run_passes(Plan.identity(checkpoint), (GraftDraft(),))
-    return _judged([made], [output], checkpoint, asked)
+    return _with_verdicts([made], [output], checkpoint, asked)
 
 
 @taking(RunOptions, PlanOptions.__annotations__)
@@ -197,7 +197,7 @@ def plan_stages(
     sizes = ",".join(map(str, partition))
     variables = [VARIABLE[known]] if known else list(VARIABLE.values())
     planned = PlannedStages(
-        checkpoint, _judged(plans, outputs, checkpoint, linked, together=False).folders,
+        checkpoint, _with_verdicts(plans, outputs, checkpoint, linked, together=False).folders,
         together=False, out=folder, whole=whole, partition=partition,
         environment=tuple(f"{variable}={sizes}" for variable in variables),
         notes=() if unchecked is None else (unchecked,), unbalanced=before, balanced=after,
@@ -322,7 +322,7 @@ def recipe_of(steps: Steps) -> Recipe:
     return Recipe("steps", tuple(steps) if isinstance(steps, tuple | list) else (steps,))
 
 
-def _judged(
+def _with_verdicts(
     plans: Sequence[Plan],
     outputs: Sequence[Output],
     source: Checkpoint,
