@@ -36,7 +36,11 @@ _CASES = {
         "INT4 g128 (packed)",
         "rounds bf16 to int4 in groups of 128",
     ),
-    "INT4 zeros": ("w4a16 --rtn --asymmetric", "INT4 g128, zero points (packed)", "zero point"),
+    "INT4 zeros": (
+        "w4a16 --rtn --group-size 128 --asymmetric",
+        "INT4 g128, zero points (packed)",
+        "zero point",
+    ),
     "INT8": ("w4a16 --rtn --bits 8 --group-size channel", "INT8 per channel (packed)", "int8"),
     "GPTQ": ("w4a16 --rtn --packing gptq --group-size 32", "GPTQ INT4 g32", "groups of 32"),
     "NVFP4": ("nvfp4 --dialect modelopt", "NVFP4", "rounds bf16 to NVFP4"),

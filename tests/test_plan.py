@@ -436,7 +436,7 @@ def test_drop_says_what_it_needs(rule: Drop, said: str) -> None:
 
 
 def test_drop_comes_before_what_computes() -> None:
-    with pytest.raises(PlanError, match="drop before it"):
+    with pytest.raises(PlanError, match="dropped here: put that pass later"):
         run_passes(Plan.identity(published("deepseek-v3")), (Dequant(), Drop(what="mtp")))
 
 

@@ -75,8 +75,10 @@ def sqnr(weight: torch.Tensor, decoded: torch.Tensor) -> float:
 PASSES = [
     ("fp8", ToFp8(targets=("experts",))), ("fp8", ToFp8(targets=("experts",), exponents=True)),
     ("w4a16", ExpertsToW4A16(group_size=32)), ("w4a16", ExpertsToW4A16(group_size=128)),
-    ("w4a16", ExpertsToW4A16(group_size=None)), ("w4a16", ExpertsToW4A16(symmetric=False)),
-    ("w8a16", ExpertsToW4A16(bits=8)), ("w8a16", ExpertsToW4A16(bits=8, group_size=None)),
+    ("w4a16", ExpertsToW4A16(group_size=None)),
+    ("w4a16", ExpertsToW4A16(group_size=128, symmetric=False)),
+    ("w8a16", ExpertsToW4A16(bits=8, group_size=128)),
+    ("w8a16", ExpertsToW4A16(bits=8, group_size=None)),
     ("w8a8", ToInt8(targets=("experts",))), ("nvfp4", ToNvfp4()), ("mxfp4", ToMx()),
     ("fp8", ToMx("mxfp8")),
 ]  # fmt: skip

@@ -282,7 +282,7 @@ def test_a_gptq_config_says_its_version_and_leaves_the_rest(
     form: str, stated: str, tmp_path: Path
 ) -> None:
     source = ordinary().write(tmp_path / "source")
-    out = rtn(source, tmp_path / "experts", "--packing", form)
+    out = rtn(source, tmp_path / "experts", "--packing", form, "--group-size", "128")
     block = quantization(out)
     assert block["checkpoint_format"] == stated
     expected = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False, "lm_head": False}
@@ -346,16 +346,17 @@ def test_a_tensor_parallel_size_is_checked_and_the_group_that_loads_is_named(
 ) -> None:
     """256 columns in groups of 128 are two ranks' at most; in groups of 32, eight."""
     source = qwen3_moe().write(tmp_path / "source")
-    err = refused(source, tmp_path / "out", "--tp", "4")
+    err = refused(source, tmp_path / "out", "--tp", "4", "--group-size", "128")
     assert "group 32 fits at 4; ranks get whole ones of this at 1, 2\n" in err
-    err = refused(source, tmp_path / "out", "--tp", "16")
+    err = refused(source, tmp_path / "out", "--tp", "16", "--group-size", "128")
     assert "no group size fits at 16; ranks get whole ones of this at 1, 2\n" in err
     rtn(source, tmp_path / "out", "--tp", "8", "--group-size", "32")
 
 
 def test_the_plan_says_at_which_sizes_it_loads(tmp_path: Path) -> None:
     source = qwen3_moe().write(tmp_path / "source")
-    done = run_cli("w4a16", source, tmp_path / "out", "--rtn", "--dry-run")
+    words = ("--rtn", "--group-size", "128", "--dry-run")
+    done = run_cli("w4a16", source, tmp_path / "out", *words)
     assert (
         "ranks get whole groups at tensor parallel 1, 2, in groups of 32 at 1, 2, 4, 8\n"
         in done.out
@@ -405,16 +406,17 @@ def test_columns_that_are_no_groups_are_refused_or_left(tmp_path: Path) -> None:
     """Experts cannot be left; of another linear the option leaves it, with what is fused to it."""
     narrow = qwen3_moe(intermediate=192).write(tmp_path / "narrow")
     for options in ([], ["--leave-bf16"]):
-        err = refused(narrow, tmp_path / "out", *options)
+        err = refused(narrow, tmp_path / "out", "--group-size", "128", *options)
         assert "down_proj: expected columns in whole groups of 128, found 192; group 32 is" in err
     model = qwen3_moe()
     for name in ("q_proj", "k_proj", "v_proj"):
         module = f"model.layers.0.self_attn.{name}.weight"
         model.tensors |= bf16(module, 64, 96)
     source = model.write(tmp_path / "source")
-    err = refused(source, tmp_path / "out", "--targets", "Linear")
+    words = ("--targets", "Linear", "--group-size", "128")
+    err = refused(source, tmp_path / "out", *words)
     assert "found 96; group 32 is supported, or leave_bf16 leaves such a matrix as it is" in err
-    out = rtn(source, tmp_path / "out", "--targets", "Linear", "--leave-bf16")
+    out = rtn(source, tmp_path / "out", *words, "--leave-bf16")
     tensors, ignored = read_tensors(out), quantization(out)["ignore"]
     for name in ("q_proj", "k_proj", "v_proj"):
         module = f"model.layers.0.self_attn.{name}"
@@ -497,7 +499,7 @@ def test_what_kt_kernel_reads_of_integers(tmp_path: Path) -> None:
         ("W8", {"num_bits": 4}, "expected"),
         ("gptq", {"bits": 3}, "4 or 8 bits, found 3"),
         ("gptq", {"group_size": 0}, "expected a group_size, found 0"),
-        ("gptq", {"group_size": 64}, "in groups of 64"),
+        ("gptq", {"group_size": 16}, "in groups of 16"),
         ("gptq", {"checkpoint_format": "marlin"}, "gptq or gptq_v2, found 'marlin'"),
         ("gptq", {"dynamic": {"+:.*experts.*": {"bits": 8}}}, "has its own settings"),
         (
