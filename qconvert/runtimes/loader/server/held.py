@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+
+from .flow import Flow
 
 # Bytes of FP8 have the mark's value by chance once in 256, wider types never.
 _MARK = 0xA5
@@ -48,7 +50,7 @@ def unwritten(model: torch.nn.Module, before: Iterable[str]) -> list[str]:
     found, now = [], parameters(model)
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for name in before:
-        if name in now and not name.endswith(_WITH_DEFAULTS):
+        if name in now and not has_default(name):
             if name.endswith(_ONES) and (now[name] == 1).all():
                 found.append(name)
                 continue
@@ -62,16 +64,29 @@ def unwritten(model: torch.nn.Module, before: Iterable[str]) -> list[str]:
 
 def hashes(model: torch.nn.Module) -> dict[str, list[Any]]:
     """Type, shape and digest of every parameter and buffer."""
-    held = {**parameters(model), **dict(model.named_buffers())}
     return {
         name: [
             str(value.dtype).removeprefix("torch."),
             list(value.shape),
             hashlib.sha256(_bytes_of(value).numpy().tobytes()).hexdigest()[:16],
         ]
+        for name, value in stored(model).items()
+    }
+
+
+def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that a checkpoint may fill."""
+    held = {**parameters(model), **dict(model.named_buffers())}
+    return {
+        name: value
         for name, value in held.items()
         if value.numel() and not any(word in name for word in _COMPUTED)
     }
+
+
+def has_default(name: str) -> bool:
+    """Tell whether a parameter may be left as it was made."""
+    return name.endswith(_WITH_DEFAULTS)
 
 
 def empty(model: torch.nn.Module) -> list[str]:
@@ -90,3 +105,29 @@ def schemes(model: torch.nn.Module) -> dict[str, str]:
             own = f"[{type(scheme).__name__}]" if scheme is not None else ""
             found[name] = type(method).__name__ + own
     return found
+
+
+class ByBytes:
+    """A load whose weights are read: what of them reached a parameter, told by bytes."""
+
+    def __init__(self) -> None:
+        self._flow = Flow()
+        self._before: list[str] = []
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Mark a model's parameters, and follow weights from now on."""
+        self._before = list(parameters(model))
+        mark(model)
+        self._flow.install()
+
+    def handed(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights as a loader takes them."""
+        return self._flow.handed(weights)
+
+    def tell(self, model: torch.nn.Module, told: Callable[[str, Any], None]) -> None:
+        """Tell what was written, and what was read of the folder."""
+        told("unwritten", unwritten(model, self._before))
+        told("unused", self._flow.unused)
+        told("parameters", hashes(model))

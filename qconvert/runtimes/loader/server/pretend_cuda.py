@@ -88,6 +88,8 @@ class OnCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        if not kwargs and func is not torch.Tensor.to:
+            return func(*args)  # nearly all: a load asks for millions of shapes and views
         named = dict(kwargs or {})
         if "device" in named:
             named["device"] = _cpu(named["device"])

@@ -10,21 +10,30 @@ import gc
 import json
 import logging
 import os
+import resource
 import select
+import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+from .from_headers import FromHeaders, read_headers_alone
+from .held import ByBytes
 from .parse_lines import parsed
 from .pretend_cuda import OnCpu
 
 Told = Callable[[str, Any], None]
-Load = Callable[[dict[str, Any], Told], None]
+Watch = ByBytes | FromHeaders
+Load = Callable[[dict[str, Any], Told, Watch], None]
 Parser = Callable[[], argparse.ArgumentParser]
 # How often a server looks whether anybody is still connected.
 _SECONDS = 0.5
+_MOST_CPU = 1800  # seconds, of each process
 
 
 class _Warnings(logging.Handler):
@@ -44,18 +53,22 @@ def _answer(line: str, load: Load, parser: Parser) -> dict[str, Any]:
         taker = parser()
         return {"parsed": [parsed(taker, words) for words in job["lines"]]}
     os.environ |= job["environment"]
-    watch = _Warnings()
-    logging.getLogger().addHandler(watch)
+    watch: Watch = ByBytes()
+    if job.get("headers"):
+        watch = FromHeaders()
+        read_headers_alone()
+    heard = _Warnings()
+    logging.getLogger().addHandler(heard)
     for name in list(logging.root.manager.loggerDict):
         logging.getLogger(name).propagate = True
     try:
-        with OnCpu():
-            load(job, said.__setitem__)
+        with OnCpu(), watch if isinstance(watch, FromHeaders) else nullcontext():
+            load(job, said.__setitem__, watch)
     except Exception as error:  # what a loader raises is the answer
         frames = traceback.extract_tb(error.__traceback__)
         inside = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames]
         said |= {"error": f"{type(error).__name__}: {str(error)[:500]}", "at": inside[-4:]}
-    said["warnings"] = list(watch.lines)[:60]
+    said["warnings"] = list(heard.lines)[:60]
     return said
 
 
@@ -106,6 +119,13 @@ def _serve_all(listening: socket.socket, lock: Path, load: Load, parser: Parser)
                     return
 
 
+def _end_with(parent: int) -> None:
+    """End this process and all of its group once its parent has."""
+    while os.getppid() == parent:
+        time.sleep(_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
 def serve(import_all: Callable[[tuple[int, int]], None], load: Load, parser: Parser) -> None:
     """Import for a GPU of `--capability`, say so, and answer at `--at` until nobody is connected. `load`
     loads a folder as a rank would, and tells of each fact as soon as it is known; `parser` makes the
@@ -113,7 +133,16 @@ def serve(import_all: Callable[[tuple[int, int]], None], load: Load, parser: Par
     takes = argparse.ArgumentParser()
     takes.add_argument("--capability", default="9.0")
     takes.add_argument("--at", type=Path, required=True)
+    takes.add_argument(
+        "--memory", type=int, help="bytes; and end with the process that started this"
+    )
     asked = takes.parse_args()
+    if asked.memory:
+        # Anonymous memory: libraries of GPUs reserve more addresses than a machine has memory.
+        resource.setrlimit(resource.RLIMIT_DATA, (asked.memory, asked.memory))
+        resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU, _MOST_CPU))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     major, _, minor = asked.capability.partition(".")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

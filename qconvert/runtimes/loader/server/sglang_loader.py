@@ -11,15 +11,15 @@ import importlib
 import importlib.metadata
 import os
 import pkgutil
+import sys
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
 import torch
 
 from . import held, stubs
-from .flow import Flow
 from .pretend_cuda import OnCpu, pretend
-from .serving import Told, serve
+from .serving import Told, Watch, serve
 
 # Of sglang 0.5.23's imports, those that have no build without a GPU, or are the server's.
 _STUBBED = frozenset((
@@ -38,7 +38,7 @@ _KERNELS = ("flashinfer-python", "flashinfer_python", "sgl-kernel", "sgl_kernel"
 def _import_all(capability: tuple[int, int]) -> None:
     importlib.import_module("transformers")
     stubs.transformers_without_torchvision()
-    importlib.import_module("compressed_tensors")
+    stubs.import_ahead("compressed_tensors")
     stubs.install(_STUBBED)
     deep_gemm: Any = importlib.import_module("deep_gemm")
     deep_gemm.get_num_sms = lambda: 132  # of an H200
@@ -46,19 +46,20 @@ def _import_all(capability: tuple[int, int]) -> None:
     metadata: Any = importlib.metadata
     real = metadata.version
     metadata.version = lambda name: "99.0.0" if name in _KERNELS else real(name)
-    for module in (
-        "models.registry", "model_loader.loader", "layers.quantization.modelopt_quant",
-        "layers.quantization.compressed_tensors.compressed_tensors",
-    ):  # fmt: skip
-        importlib.import_module(f"sglang.srt.{module}")
+    importlib.import_module("sglang.srt.model_loader.loader")
+    stubs.import_ahead(
+        "sglang.srt.models.registry", "sglang.srt.layers.quantization.modelopt_quant",
+        "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors",
+    )  # fmt: skip
     # What else a load imports, so that no child does.
     with OnCpu():
         for package in ("arg_groups", "distributed.device_communicators"):
-            folder = importlib.import_module(f"sglang.srt.{package}").__path__
+            stubs.import_ahead(f"sglang.srt.{package}")
+            folder = getattr(sys.modules.get(f"sglang.srt.{package}"), "__path__", ())
             for found in pkgutil.iter_modules(folder):
                 if found.name.endswith("_hook") or found.name in _BY_LOADS:
-                    importlib.import_module(f"sglang.srt.{package}.{found.name}")
-        importlib.import_module("sglang.srt.model_loader.expert_pack_config")
+                    stubs.import_ahead(f"sglang.srt.{package}.{found.name}")
+        stubs.import_ahead("sglang.srt.model_loader.expert_pack_config")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,7 +106,7 @@ def _after_its_model(config: Any) -> None:
         DeepseekV2ForCausalLM.packed_modules_mapping["fused_qkv_a_proj_with_mqa"] = parts
 
 
-def load(job: dict[str, Any], told: Told) -> None:
+def load(job: dict[str, Any], told: Told, watch: Watch) -> None:
     """Load a folder as a rank would; `told` hears of each fact as soon as it is known."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
@@ -115,28 +116,25 @@ def load(job: dict[str, Any], told: Told) -> None:
     told("step", "arguments")
     _become(job)
     told("step", "config")
-    config = ModelConfig(job["folder"], is_draft_model=job["draft"])
+    config = ModelConfig(job["folder"], is_draft_model=job["draft"], trust_remote_code=False)
     config._verify_quantization()
     told("quantization", config.quantization)
     told("architecture", config.hf_config.architectures[0])
     if job["draft"]:
         _after_its_model(config)
     told("step", "build")
-    flow = Flow()
 
     class Loader(DefaultModelLoader):  # type: ignore[misc]
         @staticmethod
         def load_weights_and_postprocess(model: Any, weights: Any, target: Any) -> None:
             told("schemes", held.schemes(model))
             told("empty", held.empty(model))
-            before = list(held.parameters(model))
-            held.mark(model)
-            flow.install()
+            watch.begin(model)
             told("step", "load")
-            DefaultModelLoader.load_weights_only(model, flow.handed(weights), target)
-            told("unwritten", held.unwritten(model, before))
-            told("unused", flow.unused)
-            told("parameters", held.hashes(model))
+            try:
+                DefaultModelLoader.load_weights_only(model, watch.handed(weights), target)
+            finally:
+                watch.tell(model, told)
 
     loader = Loader(LoadConfig(load_format="auto"))
     loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))

@@ -17,14 +17,13 @@ from typing import Any
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0",
-    "VLLM_CACHE_ROOT": f"{sys.prefix}/vllm/cache",
 }  # fmt: skip
+os.environ.setdefault("VLLM_CACHE_ROOT", f"{sys.prefix}/vllm/cache")
 import torch
 
 from . import held, stubs
-from .flow import Flow
 from .pretend_cuda import OnCpu, pretend
-from .serving import Told, serve
+from .serving import Told, Watch, serve
 
 # Of vLLM 0.33.0's imports, those that have no build without a GPU, or are the server's.
 _STUBBED = frozenset((
@@ -41,6 +40,8 @@ _OPERATORS = ("_C", "_moe_C", "_C_cache_ops", "_C_custom_ar", "_qutlass_C")
 _CLASSES = ("deepseek_v2", "deepseek_mtp", "glm4_moe", "glm4_moe_mtp", "qwen3_5", "qwen3_5_mtp",
             "qwen3_moe", "qwen3_next", "qwen3_next_mtp")  # fmt: skip
 _BY_LOADS = (
+    "compilation.passes.fusion.allreduce_rms_fusion", "model_executor.models.config",
+    "v1.attention.backends.flash_attn", "v1.executor.multiproc_executor",
     "model_executor.kernels.linear.cute_dsl.ll_bf16", "model_executor.kernels.linear.cute_dsl.ll_fp32w",
     "model_executor.models.adapters", "model_executor.models.expert_substitution",
     "plugins.lora_resolvers.filesystem_resolver", "plugins.lora_resolvers.hf_hub_resolver",
@@ -130,23 +131,16 @@ def _import_all(capability: tuple[int, int]) -> None:
     cuda.NonNvmlCudaPlatform.get_device_communicator_cls = staticmethod(lambda: _NO_COMMUNICATOR)
     platforms._current_platform = cuda.NonNvmlCudaPlatform()
     with OnCpu():
-        for name in _CLASSES:
-            importlib.import_module(f"vllm.model_executor.models.{name}")
+        stubs.import_ahead(*(f"vllm.model_executor.models.{name}" for name in _CLASSES))
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
         registry._run_in_subprocess = lambda asked: asked()
-        for module in (
-            "engine.arg_utils", "model_executor.model_loader.default_loader",
-            "model_executor.models.config", "compilation.passes.fusion.allreduce_rms_fusion",
-            "v1.attention.backends.flash_attn", "v1.executor.multiproc_executor",
-        ):  # fmt: skip
+        for module in ("engine.arg_utils", "model_executor.model_loader.default_loader"):
             importlib.import_module(f"vllm.{module}")
         # One method imports those of all.
         quantization = importlib.import_module("vllm.model_executor.layers.quantization")
         quantization.get_quantization_config("fp8")
         # What else a load imports, so that no child does: it took most of its time.
-        importlib.import_module("ray")
-        for module in _BY_LOADS:
-            importlib.import_module(f"vllm.{module}")
+        stubs.import_ahead("ray", *(f"vllm.{module}" for module in _BY_LOADS))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -205,7 +199,7 @@ def _dropped(model: torch.nn.Module) -> Iterator[str]:
             yield from (f"{name}.{leaf}" for leaf in ("w13_bias", "w2_bias") if leaf not in came)
 
 
-def load(job: dict[str, Any], told: Told) -> None:
+def load(job: dict[str, Any], told: Told, watch: Watch) -> None:
     """Load a folder as a rank would; `told` hears of each fact as soon as it is known."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -217,11 +211,10 @@ def load(job: dict[str, Any], told: Told) -> None:
     config = whole.speculative_config.draft_model_config if job["draft"] else whole.model_config
     told("quantization", config.quantization)
     told("architecture", config.architectures[0])
-    flow = Flow()
 
     class Loader(DefaultModelLoader):  # type: ignore[misc]
         def get_all_weights(self, *args: Any, **kwargs: Any) -> Any:
-            return flow.handed(super().get_all_weights(*args, **kwargs))
+            return watch.handed(super().get_all_weights(*args, **kwargs))
 
     with set_current_vllm_config(whole):
         told("step", "groups")
@@ -231,17 +224,13 @@ def load(job: dict[str, Any], told: Told) -> None:
             model = initialize_model(whole, model_config=config)
         told("schemes", held.schemes(model))
         told("empty", held.empty(model))
-        before = list(held.parameters(model))
-        held.mark(model)
-        flow.install()
+        watch.begin(model)
         told("step", "load")
         try:
             Loader(whole.load_config).load_weights(model, config)
         finally:
-            told("unwritten", held.unwritten(model, before))
-            told("unused", flow.unused)
+            watch.tell(model, told)
             told("dropped", [*_dropped(model)])
-        told("parameters", held.hashes(model))
     told("step", "done")
 
 
