@@ -201,8 +201,10 @@ _FOR_VALIDATORS = {
     "qconvert.core.own_process",
     # Names that a manifest has: facts, no code that makes a folder.
     "qconvert.core.manifest_keys",
-    # The simulator of a runtime's loader, which knows nothing of how a folder was made.
+    # The simulator of a runtime's loader, and that loader itself, which know nothing of how a
+    # folder was made.
     "qconvert.runtimes.advisories", "qconvert.runtimes.serving",
+    "qconvert.runtimes.loader.ask",
     "qconvert.runtimes.loading.load_weights", "qconvert.runtimes.loading.setting",
 }  # fmt: skip
 _OF_VALIDATORS = (

@@ -71,6 +71,7 @@ NOT_RUN = {
     r" /models/": "a folder of a cluster",
     r"^qconvert eval": "needs a tokenizer of the model: tests/test_eval_cli.py",
     r"--shard|^qconvert (status|finish)": "several machines: tests/test_shards.py",
+    r"--loader ": "needs a runtime: tests/loaders/test_loader_option.py",
     r"RECIPE SRC OUT|--against SRC ": "placeholders",
     r"--stats ": "of a calibration that is not run here: tests/test_nvfp4.py",
 }

@@ -340,7 +340,7 @@ def test_a_run_without_shards_keeps_shards_out(source: Path, tmp_path: Path) -> 
     "more",
     [
         ("--family", "mine.py"), ("--family=x.py",), ("--follow-links",), ("--engine", "ray"),
-        ("--address=head:6379",), ("--save-stats", "mine"),
+        ("--address=head:6379",), ("--save-stats", "mine"), ("--loader=bin/python",),
     ],
 )  # fmt: skip
 def test_some_options_are_not_taken_from_a_journal(

@@ -23,6 +23,7 @@ from qconvert.formats.amx.format import RUNTIME_NAME
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.ktransformers import RUNTIME, launch_line, reads_as_it_is
+from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.serving import SIMULATED, launch
 
 # --- KTransformers --------------------------------------------------------------------------------
@@ -128,7 +129,8 @@ RUNTIMES = (*SIMULATED, "ktransformers")
 @dataclass(frozen=True)
 class Advice:
     """`best` is what to do, None if nothing considered loads and fits; `others` what was considered too.
-    `tp` is the tensor-parallel size to serve `best` at. `lines` start the server, one per role."""
+    `tp` is the tensor-parallel size to serve `best` at. `lines` start the server, one per role. `seen`:
+    the loader that answered, "" for the simulator."""
 
     source: str
     runtime: str
@@ -137,6 +139,7 @@ class Advice:
     others: tuple[Choice | Hybrid, ...]
     tp: int = 0
     lines: tuple[str, ...] = ()
+    seen: str = ""
 
     @property
     def not_known(self) -> str:
@@ -165,9 +168,11 @@ def advise(
     disaggregated: bool = False,
     numa: int = 2,
     hotness: str | None = None,
+    loader: RuntimeLoader | None = None,
 ) -> Advice:
-    """Advice for sglang, vLLM or KTransformers, from headers alone. Raises UsageError for another
-    runtime, for disaggregated roles of vLLM, and where KTransformers' main memory is not said;
+    """Advice for sglang, vLLM or KTransformers, from headers alone; a `loader` answers for the runtime
+    in place of its simulator. Raises UsageError for another runtime, for disaggregated roles of vLLM,
+    and where KTransformers' main memory is not said;
     PlanError where experts cannot be found."""
     source = checkpoint.name
     if consumer.name == "ktransformers":
@@ -187,7 +192,7 @@ def advise(
             continue
         # Once something fits, others are asked at its size alone: a load of a large model takes seconds.
         sizes = machine.sizes if best is None else (max(best.fits_at(machine)),)
-        choice = considered(checkpoint, candidate, sizes, machine, consumer)
+        choice = considered(checkpoint, candidate, sizes, machine, consumer, loader)
         if best is None and choice.fits_at(machine):
             best = choice
         else:
@@ -202,7 +207,8 @@ def advise(
         # sglang, server_args.py: each role is a server of its own over the same folder.
         roles = [f"{line} --disaggregation-mode {role}" for role in ("prefill", "decode")]
         lines = tuple(roles) if disaggregated else (line,)
-    return Advice(source, consumer.name, machine, best, tuple(others), tp, lines)
+    seen = "" if loader is None else str(loader)
+    return Advice(source, consumer.name, machine, best, tuple(others), tp, lines, seen)
 
 
 def _hybrid(
@@ -224,6 +230,7 @@ def as_json(found: Advice) -> dict[str, Any]:
     return {
         "source": found.source,
         "runtime": found.runtime,
+        "seen_in": found.seen,
         "assumed": found.assumes,
         "not_known": found.not_known,
         "best": None if found.best is None else _one(found.best, found.machine),
@@ -273,7 +280,7 @@ def why_not(choice: Choice) -> dict[int, str]:
 def lines_of(found: Advice) -> Iterator[str]:
     """For people."""
     best, machine = found.best, found.machine
-    yield f"{found.source} for {found.runtime}"
+    yield f"{found.source} for {found.runtime}{f' ({found.seen})' if found.seen else ''}"
     if isinstance(best, Hybrid):
         yield from best.lines()
     elif best is not None:

@@ -20,6 +20,7 @@ from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.run.folder.prepare import disk_bytes, prepare
 from qconvert.run.work.options import RunOptions
 from qconvert.runtimes.consumers import Consumer
+from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.loading.load_weights import Tensors
 from qconvert.runtimes.loading.setting import BLACKWELL, Setting
 from qconvert.runtimes.serving import Answer, NotKnown, Offered, asked
@@ -140,9 +141,10 @@ def considered(
     sizes: Sequence[int],
     machine: Machine,
     consumer: Consumer = SGLANG,
+    loader: RuntimeLoader | None = None,
 ) -> Choice:
-    """Plan a candidate, and ask the simulator of the runtime's loader at each size (no size: it is not
-    asked). Nothing but headers is read."""
+    """Plan a candidate, and ask the simulator of the runtime's loader, or that loader itself, at each
+    size (no size: it is not asked). Nothing but headers is read."""
     try:
         plan = run_passes(Plan.identity(checkpoint), candidate.passes)
         ready = prepare(plan, RunOptions()) if candidate.passes else None
@@ -152,11 +154,13 @@ def considered(
         return Choice(candidate, refused=str(error))
     folder = checkpoint if ready is None else judgement.planned_checkpoint(ready)
     tensors = Tensors.of(TypesOf(folder.sources))
+    files = {} if loader is None else judgement.read_by_runtimes(plan)
+    offered = Offered(folder.config, tensors, gdn_groups_here(folder), files=files)
     answers: dict[int, Answer] = {}
     unknown = ""
     for tp in sizes:
         setting = Setting(tp=tp, capability=machine.capability)
-        answer = asked(consumer, Offered(folder.config, tensors, gdn_groups_here(folder)), setting)
+        answer = asked(consumer, offered, setting, loader=loader)
         if isinstance(answer, NotKnown):
             unknown = str(answer)
             break

@@ -7,8 +7,19 @@ from typing import Any
 import click
 
 from qconvert.cli.command import Command
-from qconvert.cli.options import FINDINGS, JSON, NOT_KNOWN, OPENING, SIZE, SOURCE, Count, made_for
+from qconvert.cli.options import (
+    FINDINGS,
+    JSON,
+    NOT_KNOWN,
+    OPENING,
+    SIZE,
+    SOURCE,
+    Count,
+    made_for,
+    option_of,
+)
 from qconvert.core.say import say, say_all, say_json
+from qconvert.validation.options import ValidateOptions
 
 
 @click.command(cls=Command)
@@ -42,6 +53,7 @@ from qconvert.core.say import say, say_all, say_json
 @click.option(
     "--disaggregated", is_flag=True, help="Print a launch line for each role: prefill and decode."
 )
+@option_of(ValidateOptions, "loader")
 @OPENING
 @JSON
 def advise(

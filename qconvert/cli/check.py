@@ -163,7 +163,7 @@ def _diff_files(a: str, b: str, *, follow_links: bool, as_json: bool) -> int:
 @click.argument("out", type=SOURCE_NAME, required=False)
 @options_of(ValidateOptions, "against", "draft", "beside", "level", "pair", "kernels", "layers")
 @made_for("sglang, whose loader is simulated: an H200 without other options", "sglang", "vllm")
-@options_of(ValidateOptions, "tp", "pp", "ep", "jobs", "memory")
+@options_of(ValidateOptions, "tp", "pp", "ep", "loader", "jobs", "memory")
 @click.option(
     "--format", "form",
     type=click.Choice(["text", "json", "junit", "sarif", "markdown", "github", "html"]),
@@ -205,6 +205,7 @@ def validate(
       qconvert validate with-draft --against Qwen3.5-w4a16 --draft Qwen3.5-draft --level full
       qconvert validate GLM-4.5-w4a16 --for sglang==0.5.23 --tp 8
       qconvert validate GLM-4.5-w4a16 --for vllm==0.33.0 --tp 8 --pp 2
+      qconvert validate GLM-4.5-w4a16 --for vllm --tp 8 --loader /opt/venv/bin/python
       qconvert validate --kernels
       qconvert validate --explain QC015
     """

@@ -309,7 +309,7 @@ def plan_options(options: CommandOptions) -> PlanOptions:
 
     started = Started.now()
     words: Sequence[str] = without_profile(started.words)
-    for name in ("--until", "--log-json"):  # of this start alone
+    for name in ("--until", "--log-json", "--loader"):  # of this start alone
         words = without_option(words, name)
     return {
         **options.keywords(), "for_run": not options.dry_run,

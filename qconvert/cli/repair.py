@@ -17,9 +17,11 @@ from qconvert.cli.options import (
     TP,
     FolderPath,
     made_for,
+    option_of,
 )
 from qconvert.core.say import say, say_json
 from qconvert.core.shown import count
+from qconvert.validation.options import ValidateOptions
 
 if TYPE_CHECKING:
     from qconvert.api import Repair
@@ -38,6 +40,7 @@ _MOST_LINES = 40  # of a diff: an ignore list may have a line a layer
 )
 @made_for("sglang, whose loader is simulated: an H200 without other options", "sglang")
 @TP
+@option_of(ValidateOptions, "loader")
 @DRY_RUN
 @OPENING
 @JSON
@@ -46,6 +49,7 @@ def repair(
     out: Path | None,
     consumer: str | None,
     tp: int | None,
+    loader: str | None,
     dry_run: bool,
     follow_links: bool,
     as_json: bool,
@@ -71,8 +75,8 @@ def repair(
     if consumer is None and tp is not None:
         raise click.UsageError("--tp is a size of a runtime: give --for NAME")
     found = api.repair(
-        source, out, runtime=consumer, tp=tp or 1, dry_run=dry_run, follow_links=follow_links,
-        notice=lambda text: say(text, err=True),
+        source, out, runtime=consumer, tp=tp or 1, loader=loader, dry_run=dry_run,
+        follow_links=follow_links, notice=lambda text: say(text, err=True),
     )  # fmt: skip
     if as_json:
         say_json([_as_json(one) for one in found])

@@ -18,12 +18,13 @@ from qconvert.core.say import say, say_json
 if TYPE_CHECKING:
     from qconvert.run.folder.status import FolderStatus
 
-# What a folder that is anyone's must not ask for: to run a file of Python, to read beyond a source, to
-# write elsewhere (commands are noted without --profile, --log-json), to take orders of a cluster. A
-# --work-dir is taken: the folder below it must be OUT itself, or nothing is made (carry_out.py).
+# What a folder that is anyone's must not ask for: to run a file or program of its choice, to read beyond
+# a source, to write elsewhere (commands are noted without --profile, --log-json, --loader), to take
+# orders of a cluster. A --work-dir is taken: the folder below it must be OUT itself, or nothing is made
+# (carry_out.py).
 REFUSED = (
     "--family", "--follow-links", "--profile", "--log-json", "--save-stats", "--engine", "--address",
-    "--distributed",
+    "--distributed", "--loader",
 )  # fmt: skip
 
 

@@ -33,6 +33,11 @@ class OutputError(QConvertError):
     """The output folder cannot be used: foreign, locked, read-only, disk too small, another plan."""
 
 
+class LoaderError(QConvertError):
+    """The interpreter that --loader names has no such runtime, or its loader cannot be run; the message
+    ends with what it printed last."""
+
+
 class RunError(QConvertError):
     """A failure while data was being converted. Nothing was published; the work is resumable."""
 

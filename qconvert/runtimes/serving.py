@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from qconvert.runtimes.consumers import (
     consumer_in,
     refused_form,
 )
+from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.misreadings import misread
@@ -43,12 +44,14 @@ Verdict = Literal["loads", "does not load", "not known"]
 @dataclass(frozen=True, slots=True)
 class ServingSetup:
     """A runtime and how many ranks serve a folder: `tp` of tensor parallelism and `ep` groups of experts
-    among them; `stages` are the layers of each pipeline stage, or their number alone."""
+    among them; `stages` are the layers of each pipeline stage, or their number alone; `loader`, the
+    runtime itself, is asked in place of its simulator."""
 
     consumer: Consumer
     tp: int = 1
     stages: tuple[int, ...] = (1,)
     ep: int = 1
+    loader: RuntimeLoader | None = None
 
     @property
     def setting(self) -> Setting:
@@ -61,18 +64,25 @@ class ServingSetup:
         version = f" {self.consumer.version}" if self.consumer.version else ""
         return f"{self.consumer.name}{version}"
 
+    @property
+    def who(self) -> str:
+        """The runtime and version that answers."""
+        name = self.consumer.name
+        return f"{name} {SIMULATED[name] if self.loader is None else self.loader.version}"
+
 
 @dataclass(frozen=True, slots=True)
 class Offered:
     """A folder as a runtime gets it: config and headers; in how many groups its fused rows are; the
     pipeline stage that it holds alone, and the layers of each; whether it is a draft without its
-    model."""
+    model; small files beside the config, which the runtime's own loader reads (loader/ask.py)."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorType]
     groups: int | None = None
     place: tuple[int, tuple[int, ...]] | None = None
     alone: bool = False
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def stage(self) -> int | None:
@@ -137,10 +147,16 @@ class NotKnown:
 
 
 def asked(
-    consumer: Consumer, folder: Offered, setting: Setting, *, every: bool = True
+    consumer: Consumer,
+    folder: Offered,
+    setting: Setting,
+    *,
+    every: bool = True,
+    loader: RuntimeLoader | None = None,
 ) -> Answer | NotKnown:
-    """Tell whether a runtime loads a folder; one of a stage as it was cut."""
-    if (unknown := version_not_known(consumer)) is not None:
+    """Tell whether a runtime loads a folder; one of a stage as it was cut. With a `loader` the runtime
+    itself says so, of any class and version."""
+    if loader is None and (unknown := version_not_known(consumer)) is not None:
         return unknown
     name = consumer.name
     if name not in SIMULATED:
@@ -149,8 +165,8 @@ def asked(
         setting = replace(setting, pp=len(folder.place[1]), partition=folder.place[1])
     try:
         if folder.alone:
-            return draft_alone(folder, setting, every=every, runtime=name)
-        return served(folder, setting, every=every, runtime=name)
+            return draft_alone(folder, setting, every=every, runtime=name, loader=loader)
+        return served(folder, setting, every=every, runtime=name, loader=loader)
     except NotSimulated as reason:
         return NotKnown(class_of(folder.config), str(reason))
 
@@ -203,21 +219,26 @@ def served(
     every: bool = True,
     draft: bool = False,
     runtime: str = "sglang",
+    loader: RuntimeLoader | None = None,
 ) -> Answer:
-    """Ask a runtime's simulator for every kind of rank, or for the last alone; where the folder does not
-    load whole, also with shared experts kept apart. `draft`: as the draft model that the folder holds.
-    Raises NotSimulated."""
+    """Ask a runtime's simulator, or its own loader, for every kind of rank, or for the last alone; where
+    the folder does not load whole, also with shared experts kept apart. `draft`: as the draft model that
+    the folder holds. Raises NotSimulated."""
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
-    if setting.pp > 1 and one_stage(runtime, folder.config):
+    if loader is None and setting.pp > 1 and one_stage(runtime, folder.config):
         refused = LoadRefused("", "", class_of(folder.config), "it runs in one pipeline stage only")
         return Answer((SimulatedLoad(setting, refused),), ())
     folder = replace(folder, tensors=(named := Tensors.of(folder.tensors)))
-    known = named.once(f"misread {runtime}", folder.config, partial(misread, runtime))
+    known = None
+    if loader is None or is_release(loader.version, SIMULATED[runtime]):
+        known = named.once(f"misread {runtime}", folder.config, partial(misread, runtime))
     if known:
         ranks = (SimulatedLoad(setting, None, misread=known.wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
     simulate = partial(_SIMULATE[runtime], groups=folder.groups, draft=draft)
+    if loader is not None:
+        simulate = partial(loader.load, groups=folder.groups, draft=draft, files=folder.files)
     answer = _served(simulate, folder, setting, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
@@ -229,7 +250,12 @@ def served(
 
 
 def drafted(
-    folder: Offered, model: Answer, *, every: bool = True, runtime: str = "sglang"
+    folder: Offered,
+    model: Answer,
+    *,
+    every: bool = True,
+    runtime: str = "sglang",
+    loader: RuntimeLoader | None = None,
 ) -> Answer | None:
     """The same for the draft model in the folder, started as its model is, whose answer is `model`: with
     the option that mends it. None where there is none. Raises NotSimulated, also for one in pipeline
@@ -239,15 +265,18 @@ def drafted(
     own: Mapping[str, TensorType] = {}
     if not answered:
         named = Tensors.of(folder.tensors)
-        own = named.once(f"draft {runtime}", folder.config, partial(_draft, runtime))
+        if loader is None:
+            own = named.once(f"draft {runtime}", folder.config, partial(_draft, runtime))
+        elif loader.draft_of(folder.config, named):
+            own = named
     if not own:
         return None
     if setting.pp > 1:
         raise NotSimulated("a draft in pipeline stages")
     if model.required_flag == NO_FUSION:
         setting = replace(setting, disable_shared_experts_fusion=True)
-    draft = Offered(folder.config, own, folder.groups)
-    return served(draft, setting, every=every, draft=True, runtime=runtime)
+    draft = Offered(folder.config, own, folder.groups, files=folder.files)
+    return served(draft, setting, every=every, draft=True, runtime=runtime, loader=loader)
 
 
 def _draft(runtime: str, config: Mapping[str, Any], tensors: Tensors) -> Tensors:
@@ -255,10 +284,17 @@ def _draft(runtime: str, config: Mapping[str, Any], tensors: Tensors) -> Tensors
 
 
 def draft_alone(
-    folder: Offered, setting: Setting, *, every: bool = True, runtime: str = "sglang"
+    folder: Offered,
+    setting: Setting,
+    *,
+    every: bool = True,
+    runtime: str = "sglang",
+    loader: RuntimeLoader | None = None,
 ) -> Answer:
     """The same for a folder that holds a draft and not its model. Raises NotSimulated, also under vLLM,
     for which drafts are not simulated, and for a class without a draft."""
+    if loader is not None:
+        return served(folder, setting, every=every, draft=True, runtime=runtime, loader=loader)
     if runtime != "sglang":
         raise NotSimulated(f"a draft under {runtime}")
     if setting.pp > 1 or not (found := sglang.of_draft(folder.config, folder.tensors)):
@@ -306,7 +342,8 @@ class Loading:
     what it leaves of the KV cache's scales there. `failed`:
     at which it does not, and why; `draft`: why it does not load the draft in the folder; `unknown`: why
     nothing is said of its other sizes, or of any. `asked` are the sizes that the simulator was asked of;
-    `unread`: tensors that it reads nowhere at the first, or the one for which it refuses the folder."""
+    `unread`: tensors that it reads nowhere at the first, or the one for which it refuses the folder;
+    `seen`: its own loader was asked, not its simulator."""
 
     runtime: str
     version: str
@@ -317,6 +354,7 @@ class Loading:
     cache: str = ""
     asked: tuple[int, ...] = ()
     unread: frozenset[str] = frozenset()
+    seen: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -347,7 +385,7 @@ class Loading:
 
     def lines(self) -> tuple[str, ...]:
         """For a plan."""
-        who = f"{self.runtime} {self.version} (H200)"
+        who = f"{self.runtime} {self.version} ({'H200, its own loader' if self.seen else 'H200'})"
         found = [
             f"{who} at tp {', '.join(map(str, numbers))}" + (f" with {option}" if option else "")
             for option, numbers in self.sizes.items()
@@ -357,10 +395,15 @@ class Loading:
 
 
 def loads(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorType], facts: Mapping[str, Any]
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    facts: Mapping[str, Any],
+    loaders: Mapping[str, RuntimeLoader] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> dict[str, Loading]:
     """Tell whether each runtime loads a folder, by the runtime's name. `facts` are its manifest's: the
-    order of fused rows, which pipeline stage it is, and the form of its experts. Where no simulator
+    order of fused rows, which pipeline stage it is, and the form of its experts. `loaders` are those of
+    runtimes that are asked themselves, with the small `files` that they read. Where no simulator
     knows the class, a form that no class of the runtime reads is said not to load. Nothing for folders
     of experts for CPUs or for kernels, which no server loads by themselves."""
     if facts.get("amx") is not None or facts.get("trtllm_gen") is not None:
@@ -381,7 +424,9 @@ def loads(
         if len(_SAID) >= _MOST_SAID:
             _SAID.clear()
         _SAID[digest] = tuple(_loading(name, folder) for name in RUNTIMES)
-    return {one.runtime: _of_facts(one, config, facts) for one in _SAID[digest]}
+    said = {one.runtime: _of_facts(one, config, facts) for one in _SAID[digest]}
+    whole = replace(folder, files=files or {})
+    return said | {name: _loading(name, whole, one) for name, one in (loaders or {}).items()}
 
 
 def _of_facts(one: Loading, config: Mapping[str, Any], facts: Mapping[str, Any]) -> Loading:
@@ -413,7 +458,7 @@ def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
     return (number, layers) if 0 <= number < len(layers) == len(partition) else None
 
 
-def _loading(runtime: str, folder: Offered) -> Loading:
+def _loading(runtime: str, folder: Offered, loader: RuntimeLoader | None = None) -> Loading:
     """Answer of one runtime."""
     whole: dict[str, dict[int, int]] = {}
     failed = draft = unknown = cache = ""
@@ -421,10 +466,11 @@ def _loading(runtime: str, folder: Offered) -> Loading:
     sizes: list[int] = []
     for tp in _SIZES:
         beside = None
-        answer = asked(Consumer(runtime), folder, Setting(tp=tp, rank=tp - 1), every=False)
+        at = Setting(tp=tp, rank=tp - 1)
+        answer = asked(Consumer(runtime), folder, at, every=False, loader=loader)
         if isinstance(answer, NotKnown):
-            at = f"at tp {tp} " if sizes else ""
-            unknown = f"{at}{_short(str(answer))}"
+            which = f"at tp {tp} " if sizes else ""
+            unknown = f"{which}{_short(str(answer))}"
             break
         sizes.append(tp)
         if unread is None:
@@ -432,7 +478,7 @@ def _loading(runtime: str, folder: Offered) -> Loading:
             unread = frozenset(answer.unread if end is None else (end.where,))
         try:
             if not folder.alone:
-                beside = drafted(folder, answer, every=False, runtime=runtime)
+                beside = drafted(folder, answer, every=False, runtime=runtime, loader=loader)
         except NotSimulated as reason:
             draft = draft or f"is not known to load its draft, which is not simulated: {reason}"
         if answer.verdict == "loads":
@@ -450,9 +496,9 @@ def _loading(runtime: str, folder: Offered) -> Loading:
                 failed = f"does not load it right: {_why(answer)}; {answer.cure}"
                 break
             failed = f"not at tp {tp}: {_why(answer)}"
-    version = RELEASES[runtime].version
-    left = unread or frozenset()
-    return Loading(runtime, version, whole, failed, draft, unknown, cache, tuple(sizes), left)
+    version = RELEASES[runtime].version if loader is None else loader.version
+    left, seen = unread or frozenset(), loader is not None
+    return Loading(runtime, version, whole, failed, draft, unknown, cache, tuple(sizes), left, seen)
 
 
 def _why(answer: Answer) -> str:

@@ -106,28 +106,33 @@ def advise(
     disaggregated: bool = False,
     numa: int = 2,
     hotness: str | None = None,
+    loader: str | Path | None = None,
     follow_links: bool = False,
 ) -> Advice:
     """Return which conversion a model needs for a runtime (`sglang`, `ktransformers`, optionally with
     `==VERSION`), if any: the first of several, in the order of what they lose, that the runtime's loader
-    takes whole and the machine holds. From headers alone; the loader is simulated.
+    takes whole and the machine holds. From headers alone; the loader is simulated, or asked where
+    `loader` names the Python of the environment that serves.
 
         >>> found = api.advise(sample, "sglang", api.Machine(gpus=1))
         >>> found.best.candidate.command, found.tp  # no command: it is served as it is
         ('', 1)
 
     `disaggregated` asks for a launch line for each role; `numa` nodes and a `hotness` map are for
-    KTransformers. Raises CheckpointError, UsageError for a runtime that is not simulated.
+    KTransformers. Raises CheckpointError, UsageError for a runtime that is not simulated, LoaderError
+    for a loader that cannot be asked.
     """
     from qconvert.advise.advice import advise as _advise
     from qconvert.advise.options import Machine
     from qconvert.runtimes.consumers import Consumer, parse_consumer
+    from qconvert.runtimes.loader.ask import loader_of
 
     consumer = Consumer("ktransformers") if runtime == "ktransformers" else parse_consumer(runtime)
+    own = None if loader is None else loader_of(loader, consumer)
     checkpoint = checkpoint_of(source, follow_links=follow_links)
     return _advise(
         checkpoint, consumer, machine or Machine(), disaggregated=disaggregated, numa=numa,
-        hotness=hotness,
+        hotness=hotness, loader=own,
     )  # fmt: skip
 
 
@@ -208,6 +213,7 @@ def repair(
     *,
     runtime: str | None = None,
     tp: int = 1,
+    loader: str | Path | None = None,
     dry_run: bool = False,
     follow_links: bool = False,
     notice: Callable[[str], None] | None = None,
@@ -218,26 +224,29 @@ def repair(
 
     Changed files are written into the folder, or into `out`, which a repo needs; with `dry_run` nowhere.
     The result must have no error left; with a `runtime` (`sglang==0.5.23`) the simulator of its loader
-    must say that `tp` ranks load it whole. Returns what was (or would be) changed, per folder; again on
-    the result it is nothing.
+    must say that `tp` ranks load it whole, or, with a `loader`, the Python of the environment that
+    serves, the runtime itself (see `ValidateKeywords`). Returns what was (or would be) changed, per
+    folder; again on the result it is nothing.
 
         >>> [found.changes for found in api.repair(sample)]
         [()]
 
     Raises CheckpointError for what only a new conversion can mend (not with `dry_run`: see
-    Repair.left), for an unfinished conversion and for shards that cannot be read.
+    Repair.left), for an unfinished conversion and for shards that cannot be read; LoaderError for a
+    loader that cannot be asked.
     """
     from qconvert.hub.headers import place_of
     from qconvert.repair.repair import repair_of
     from qconvert.repair.write import finish, write
-    from qconvert.runtimes.consumers import parse_consumer
-    from qconvert.runtimes.serving import ServingSetup
-    from qconvert.validation.runner import Request, validate_folder
+    from qconvert.validation.runner import validate_folder
 
-    serving = None if runtime is None else ServingSetup(parse_consumer(runtime), tp)
+    asked = ValidateOptions(
+        runtime=runtime, tp=None if runtime is None else tp,
+        loader=None if loader is None else str(loader),
+    )  # fmt: skip
+    request = asked.request
 
     def judge(part: Path, follow_links: bool) -> list[Finding]:
-        request = Request(serving=serving)
         report = validate_folder(part, request=request, follow_links=follow_links)
         if notice is not None and report.not_known:
             notice(f"not checked: {report.not_known}")

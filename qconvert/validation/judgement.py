@@ -39,6 +39,8 @@ from qconvert.plan.manifest import described
 from qconvert.plan.plan import Plan
 from qconvert.run.folder.prepare import Prepared
 from qconvert.run.folder.staging import Staged
+from qconvert.runtimes.consumers import consumer_in
+from qconvert.runtimes.loader.ask import FILES, loaders_for
 from qconvert.runtimes.serving import SIMULATED, Loading, loads
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Folder, judge_headers, rules
@@ -166,8 +168,11 @@ def judged(parts: Sequence[Prepared], source: Checkpoint, *, serving: bool = Tru
             )
         lines: tuple[str, ...] = ()
         if serving:
-            # At which sizes runtimes whose loaders are simulated load the folder.
-            answers = loads(here.config, TypesOf(here.sources), here.manifest or {})
+            # At which sizes runtimes whose loaders are simulated, or asked themselves, load the folder.
+            manifest, loader = here.manifest or {}, ready.options.loader
+            loaders = {} if loader is None else loaders_for(loader, consumer_in(manifest))
+            files = read_by_runtimes(ready.plan) if loaders else {}
+            answers = loads(here.config, TypesOf(here.sources), manifest, loaders, files)
             said = [answers[name] for name in SIMULATED if name in answers]
             lines = tuple(line for loading in said for line in loading.lines())
             added += _unread(here, [loading for loading in said if loading.asked])
@@ -229,6 +234,18 @@ def _identity(ready: Prepared) -> dict[str, Any]:
         "source": ready.plan.checkpoint.header_digest,
         "passes": [{"name": entry.name, "options": entry.options} for entry in ready.plan.log],
     }
+
+
+def read_by_runtimes(plan: Plan) -> dict[str, bytes]:
+    """Small files beside config.json that a runtime's loader reads, made here or copied."""
+    found = {}
+    for name in FILES:
+        data = plan.new_files.get(name)
+        if data is None and name in plan.side_files:
+            data = plan.checkpoint.read(name)
+        if data is not None:
+            found[name] = data.encode() if isinstance(data, str) else data
+    return found
 
 
 def _modelopt_of(plan: Plan) -> Mapping[str, Any] | None:

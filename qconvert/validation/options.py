@@ -93,6 +93,11 @@ class ValidateOptions:
         None, "Groups of experts among the tensor-parallel ranks. [with --for; default: 1]",
         kind="count", metavar="N",
     )  # fmt: skip
+    loader: str | None = option(
+        None, "Ask the runtime itself, by the Python of the environment that serves: it builds the "
+        "model without memory and loads from headers. This runs the runtime's code. [with --for]",
+        kind="interpreter", parse=str, metavar="PYTHON",
+    )  # fmt: skip
     jobs: int | None = option(
         None, "Worker processes.", kind="count", metavar="N",
         shown="the cores, as far as the work needs them",
@@ -112,6 +117,8 @@ class ValidateOptions:
             raise UsageError("--beside compares two folders of one source: give --against SRC")
         if self.runtime is None and (self.tp or self.pp or self.ep):
             raise UsageError("--tp, --pp and --ep are sizes of a runtime: give --for NAME")
+        if self.runtime is None and self.loader:
+            raise UsageError("--loader asks a runtime: give --for NAME")
 
     def keywords(self) -> ValidateKeywords:
         """The options as the API's function takes them, but the source."""
@@ -120,9 +127,10 @@ class ValidateOptions:
 
     @property
     def request(self) -> Request:
-        """Return what the validators are asked for. Raises UsageError for a runtime without
-        simulator."""
+        """Return what the validators are asked for. Raises UsageError for a runtime without simulator,
+        LoaderError for an interpreter without the runtime."""
         from qconvert.runtimes.consumers import parse_consumer
+        from qconvert.runtimes.loader.ask import loader_of
         from qconvert.runtimes.pipeline import parse_partition
         from qconvert.runtimes.serving import ServingSetup
         from qconvert.validation.runner import Request
@@ -130,7 +138,9 @@ class ValidateOptions:
         serving = None
         if self.runtime is not None:
             stages = (1,) if self.pp is None else parse_partition(self.pp)
-            serving = ServingSetup(parse_consumer(self.runtime), self.tp or 1, stages, self.ep or 1)
+            consumer = parse_consumer(self.runtime)
+            own = None if self.loader is None else loader_of(self.loader, consumer)
+            serving = ServingSetup(consumer, self.tp or 1, stages, self.ep or 1, own)
         return Request(self.level, self.layers, self.kernels, self.jobs, self.memory, serving)
 
 
@@ -145,6 +155,7 @@ class ValidateKeywords(TypedDict, total=False):
     tp: int | None
     pp: int | str | None
     ep: int | None
+    loader: str | Path | None
     jobs: int | None
     memory: int | str | None
     follow_links: bool

@@ -152,6 +152,12 @@ class RunOptions:
         shown="no limit; for an OUT on the Hub, some shards", planning=True,
     )  # fmt: skip
     private: bool = option(False, "Make the repo private if it is created.", rare=True)
+    loader: str | None = option(
+        None, "Ask the runtimes of this Python, that of the environment that serves, whether they load "
+        "the result, before anything is read: each builds the model without memory and loads from "
+        "headers. This runs the runtime's code.",
+        kind="interpreter", parse=str, metavar="PYTHON", rare=True, planning=True,
+    )  # fmt: skip
     for_run: bool = option(
         False, "Refuse an `out` inside the source, or around it, before planning; a run refuses it in "
         "any case.", command=False,
@@ -195,6 +201,7 @@ class PlanOptions(TypedDict, total=False):
     work_dir: str | Path | None
     disk_budget: int | str | None
     private: bool
+    loader: str | Path | None
     for_run: bool
     finish: bool
     command: tuple[str, ...]

@@ -1,19 +1,20 @@
 """Answer of the runtime that `--for` names: what it would do with the folder, by the simulator of its
-loader."""
+loader, or by its own loader (`--loader`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.shown import count, format_size
 from qconvert.runtimes.advisories import advisories
+from qconvert.runtimes.loader.ask import FILES
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.setting import NotSimulated
 from qconvert.runtimes.serving import (
-    SIMULATED,
     Answer,
     NotKnown,
     Offered,
@@ -52,21 +53,28 @@ class ForRuntime:
             stage = stage_of(checkpoint)
             place = None if stage is None else (stage.number, stage.partition)
             alone = DRAFT in (checkpoint.manifest or {})
-            offered = Offered(checkpoint.config, tensors, gdn_groups_here(checkpoint), place, alone)
+            files = {} if serving.loader is None else read_files(checkpoint)
+            groups = gdn_groups_here(checkpoint)
+            offered = Offered(checkpoint.config, tensors, groups, place, alone, files)
         except PlanError as reason:
             raise NotChecked(str(NotKnown(class_of(checkpoint.config), str(reason)))) from None
-        answer = asked(serving.consumer, offered, serving.setting)
+        answer = asked(serving.consumer, offered, serving.setting, loader=serving.loader)
         if isinstance(answer, NotKnown):
             raise NotChecked(str(answer))
         draft = None
         try:
             if not alone:
-                draft = drafted(offered, answer, runtime=serving.consumer.name)
+                name = serving.consumer.name
+                draft = drafted(offered, answer, runtime=name, loader=serving.loader)
         except NotSimulated as reason:
             yield OnlyRead(f"the draft is not simulated: {reason}")
-        version = SIMULATED[serving.consumer.name]
-        who = f"{serving.consumer.name} {version}"
-        yield OnlyRead(f"{who} at {answer.setting}: simulated from headers, no kernel was run")
+        who = serving.who
+        how = (
+            "simulated from headers"
+            if serving.loader is None
+            else f"headers given to {serving.loader}"
+        )
+        yield OnlyRead(f"{who} at {answer.setting}: {how}, no kernel was run")
         yield from findings(answer)
         if answer.whole:
             size = format_size(answer.nbytes)
@@ -126,6 +134,12 @@ def _at(rank: SimulatedLoad) -> str:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(names[:_MOST]) + more
+
+
+def read_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Small files that a runtime's own loader reads beside config.json."""
+    found = {name: checkpoint.read(name) for name in FILES}
+    return {name: data for name, data in found.items() if data is not None}
 
 
 VALIDATOR = ForRuntime()
