@@ -216,9 +216,9 @@ def test_the_command_says_who_answered(tmp_path: Path) -> None:
 def test_the_command_fails_with_one_clear_error(tmp_path: Path) -> None:
     origin = bf16_moe().write(tmp_path / "model")
     python = interpreter(tmp_path, "sys.exit('no kernels here')")
-    for words in (["validate", origin], ["advise", origin], ["repair", origin, "--dry-run"]):
-        error = refused(*words, "--for", "sglang", "--loader", python)
-        assert "ended with status 1" in error, words
+    for command, more in (("validate", ()), ("advise", ()), ("repair", ("--dry-run",))):
+        error = refused(command, origin, *more, "--for", "sglang", "--loader", python)
+        assert "ended with status 1" in error, command
         assert "no kernels here" in error
 
 

@@ -240,11 +240,12 @@ def read_by_runtimes(plan: Plan) -> dict[str, bytes]:
     """Small files beside config.json that a runtime's loader reads, made here or copied."""
     found = {}
     for name in FILES:
-        data = plan.new_files.get(name)
+        text = plan.new_files.get(name)
+        data = None if text is None else text.encode()
         if data is None and name in plan.side_files:
             data = plan.checkpoint.read(name)
         if data is not None:
-            found[name] = data.encode() if isinstance(data, str) else data
+            found[name] = data
     return found
 
 
