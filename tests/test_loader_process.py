@@ -91,6 +91,22 @@ def test_a_tied_head_need_not_be_read(tmp_path: Path) -> None:
     assert answering(tmp_path, said).load(tied, TENSORS).ignored == ()
 
 
+def test_a_draft_has_embeddings_and_head_from_its_model(tmp_path: Path) -> None:
+    unread = [
+        "model.layers.0.mlp.weight",
+        "lm_head.weight",
+        "model.layers.2.shared_head.head.weight",
+    ]
+    missing = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 1.0}
+    loader = answering(tmp_path, WHOLE | {"unused": unread, "shares": missing})
+    tensors = {**TENSORS, unread[2]: TENSORS["lm_head.weight"]}
+    load = loader.load(CONFIG, tensors, draft=True)
+    assert (load.missing, load.ignored) == ((), ())
+    load = loader.load(CONFIG, tensors)
+    assert load.missing == tuple(missing)
+    assert load.ignored == ("model.layers.0.mlp.weight", "lm_head.weight")
+
+
 def test_a_refusal_names_the_tensor_and_the_place(tmp_path: Path) -> None:
     error = {"error": "KeyError: 'lm_head.weight'", "step": "load", "last": "lm_head.weight",
              "at": ["model.py:7 load_weights"]}  # fmt: skip

@@ -50,6 +50,8 @@ _OF_ACTIVATIONS = ("input_scale", "input_global_scale")
 _COMPUTED = (".inv_freq", ".cos_cached", ".sin_cached")
 # What some classes build in every pipeline stage, and compute with in the last.
 _BUILT_EVERYWHERE = frozenset(("lm_head.weight", "model.norm.weight"))
+# What a draft takes from its model (sglang, `set_embed_and_head` of its classes).
+_OF_ITS_MODEL = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 _DRAFT = re.compile(r"(?:^|\.)(?:mtp|nextn)(?:_\w+)?\.|(?:^|\.)layers\.(\d{1,6})\.")
 # The steps of a load (server/) before the runtime has a class for the folder.
 _BEFORE_BUILD = ("arguments", "config", "groups")
@@ -195,6 +197,8 @@ class RuntimeLoader:
         spare = {*said.get("dropped", ()), *_without_use(unwritten, config)}
         if not at.last:
             spare |= _BUILT_EVERYWHERE
+        if draft and self.runtime == "sglang":
+            spare |= {name for name in unwritten if name.endswith(_OF_ITS_MODEL)}
         misread = _in_another_order(self.runtime, config, tensors, groups)
         return SimulatedLoad(
             at, None, unwritten,
@@ -285,10 +289,10 @@ def _is_twice(name: str) -> bool:
 
 def _passed_over(names: Iterable[str], config: Config, *, draft: bool) -> Iterator[str]:
     """Tensors that a class leaves by rule: what it computes itself, a head that is tied, and, for a
-    draft, the embeddings that it has from its model."""
+    draft, embeddings and head that it has from its model."""
     tied = bool(text_config(config).get("tie_word_embeddings"))
     for name in names:
-        shared = (tied and name == "lm_head.weight") or (draft and "embed_tokens" in name)
+        shared = (tied and name == "lm_head.weight") or (draft and name.endswith(_OF_ITS_MODEL))
         if shared or name.endswith(_COMPUTED):
             yield name
 
