@@ -158,7 +158,9 @@ def test_a_crash_while_loading_is_an_error(tmp_path: Path) -> None:
 
 def test_one_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     """Also a process that it started, which holds its standard output."""
-    body = f"pid = os.fork() or time.sleep(60)\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n"
+    body = (
+        f"pid = os.fork() or time.sleep(60)\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n"
+    )
     python = interpreter(tmp_path, body + "time.sleep(1000)")
     loader = loaders_in(python, Limits(importing=4))["sglang"]
     with pytest.raises(LoaderError, match="did not import it in 4 s"):

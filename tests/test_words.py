@@ -78,7 +78,7 @@ _OTHERS = {
     "--kt-method", "--kt-num-gpu-experts", "--kt-threadpool-count", "--kt-weight-path",
     "--kv-cache-dtype", "--model", "--model-path", "--moe-runner-backend", "--no-deps",
     "--pipeline-parallel-size", "--pp-size", "--speculative-algorithm", "--speculative-config",
-    "--speculative-draft-model-path", "--tensor-parallel-size", "--tp-size",
+    "--speculative-draft-model-path", "--tensor-parallel-size", "--tp-size", "--at", "--capability",
 }  # fmt: skip
 _OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 
