@@ -19,6 +19,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
 from qconvert.core.versions import RELEASES, SGLANG, VLLM, is_release
+from qconvert.runtimes.classes.record import versions
 from qconvert.runtimes.consumers import (
     RUNTIMES,
     Consumer,
@@ -150,19 +151,23 @@ def asked(
     try:
         if folder.alone:
             return draft_alone(folder, setting, every=every, runtime=name)
-        return served(folder, setting, every=every, runtime=name)
+        return served(folder, setting, every=every, runtime=name, version=consumer.version)
     except NotSimulated as reason:
         return NotKnown(class_of(folder.config), str(reason))
 
 
 def version_not_known(consumer: Consumer) -> NotKnown | None:
-    """The answer for a version whose loader is not the simulated one, None for that one and where none
-    is named."""
-    known = SIMULATED.get(consumer.name)
-    if known is None or consumer.version is None or is_release(consumer.version, known):
+    """The answer for a version of which nothing was recorded, None for a known one and where none is
+    named."""
+    if consumer.name not in SIMULATED or consumer.version is None:
         return None
-    which = f"{consumer.name} {consumer.version}"
-    return NotKnown(which, f"this version is not known; known is {consumer.name} {known}")
+    known = sorted({SIMULATED[consumer.name], *versions(consumer.name)})
+    if any(is_release(consumer.version, one) for one in known):
+        return None
+    which, are = f"{consumer.name} {consumer.version}", "is" if len(known) == 1 else "are"
+    return NotKnown(
+        which, f"this version is not known; known {are} {consumer.name} {' and '.join(known)}"
+    )
 
 
 def class_of(config: Mapping[str, Any]) -> str:
@@ -203,6 +208,7 @@ def served(
     every: bool = True,
     draft: bool = False,
     runtime: str = "sglang",
+    version: str | None = None,
 ) -> Answer:
     """Ask a runtime's simulator for every kind of rank, or for the last alone; where the folder does not
     load whole, also with shared experts kept apart. `draft`: as the draft model that the folder holds.
@@ -217,7 +223,7 @@ def served(
     if known:
         ranks = (SimulatedLoad(setting, None, misread=known.wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
-    simulate = partial(_SIMULATE[runtime], groups=folder.groups, draft=draft)
+    simulate = partial(_SIMULATE[runtime], groups=folder.groups, draft=draft, version=version)
     answer = _served(simulate, folder, setting, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer

@@ -80,6 +80,10 @@ class Config:
         value = self._values.get(key)
         return [n for n in value if type(n) is int] if isinstance(value, list) else []
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self._values
+
     def replaced(self, **values: object) -> Config:
         """The same with other values."""
         return Config({**self._values, **values})
@@ -256,13 +260,22 @@ class RankBuild:
         self.linear(f"{module}.down_proj", "row", inner, hidden, asked=f"{at}.down_proj")
 
     def experts(
-        self, module: str, routed: int, fused: int, hidden: int, inner: int, *, asked: str = ""
+        self,
+        module: str,
+        routed: int,
+        fused: int,
+        hidden: int,
+        inner: int,
+        *,
+        asked: str = "",
+        scheme: Scheme | None = None,
     ) -> None:
         """All experts of a layer, `fused` shared ones behind the routed."""
         setting = self.setting
         divided(routed, setting.ep, module)
         divided(inner, setting.moe_tp, module)
-        scheme = self.quantization.experts(asked or module)
+        if scheme is None:
+            scheme = self.quantization.experts(asked or module)
         moe = Moe(routed, fused, hidden, inner, setting.ep, setting.ep_rank, setting.moe_tp)
         self.schemes[module] = scheme.experts_name
         self._add(module, scheme.experts(moe))

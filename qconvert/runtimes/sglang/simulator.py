@@ -9,10 +9,15 @@ from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
+from qconvert.core.versions import SGLANG, is_release
+from qconvert.runtimes.classes.build import built
+from qconvert.runtimes.classes.expressions import Sizes
+from qconvert.runtimes.classes.names import RecordedNames
+from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
 from qconvert.runtimes.loading.building import Config, RankBuild, text_config
 from qconvert.runtimes.loading.load_weights import NameResolver, SimulatedLoad, offered
 from qconvert.runtimes.loading.schemes import NoQuantization, Quantization, Unquantized
-from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
+from qconvert.runtimes.loading.setting import HOPPER, LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.sglang.classes import (
     CLASSES,
     QWEN,
@@ -166,15 +171,6 @@ DRAFTS: dict[str, ModelClass] = {
 }  # fmt: skip
 
 
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """The class that a config names. Raises NotSimulated for one that the simulator does not know."""
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and named else None
-    if name not in CLASSES:
-        raise NotSimulated("its class is not simulated")
-    return str(name)
-
-
 def of_draft(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> dict[str, TensorType]:
     """Tensors of the draft model in a folder, and embeddings, which its class may read, too; none for a
     folder without one. Raises NotSimulated for an unknown class."""
@@ -195,14 +191,24 @@ def simulate(
     *,
     groups: int | None = None,
     draft: bool = False,
+    version: str | None = None,
+    any_form: bool = False,
 ) -> SimulatedLoad:
     """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
     files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
     split ones, as its manifest states; headers cannot show it, and without it any order is taken for
-    right. `draft`: load the draft model that the folder holds. Raises NotSimulated for what the
-    simulator has no rule for."""
+    right. `draft`: load the draft model that the folder holds. `version`: of sglang, whose table of the
+    class is asked; `any_form`: also in a form that was not compared with the loader. Raises NotSimulated
+    for what the simulator has no rule for."""
     asked = setting or Setting()
     name = architecture_of(config)
+    if not (name in CLASSES and (version is None or is_release(version, SGLANG.version))):
+        if asked.tp % asked.ep:
+            raise NotSimulated(f"tp {asked.tp} that ep {asked.ep} does not divide")
+        record = class_record("sglang", name, version)
+        if not any_form:
+            check_form(record, config, tensors, asked.tp)
+        return _recorded(record, config, tensors, asked, draft=draft)
     kind = CLASSES[name]
     setting = replace(asked, moe_runner=runner_of(kind, config, asked))
     if draft:
@@ -237,3 +243,27 @@ def simulate(
         if name not in unread and (".in_proj_qkvz." in name or ".in_proj_ba." in name)
     }
     return replace(done, misread={**done.misread, **wrong})
+
+
+def _recorded(
+    record: Record,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorType],
+    asked: Setting,
+    *,
+    draft: bool,
+) -> SimulatedLoad:
+    """Load a folder by the table of its class."""
+    if draft:
+        raise NotSimulated(f"a draft of {record.architecture}")
+    if asked.capability != HOPPER or asked.a2a != "none" or asked.moe_runner != "auto":
+        raise NotSimulated("another GPU than an H200, or other options")
+    numbers = text_config(config)
+    sizes, renames = Sizes(numbers.values, record.defaults), Renames(record.parts, record.starts)
+    try:
+        stated = quantization_of(config, record.packed, asked, numbers.dtype, renames)
+        build = RankBuild(asked, stated, numbers.dtype)
+        made = built(record, build, sizes, tensors)
+    except LoadRefused as refused:
+        return SimulatedLoad(asked, refused)
+    return offered(build, RecordedNames(record, made), tensors, asked)

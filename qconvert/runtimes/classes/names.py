@@ -1,0 +1,180 @@
+"""Names of a checkpoint and the parameters of a rank that they go to, by the table of a class.
+
+A tensor goes where the table puts its module, under its own last name: `q_proj.weight_scale` is a part
+of `qkv_proj.weight_scale` because `q_proj.weight` is one of `qkv_proj.weight`. What a class does where
+there is no such parameter was tried in it, too (`Record.outcome`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.classes.build import Built, filled, numbers_of, pattern_of
+from qconvert.runtimes.classes.record import Module, Name, Place, Record
+from qconvert.runtimes.loading.load_weights import PASSED, Found, Target
+from qconvert.runtimes.loading.parameters import Expert, Shard
+from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
+
+# The parameters of all experts that hold their three matrices, gate and up in one.
+_HELD = {"w1": "w13_", "w3": "w13_", "w13": "w13_", "w2": "w2_"}
+_CACHE = ("k_scale", "v_scale", "q_scale")
+_FLOATS = ("BF16", "F16", "F32")
+
+
+@dataclass
+class RecordedNames:
+    """Names of one class on one rank. `skipped`: last names that the runtime passes over whatever the
+    class; `moved`: tensors whose rows the class would move, though they are not rows of floats."""
+
+    record: Record
+    built: Built
+    skipped: tuple[str, ...] = ()
+    missing: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    stacked: bool = False
+    experts: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.experts = self.built.experts
+
+    def find(self, tensor: str, stored: TensorType) -> Found:
+        pattern = pattern_of(tensor)
+        module, _, leaf = tensor.rpartition(".")
+        if leaf in self.skipped:
+            return PASSED
+        numbers = numbers_of(tensor)
+        name = self._name(pattern, numbers)
+        if name is not None:
+            return self._whole(name, tensor, numbers, stored)
+        name = self._name(pattern.rpartition(".")[0], numbers)
+        if name is not None:
+            return self._of_module(name, tensor, numbers_of(module), leaf, stored)
+        if pattern in self._passed or pattern.startswith(self._starts):
+            return PASSED
+        raise NotSimulated(f"{tensor} is not among the names that its class was recorded with")
+
+    @cached_property
+    def _sources(self) -> Mapping[str, Sequence[Name]]:
+        found: dict[str, list[Name]] = {}
+        for name in self.record.names:
+            found.setdefault(name.source, []).append(name)
+        return found
+
+    @cached_property
+    def _passed(self) -> frozenset[str]:
+        return frozenset(one for one in self.record.passed if not one.endswith(".*"))
+
+    @cached_property
+    def _starts(self) -> tuple[str, ...]:
+        return tuple(one[:-1] for one in self.record.passed if one.endswith(".*")) or ("\0",)
+
+    @cached_property
+    def _modules(self) -> Mapping[str, Module]:
+        return {module.name: module for module in self.record.modules}
+
+    def _name(self, pattern: str, numbers: Sequence[int]) -> Name | None:
+        """Where a pattern goes, in the kind of layer that it is of."""
+        found = self._sources.get(pattern)
+        if found is None or len(found) == 1:
+            return None if found is None else found[0]
+        at = self.built.layers.container(found[0].to)
+        kind = self.built.layers.kinds.get(at, {}).get(numbers[0] if numbers else -1)
+        return next((one for one in found if one.variant in (None, kind)), found[0])
+
+    def _elsewhere(self, name: Name, numbers: Sequence[int], parameter: str) -> bool:
+        """Tell whether a tensor is of a module that another stage builds."""
+        layers = self.built.layers
+        at = layers.container(name.to)
+        if at:
+            if numbers[0] >= layers.counts[at]:
+                raise NotSimulated(f"{name.source}: layer {numbers[0]} is behind the last")
+            return numbers[0] not in layers.owns[at]
+        here = self.built.modules
+        return parameter not in here and filled(name.to, numbers) not in here
+
+    def _of_module(
+        self, name: Name, tensor: str, numbers: Sequence[int], leaf: str, stored: TensorType
+    ) -> Found:
+        to = filled(name.to, numbers)
+        leaf = name.leaf or leaf
+        parameter = f"{to}.{leaf}"
+        if self._elsewhere(name, numbers, parameter):
+            return PASSED
+        if leaf in _CACHE:
+            held = f"{to.rpartition('.')[0]}.attn.{leaf}"
+            return (Target(held),) if held in self.built.build.parameters else PASSED
+        module = self.built.modules.get(to)
+        if module is not None and module.kind == "experts":
+            return self._expert(name, tensor, numbers, leaf)
+        if name.moved and not (leaf == "weight" and stored.dtype in _FLOATS):
+            self.moved.append(tensor)
+        place: Place = "linear" if module is not None else "parameter"
+        if module is not None and module.kind in ("qkv", "merged"):
+            place = "fused"
+        return self._there(parameter, tensor, leaf, place, name.shard)
+
+    def _there(self, parameter: str, tensor: str, leaf: str, place: Place, shard: Shard) -> Found:
+        """The target, if it is there; a parameter that is another one is passed over."""
+        if parameter in self.built.build.parameters:
+            return (Target(parameter, shard),)
+        if parameter in self.built.build.aliases:
+            return PASSED
+        outcome = self.record.outcome(place, leaf)
+        if outcome == "error":
+            raise LoadRefused(
+                "", "", tensor,
+                f"the class builds no parameter {parameter}: it is built as if stored in another form",
+            )  # fmt: skip
+        if outcome == "warn":
+            self.missing.append(parameter)
+        return PASSED
+
+    def _expert(self, name: Name, tensor: str, numbers: Sequence[int], leaf: str) -> Found:
+        """A matrix of one expert, or its scales."""
+        number = numbers[name.to.count("*")]
+        if number >= self.experts:
+            raise NotSimulated(f"{tensor}: the config counts {self.experts} experts")
+        shard, held = _matrix(number, name.shard), _HELD[str(name.shard)]
+        parameter = f"{filled(name.to, numbers)}.{held}{leaf}"
+        return self._there(parameter, tensor, leaf, "experts", shard)
+
+    def _whole(self, name: Name, tensor: str, numbers: Sequence[int], stored: TensorType) -> Found:
+        """A tensor that the table names itself: a plain parameter, or a stack of all experts."""
+        to = filled(name.to, numbers)
+        if self._elsewhere(name, numbers, to):
+            return PASSED
+        if not name.stack:
+            leaf = tensor.rpartition(".")[2]
+            return self._there(to, tensor, leaf, "parameter", name.shard)
+        self.stacked = True
+        parameter = f"{to}.{name.leaf or _HELD[str(name.shard)] + 'weight'}"
+        if parameter not in self.built.build.parameters:
+            return self._there(parameter, tensor, "weight", "experts", None)
+        return self._stack(name, parameter, tensor, stored)
+
+    def _stack(self, name: Name, parameter: str, tensor: str, stored: TensorType) -> Found:
+        """The matrices of all experts, gate and up in halves."""
+        if len(stored.shape) != 3 or stored.shape[0] != self.experts:
+            raise LoadRefused(
+                "", "", tensor, f"expected {self.experts} experts in 3 dimensions, found {stored}"
+            )
+        rows, columns = stored.shape[1:]
+        if name.transposed:
+            rows, columns = columns, rows
+        if name.shard != "w13":
+            part = rows, columns
+            return [Target(parameter, _matrix(i, name.shard), part) for i in range(self.experts)]
+        half = rows // 2, columns
+        return [
+            Target(parameter, _matrix(i, which), half)
+            for which in ("w1", "w3")
+            for i in range(self.experts)
+        ]
+
+
+def _matrix(number: int, shard: object) -> Expert:
+    """One of the three matrices of an expert."""
+    return number, "w1" if shard == "w1" else "w3" if shard == "w3" else "w2"

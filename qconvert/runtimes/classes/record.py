@@ -1,0 +1,278 @@
+"""The table of one class of a runtime: what it builds for a config, and where it puts the tensors of a
+checkpoint.
+
+A table was made by the runtime itself (tests/loaders/record_classes.py): the class was built at
+several sizes, and loaded tensors that told which and where they are. `*` stands for a number in a dotted
+name, of a layer or an expert. Sizes are expressions over the config (expressions.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.names import KV_SCALES
+from qconvert.core.versions import RELEASES, is_release
+from qconvert.runtimes.loading.config_groups import Group, block_of, is_group
+from qconvert.runtimes.loading.load_weights import Tensors
+from qconvert.runtimes.loading.parameters import Kind
+from qconvert.runtimes.loading.setting import NotSimulated
+
+_TABLES = Path(__file__).parent
+Config = Mapping[str, Any]
+# A size, or numbers known without a config.
+Size = str | int
+# What follows from flags of the config: always, never, or where each has a value.
+Condition = bool | Mapping[str, Any]
+ModuleKind = Literal[
+    "replicated", "column", "merged", "qkv", "row", "experts", "embedding", "head", "attention",
+    "parameter",
+]  # fmt: skip
+LINEARS: tuple[Kind, ...] = ("replicated", "column", "merged", "qkv", "row")
+Place = Literal["fused", "linear", "experts", "parameter", "module"]
+Outcome = Literal["error", "warn", "silent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module that has a method of quantization, or one plain parameter. `sizes` are those of its kind:
+    inputs and outputs of a linear; inputs, heads, key-value heads and the size of a head of qkv; routed,
+    hidden and inner of experts; rows and columns of an embedding; the shape of a parameter. `asked`: the
+    name for which the quantization config is asked, None where it is not; `unquantized`: methods of
+    quantization under which it is not, either. `stage`: of the pipeline, "" where its layer decides;
+    `variant`: the kind of layer that has it. `whole`: a linear that every rank has all of; `cut`: the
+    dimension along which ranks share a parameter, in `parts`; `shared`: the module whose parameter it is
+    where the condition holds. `loads`: a checkpoint has it."""
+
+    name: str
+    kind: ModuleKind
+    sizes: tuple[Size, ...]
+    asked: str | None = None
+    unquantized: tuple[str, ...] = ()
+    bias: Condition = False
+    when: Condition = True
+    stage: str = ""
+    variant: int | None = None
+    whole: bool = False
+    gated: bool = True
+    dtype: str = "model"
+    cut: int | None = None
+    parts: tuple[Size, ...] = ()
+    shared: Condition = False
+    of: str = ""
+    loads: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Where a checkpoint's module goes, its parameters under their own names; or one parameter, under
+    another if `leaf` says so. `shard`: the part of a fused module, or of experts ("w13": gate and up);
+    `stack`: all experts in one tensor; `moved`: its rows in another order."""
+
+    source: str
+    to: str
+    shard: str | int | tuple[int, ...] | None = None
+    leaf: str = ""
+    parameter: bool = False
+    stack: bool = False
+    transposed: bool = False
+    moved: bool = False
+    variant: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A class. `layers`: containers of numbered layers and how many there are; `packed`: names that it
+    fuses, as a quantization config is asked; `starts` and `parts`: what it replaces in the names that
+    one lists; `unknown`: what a parameter that is not there does, by place and name ("": any other);
+    `agrees`: forms of folders, each with the tensor-parallel sizes at which the loader itself did what
+    the simulator says; `draft_of`: the class whose draft it loads."""
+
+    runtime: str
+    version: str
+    architecture: str
+    model_type: str
+    layers: Mapping[str, Size]
+    modules: tuple[Module, ...]
+    names: tuple[Name, ...]
+    packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    starts: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
+    one_stage: bool = False
+    variants: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    passed: tuple[str, ...] = ()
+    unknown: Mapping[str, Mapping[str, Outcome]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    agrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    draft_of: str = ""
+
+    def outcome(self, place: Place, leaf: str) -> Outcome:
+        """What a parameter that is not there does."""
+        said = self.unknown.get(place, {})
+        return said.get(leaf, said.get("", "error"))
+
+    def agreed(self, form: str, tp: int) -> bool:
+        """Tell whether the loader was asked about a form at this size or, of more than one rank, at any:
+        how ranks divide a kind of layer is one rule for all classes."""
+        at = self.agrees.get(form, ())
+        return tp in at or (tp > 1 and any(size > 1 for size in at))
+
+
+def versions(runtime: str) -> tuple[str, ...]:
+    """The versions of a runtime whose classes were recorded."""
+    found = (path.name.partition("-") for path in _TABLES.glob(f"{runtime}-*") if path.is_dir())
+    return tuple(sorted(version for _, _, version in found))
+
+
+def architecture_of(config: Config) -> str:
+    """The class that a config names, "" where it names none."""
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
+def class_record(runtime: str, architecture: str, version: str | None = None) -> Record:
+    """The table of a class. Raises NotSimulated where there is none."""
+    found = recorded(runtime, architecture, version)
+    if found is None:
+        of = f"{runtime} {version or RELEASES[runtime].version}"
+        raise NotSimulated(f"its class was not recorded in {of}")
+    return found
+
+
+def check_form(record: Record, config: Config, tensors: Mapping[str, TensorType], tp: int) -> None:
+    """Raise NotSimulated for a form in which the loader was not seen to do what the table says."""
+    form = Tensors.of(tensors).once("form", config, form_of)
+    if not record.agreed(form, tp):
+        of = f"{record.runtime} {record.version}"
+        raise NotSimulated(
+            f"the table of its class in {of} was not compared with the loader for {form}"
+        )
+
+
+def recorded(runtime: str, architecture: str, version: str | None = None) -> Record | None:
+    """The table of a class, None where there is none. `version`: of the runtime, by default the one that
+    everything here was checked with."""
+    wanted = version or RELEASES[runtime].version
+    known = next((one for one in versions(runtime) if is_release(wanted, one)), None)
+    if known is None or not architecture.isidentifier():
+        return None
+    return _read(_TABLES / f"{runtime}-{known}" / f"{architecture}.json")
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path) -> Record | None:
+    return record_of(json.loads(path.read_bytes())) if path.exists() else None
+
+
+def record_of(table: Mapping[str, Any]) -> Record:
+    """A record from its JSON. Raises KeyError and ValueError for a table that is none."""
+    renames = table.get("renames", {})
+    return Record(
+        table["runtime"], table["version"], table["architecture"], table["model_type"],
+        dict(table["layers"]),
+        tuple(_module(one) for one in table["modules"]),
+        tuple(_name(one) for one in table["names"]),
+        packed={key: tuple(parts) for key, parts in table.get("packed", {}).items()},
+        starts=_pairs(renames.get("starts", ())), parts=_pairs(renames.get("parts", ())),
+        one_stage=table.get("stages") == "one",
+        variants={
+            key: tuple(map(tuple, kinds)) for key, kinds in table.get("variants", {}).items()
+        },
+        passed=tuple(table.get("passed", ())), unknown=table.get("unknown", {}),
+        defaults=table.get("defaults", {}),
+        agrees={form: tuple(sizes) for form, sizes in table.get("agrees", {}).items()},
+        draft_of=table.get("draft_of", ""),
+    )  # fmt: skip
+
+
+def _pairs(pairs: Sequence[Sequence[str]]) -> tuple[tuple[str, str], ...]:
+    return tuple((old, new) for old, new in pairs)
+
+
+# Keys of a module's sizes, by its kind.
+_SIZES: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("inputs", "heads", "kv_heads", "head_size"), "experts": ("routed", "hidden", "inner"),
+}  # fmt: skip
+
+
+def _module(table: Mapping[str, Any]) -> Module:
+    kind = cast("ModuleKind", table["kind"])
+    if kind in _SIZES:
+        sizes = [table[key] for key in _SIZES[kind]]
+    elif kind in LINEARS:
+        sizes = [table["inputs"], *table["outputs"]]
+    elif kind == "parameter":
+        sizes = table["shape"]
+    else:
+        sizes = table.get("sizes", [])
+    return Module(
+        table["name"], kind, tuple(sizes), table.get("asked"), tuple(table.get("unquantized", ())),
+        table.get("bias", False), table.get("when", True), table.get("stage", ""),
+        table.get("variant"), table.get("whole", False), table.get("gated", True),
+        table.get("dtype", "model"), table.get("cut"), tuple(table.get("parts", ())),
+        table.get("same_as", False), table.get("of", ""), table.get("loads", True),
+    )  # fmt: skip
+
+
+def _name(table: Mapping[str, Any]) -> Name:
+    shard = table.get("shard")
+    return Name(
+        table["from"], table["to"], tuple(shard) if isinstance(shard, list) else shard,
+        table.get("to_leaf", ""), table.get("parameter", False), table.get("stack", False),
+        table.get("transposed", False), table.get("rows") == "moved", table.get("variant"),
+    )  # fmt: skip
+
+
+def form_of(config: Config, tensors: Mapping[str, TensorType]) -> str:
+    """The form of a folder as tables list those that were tried: the quantization that its config
+    states, which kinds of modules have codes, and whether experts are in stacks."""
+    experts = {name: type for name, type in tensors.items() if ".experts." in name}
+    scaled = [name for name in tensors if name.rpartition(".")[2] in _SCALES]
+    held = [
+        *(["linears"] if any(name not in experts for name in scaled) else []),
+        *(["experts"] if any(name in experts for name in scaled) else []),
+    ]
+    beside = [
+        *(["stacks"] if any(len(type.shape) > 2 for type in experts.values()) else []),
+        *(["scales of a cache"] if any(name.endswith(KV_SCALES) for name in tensors) else []),
+    ]
+    text = _method(block_of(config)) + (f" of {' and '.join(held)}" if held else "")
+    return text + (f" with {' and '.join(beside)}" if beside else "")
+
+
+# Parameters of which a quantized module has one.
+_SCALES = ("weight_scale", "weight_scale_inv", "scales")
+
+
+def _method(block: Config | None) -> str:
+    if block is None:
+        return "unquantized"
+    method = str(block.get("quant_method") or "modelopt")
+    if method == "fp8":
+        return "fp8 in blocks" if block.get("weight_block_size") else "fp8"
+    if method == "modelopt":
+        return f"modelopt {block.get('quant_algo')}"
+    if method == "gptq":
+        return f"gptq of {block.get('bits')} bits"
+    groups = block.get("config_groups")
+    found = dict.fromkeys(
+        _group(Group(group["weights"], group.get("input_activations") or None, group.get("format")))
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping) and is_group(group)
+    )
+    beside = ["linear_fp8_config"] if "linear_fp8_config" in block else []
+    return f"{method} {' + '.join([*found, *beside])} in {block.get('format')}"
+
+
+def _group(group: Group) -> str:
+    kind = "int" if group.integers else "float"
+    words = [f"{kind}{group.bits} by {group.strategy}"]
+    words += [] if group.symmetric else ["asymmetric"]
+    words += ["ordered"] if group.actorder else []
+    words += [f"A{group.inputs.get('num_bits', 8)}"] if group.inputs else []
+    return " ".join(words)

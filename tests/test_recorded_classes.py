@@ -1,0 +1,215 @@
+"""Tables of classes: sizes, what is built from them, where names go; and that a simulator fed with one
+says what the simulator says that knows the class by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from recorded_tables import qwen3_moe
+from simulated_folders import LINEARS, folder, integers
+
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.classes import record as records
+from qconvert.runtimes.classes.build import built, filled, numbers_of, pattern_of
+from qconvert.runtimes.classes.expressions import Sizes, parsed
+from qconvert.runtimes.classes.names import RecordedNames
+from qconvert.runtimes.classes.record import check_form, form_of, record_of, recorded
+from qconvert.runtimes.consumers import Consumer
+from qconvert.runtimes.loading.building import RankBuild
+from qconvert.runtimes.loading.load_weights import SimulatedLoad
+from qconvert.runtimes.loading.schemes import NoQuantization, Unquantized
+from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
+from qconvert.runtimes.serving import NotKnown, Offered, asked
+from qconvert.runtimes.sglang import simulator as sglang
+from qconvert.runtimes.vllm import simulator as vllm
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 4, "sizes": [3, 5], "vision_config": {"depth": 7},
+    "text": "x",
+}  # fmt: skip
+SIMULATE = {"sglang": sglang, "vllm": vllm}
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("hidden_size", 64), ("2 * hidden_size + 1", 129), ("hidden_size // num_attention_heads", 16),
+        ("vision_config.depth - 2", 5), ("sizes[layer]", 5), ("head_dim", 16),
+        ("num_key_value_heads * (head_dim + 1)", 68), ("given", 9), (12, 12),
+    ],
+)  # fmt: skip
+def test_sizes(expression: str, value: int) -> None:
+    assert Sizes(CONFIG, {"given": 9}).of(expression, layer=1) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        ("other", "config.json states no other"), ("text", "states no text that a model has"),
+        ("sizes[layer]", "states no sizes of each layer"), ("1 - hidden_size", "which is no size"),
+        ("hidden_size // (2 - 2)", "states 0 for 2 - 2"),
+    ],
+)  # fmt: skip
+def test_sizes_that_a_config_does_not_state(expression: str, says: str) -> None:
+    with pytest.raises(NotSimulated, match=says.replace("(", r"\(")):
+        Sizes(CONFIG, {}).of(expression, layer=2)
+
+
+@pytest.mark.parametrize("expression", ["f(1)", "a ** 2", "a[0]", "a +", "'x'", "1.5"])
+def test_what_is_no_expression(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"expected keys|asked for its number|no expression"):
+        parsed(expression)
+
+
+def test_patterns_of_names() -> None:
+    name = "model.layers.12.mlp.experts.3.w1.weight_scale_2"
+    assert pattern_of(name) == "model.layers.*.mlp.experts.*.w1.weight_scale_2"
+    assert numbers_of(name) == [12, 3]
+    assert filled("layers.*.experts", [12, 3]) == "layers.12.experts"
+
+
+def by_table(
+    runtime: str, config: Any, tensors: Any, at: Setting, monkeypatch: pytest.MonkeyPatch
+) -> SimulatedLoad:
+    """What the simulator says that has the class from a table alone."""
+    simulator = SIMULATE[runtime]
+    table = record_of(qwen3_moe(runtime))
+    monkeypatch.setattr(simulator, "CLASSES", {})
+    monkeypatch.setattr(simulator, "class_record", lambda *_: table)
+    said = simulator.simulate(config, tensors, at, any_form=True)
+    monkeypatch.undo()
+    return said
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int4"])
+@pytest.mark.parametrize("at", [Setting(), Setting(tp=2, rank=1), Setting(pp=2, stage=1)], ids=str)
+@pytest.mark.parametrize("runtime", SIMULATE)
+def test_a_table_says_what_the_class_by_hand_does(
+    runtime: str, at: Setting, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tensors = folder("qwen3_moe", fp8=form == "fp8")
+    if form == "int4":
+        config, tensors = integers(config, tensors, ".experts.", 32, ignore=LINEARS)
+    hand = SIMULATE[runtime].simulate(config, tensors, at)
+    said = by_table(runtime, config, tensors, at, monkeypatch)
+    assert said.whole
+    assert said.parameters == hand.parameters
+    assert said.schemes == hand.schemes
+    assert said.unread == hand.unread
+    # The class by hand counts the embeddings of another stage among those that it looked for.
+    assert replace(said, ignored=()) == replace(hand, ignored=())
+    assert set(said.ignored) <= set(hand.ignored) <= {"model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(("runtime", "refused"), [("vllm", True), ("sglang", False)])
+def test_a_parameter_that_is_not_there(
+    runtime: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tensors = folder("qwen3_moe")
+    name = "model.layers.1.self_attn.q_proj.weight_scale_inv"
+    tensors[name] = TensorType("F32", (1, 1))
+    said = by_table(runtime, config, tensors, Setting(), monkeypatch)
+    assert (said.refused is not None and said.refused.where == name) is refused
+    assert (name in said.ignored) is not refused
+
+
+def names_in(table: dict[str, Any], tensors: dict[str, TensorType]) -> RecordedNames:
+    config, _ = folder("qwen3_moe")
+    record, plain = record_of(table), Unquantized("BF16")
+    build = RankBuild(Setting(), NoQuantization(plain), "BF16")
+    made = built(record, build, Sizes(config, record.defaults), tensors)
+    return RecordedNames(record, made)
+
+
+def test_names_beside_the_usual() -> None:
+    """Stacks of experts, names that are passed over, rows that the class moves, and other names."""
+    table = qwen3_moe("vllm")
+    at = "model.layers.*.mlp.experts"
+    stack = {"stack": True, "to": f"{at}.routed_experts"}
+    table["names"] += [
+        {"from": f"{at}.gate_up_proj", "shard": "w13", "transposed": True, **stack},
+        {"from": f"{at}.down_proj", "shard": "w2", **stack},
+    ]
+    table["names"][0]["rows"] = "moved"
+    table["passed"] = ["mtp.*", "model.layers.*.rotary_emb.inv_freq"]
+    _, tensors = folder("qwen3_moe")
+    finder = names_in(table, tensors)
+    up = list(
+        finder.find("model.layers.1.mlp.experts.gate_up_proj", TensorType("BF16", (4, 8, 12)))
+    )
+    assert [one.shard for one in up[3:5]] == [(3, "w1"), (0, "w3")]
+    assert {one.part for one in up} == {(6, 8)}
+    down = list(finder.find("model.layers.1.mlp.experts.down_proj", TensorType("BF16", (4, 8, 12))))
+    assert [one.part for one in down] == [(8, 12)] * 4
+    one = TensorType("BF16", (4,))
+    with pytest.raises(LoadRefused, match="expected 4 experts"):
+        finder.find("model.layers.1.mlp.experts.down_proj", one)
+    assert finder.find("mtp.layers.0.fc.weight", one) == ()
+    assert finder.find("model.layers.3.rotary_emb.inv_freq", one) == ()
+    for name, says in (
+        ("model.layers.1.other.weight", "is not among the names"),
+        ("model.layers.9.self_attn.q_proj.weight", "is behind the last"),
+        ("model.layers.1.mlp.experts.4.up_proj.weight", "the config counts 4 experts"),
+    ):
+        with pytest.raises(NotSimulated, match=says):
+            finder.find(name, one)
+    query = "model.layers.1.self_attn.q_proj"
+    finder.find(f"{query}.weight", one)
+    assert finder.moved == []
+    with pytest.raises(LoadRefused, match="builds no parameter"):
+        finder.find(f"{query}.weight_packed", one)
+    assert finder.moved == [f"{query}.weight_packed"]
+
+
+def test_a_layer_of_no_recorded_kind() -> None:
+    _, tensors = folder("qwen3_moe")
+    kept = {name: one for name, one in tensors.items() if ".1.mlp." not in name}
+    with pytest.raises(NotSimulated, match=r"model\.layers\.1 has names of no kind of layer"):
+        names_in(qwen3_moe("vllm"), kept)
+
+
+@pytest.mark.parametrize(
+    ("how", "form"),
+    [
+        ({}, "unquantized"), ({"fp8": True}, "fp8 in blocks of linears and experts"),
+        ({"stacked": True}, "unquantized with stacks"),
+    ],
+)  # fmt: skip
+def test_forms(how: dict[str, bool], form: str) -> None:
+    assert form_of(*folder("qwen3_5_moe", **how)) == form
+    made = integers(*folder("qwen3_moe"), ".experts.", 32, ignore=LINEARS)
+    assert form_of(*made) == "compressed-tensors int4 by group in pack-quantized of experts"
+
+
+def test_only_forms_that_were_compared_are_answered() -> None:
+    record = record_of(qwen3_moe("vllm"))
+    for tp in (1, 2, 8):
+        check_form(record, *folder("qwen3_moe"), tp)
+    with pytest.raises(NotSimulated, match="was not compared with the loader for fp8 in blocks"):
+        check_form(record, *folder("qwen3_moe", fp8=True), 1)
+    one = replace(record, agrees={"unquantized": (1,)})
+    with pytest.raises(NotSimulated, match="not compared"):
+        check_form(one, *folder("qwen3_moe"), 2)
+
+
+def test_a_class_and_a_version_without_tables() -> None:
+    assert recorded("vllm", "../Qwen3MoeForCausalLM") is None
+    assert recorded("vllm", "Qwen3MoeForCausalLM", "0.1") is None
+    config, tensors = folder("qwen3_moe")
+    said = asked(
+        Consumer("vllm"), Offered({**config, "architectures": ["OtherModel"]}, tensors), Setting()
+    )
+    assert isinstance(said, NotKnown)
+    assert "its class was not recorded in vllm 0.33.0" in said.why
+    said = asked(Consumer("vllm", "0.1"), Offered(config, tensors), Setting())
+    assert isinstance(said, NotKnown)
+    assert "known" in said.why
+
+
+def test_versions_are_folders(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_TABLES", tmp_path)
+    for name in ("vllm-0.32.0", "vllm-0.33.0", "sglang-0.5.23"):
+        (tmp_path / name).mkdir()
+    assert records.versions("vllm") == ("0.32.0", "0.33.0")
