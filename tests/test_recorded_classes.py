@@ -15,7 +15,7 @@ from qconvert.runtimes.classes import record as records
 from qconvert.runtimes.classes.build import built, filled, numbers_of, pattern_of
 from qconvert.runtimes.classes.expressions import Sizes, parsed
 from qconvert.runtimes.classes.names import RecordedNames
-from qconvert.runtimes.classes.record import check_form, form_of, record_of, recorded
+from qconvert.runtimes.classes.record import STAGES, check_form, form_of, record_of, recorded
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.building import RankBuild
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
@@ -186,12 +186,16 @@ def test_forms(how: dict[str, bool], form: str) -> None:
 def test_only_forms_that_were_compared_are_answered() -> None:
     record = record_of(qwen3_moe("vllm"))
     for tp in (1, 2, 8):
-        check_form(record, *folder("qwen3_moe"), tp)
+        check_form(record, *folder("qwen3_moe"), Setting(tp=tp))
     with pytest.raises(NotSimulated, match="was not compared with the loader for fp8 in blocks"):
-        check_form(record, *folder("qwen3_moe", fp8=True), 1)
+        check_form(record, *folder("qwen3_moe", fp8=True), Setting())
     one = replace(record, agrees={"unquantized": (1,)})
-    with pytest.raises(NotSimulated, match="not compared"):
-        check_form(one, *folder("qwen3_moe"), 2)
+    for setting in (Setting(tp=2), Setting(pp=2)):
+        with pytest.raises(NotSimulated, match="not compared"):
+            check_form(one, *folder("qwen3_moe"), setting)
+    check_form(
+        replace(one, agrees={**one.agrees, STAGES: (1,)}), *folder("qwen3_moe"), Setting(pp=2)
+    )
 
 
 def test_a_class_and_a_version_without_tables() -> None:

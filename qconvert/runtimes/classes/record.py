@@ -21,7 +21,7 @@ from qconvert.core.versions import RELEASES, is_release
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group
 from qconvert.runtimes.loading.load_weights import Tensors
 from qconvert.runtimes.loading.parameters import Kind
-from qconvert.runtimes.loading.setting import NotSimulated
+from qconvert.runtimes.loading.setting import NotSimulated, Setting
 
 _TABLES = Path(__file__).parent
 Config = Mapping[str, Any]
@@ -34,6 +34,8 @@ ModuleKind = Literal[
     "parameter",
 ]  # fmt: skip
 LINEARS: tuple[Kind, ...] = ("replicated", "column", "merged", "qkv", "row")
+# Among the forms that agree: folders of pipeline stages.
+STAGES = "stages"
 Place = Literal["fused", "linear", "experts", "parameter", "module"]
 Outcome = Literal["error", "warn", "silent"]
 
@@ -116,11 +118,13 @@ class Record:
         said = self.unknown.get(place, {})
         return said.get(leaf, said.get("", "error"))
 
-    def agreed(self, form: str, tp: int) -> bool:
+    def agreed(self, form: str, setting: Setting) -> bool:
         """Tell whether the loader was asked about a form at this size or, of more than one rank, at any:
-        how ranks divide a kind of layer is one rule for all classes."""
+        how ranks divide a kind of layer is one rule for all classes, and so are stages."""
         at = self.agrees.get(form, ())
-        return tp in at or (tp > 1 and any(size > 1 for size in at))
+        if setting.pp > 1 and STAGES not in self.agrees:
+            return False
+        return setting.tp in at or (setting.tp > 1 and any(size > 1 for size in at))
 
 
 def versions(runtime: str) -> tuple[str, ...]:
@@ -144,13 +148,16 @@ def class_record(runtime: str, architecture: str, version: str | None = None) ->
     return found
 
 
-def check_form(record: Record, config: Config, tensors: Mapping[str, TensorType], tp: int) -> None:
+def check_form(
+    record: Record, config: Config, tensors: Mapping[str, TensorType], setting: Setting
+) -> None:
     """Raise NotSimulated for a form in which the loader was not seen to do what the table says."""
     form = Tensors.of(tensors).once("form", config, form_of)
-    if not record.agreed(form, tp):
+    if not record.agreed(form, setting):
         of = f"{record.runtime} {record.version}"
+        at = f"{form}, {setting.pp} stages" if setting.pp > 1 else form
         raise NotSimulated(
-            f"the table of its class in {of} was not compared with the loader for {form}"
+            f"the table of its class in {of} was not compared with the loader for {at}"
         )
 
 
@@ -167,6 +174,16 @@ def recorded(runtime: str, architecture: str, version: str | None = None) -> Rec
 @lru_cache(maxsize=64)
 def _read(path: Path) -> Record | None:
     return record_of(json.loads(path.read_bytes())) if path.exists() else None
+
+
+def reread() -> None:
+    """Forget tables that were read: one was written."""
+    _read.cache_clear()
+
+
+def reread() -> None:
+    """Forget tables that were read: one was written."""
+    _read.cache_clear()
 
 
 def record_of(table: Mapping[str, Any]) -> Record:
@@ -276,3 +293,24 @@ def _group(group: Group) -> str:
     words += ["ordered"] if group.actorder else []
     words += [f"A{group.inputs.get('num_bits', 8)}"] if group.inputs else []
     return " ".join(words)
+
+
+def written(table: Mapping[str, Any]) -> str:
+    """A table as JSON, one entry a line where it is short, so that differences read."""
+    return _json(table, "") + "\n"
+
+
+_WIDE = 160
+
+
+def _json(value: Any, indent: str) -> str:
+    flat = json.dumps(value, sort_keys=True)
+    if not isinstance(value, (dict, list)) or not value or len(indent) + len(flat) <= _WIDE:
+        return flat
+    inner = f"{indent} "
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {_json(value[key], inner)}" for key in sorted(value)]
+    else:
+        lines = [_json(one, inner) for one in value]
+    opens, closes = "{}" if isinstance(value, dict) else "[]"
+    return f"{opens}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{closes}"

@@ -207,7 +207,7 @@ def simulate(
             raise NotSimulated(f"tp {asked.tp} that ep {asked.ep} does not divide")
         record = class_record("sglang", name, version)
         if not any_form:
-            check_form(record, config, tensors, asked.tp)
+            check_form(record, config, tensors, asked)
         return _recorded(record, config, tensors, asked, draft=draft)
     kind = CLASSES[name]
     setting = replace(asked, moe_runner=runner_of(kind, config, asked))

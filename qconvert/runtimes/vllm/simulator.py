@@ -262,7 +262,7 @@ def simulate(
     if not (name in CLASSES and (version is None or is_release(version, VLLM.version))):
         record = class_record("vllm", name, version)
         if not any_form:
-            check_form(record, config, tensors, asked.tp)
+            check_form(record, config, tensors, asked)
         return _recorded(record, config, tensors, asked, draft=draft)
     kind = CLASSES[name]
     if draft:

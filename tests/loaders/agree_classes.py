@@ -1,0 +1,131 @@
+"""Tables of classes compared with the loaders: for what each converting command makes of a small model,
+whether the simulator that is fed with the table of its class says what the runtime's own loader does.
+
+As a program, it writes the forms that agree into the tables, and says what does not:
+
+    .venv/bin/python tests/loaders/agree_classes.py vllm [MODEL_TYPE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # the tests' modules are found from their folder
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from loaders.agreement import config_of, disagreements, headers, once
+from loaders.client import PYTHON, Rank, Server
+from loaders.small_models import COMMANDS, MODELS, made
+from qconvert.core.versions import RELEASES
+from qconvert.runtimes.classes import record as records
+from qconvert.runtimes.classes.record import STAGES, architecture_of, form_of
+from qconvert.runtimes.loading.setting import NotSimulated, Setting
+from qconvert.runtimes.sglang import simulator as sglang
+from qconvert.runtimes.vllm import simulator as vllm
+
+SIZES = (1, 2, 8)
+_SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A folder at one size: its form, the command that made it, and where both differ."""
+
+    command: str
+    form: str
+    tp: int
+    differences: tuple[str, ...]
+
+
+def compared(
+    folder: Path, command: str, runtime: str, server: Server, sizes: Sequence[int] = SIZES
+) -> Iterator[Compared]:
+    """Ask both about a folder at its last rank of each size; of a stage, at one rank of the stage."""
+    config, tensors = config_of(folder), headers(folder)
+    manifest = folder / "qconvert.json"
+    stage = json.loads(manifest.read_bytes()).get("stage") if manifest.exists() else None
+    form = STAGES if stage else form_of(config, tensors)
+    for tp in (1,) if stage else sizes:
+        at, rank = Setting(tp=tp, rank=tp - 1), Rank(tp, tp - 1)
+        if stage:
+            partition = tuple(stage["partition"])
+            at = Setting(pp=len(partition), stage=stage["number"], partition=partition)
+            rank = Rank(1, 0, len(partition), stage["number"])
+        try:
+            simulation = _SIMULATE[runtime](config, tensors, at, any_form=True)
+        except NotSimulated as reason:
+            yield Compared(command, form, tp, (f"not simulated: {reason}",))
+            continue
+        real = server.load(folder, rank, environment=(stage or {}).get("environment"))
+        real = once(real) if runtime == "vllm" else real
+        yield Compared(command, form, tp, tuple(disagreements(simulation, real)))
+
+
+def of_model(
+    model: str, folders: Path, runtime: str, server: Server, commands: Sequence[str] = COMMANDS
+) -> Iterator[Compared]:
+    """The same for what commands make of a small model."""
+    for command in commands:
+        for folder in made(folders, model, command):
+            yield from compared(folder, command, runtime, server)
+
+
+def agreed(found: Sequence[Compared]) -> dict[str, list[int]]:
+    """Forms with the sizes at which nothing differed in any folder."""
+    forms: dict[str, dict[int, bool]] = {}
+    for one in found:
+        sizes = forms.setdefault(one.form, {})
+        sizes[one.tp] = sizes.get(one.tp, True) and not one.differences
+    kept = {form: sorted(tp for tp, same in sizes.items() if same) for form, sizes in forms.items()}
+    return {form: sizes for form, sizes in sorted(kept.items()) if sizes}
+
+
+def table_of(runtime: str, architecture: str) -> Path:
+    """Where the table of a class lies."""
+    version = RELEASES[runtime].version
+    return Path(records.__file__).parent / f"{runtime}-{version}" / f"{architecture}.json"
+
+
+def noted(runtime: str, architecture: str, found: Sequence[Compared]) -> None:
+    """Write the forms that agree into a table, and forget what was read of it."""
+    path = table_of(runtime, architecture)
+    table: dict[str, Any] = json.loads(path.read_bytes())
+    path.write_text(records.written({**table, "agrees": agreed(found)}))
+    records.reread()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Compare the classes of some model types, by default all, and write what agrees."""
+    takes = argparse.ArgumentParser(description=__doc__)
+    takes.add_argument("runtime", choices=sorted(_SIMULATE))
+    takes.add_argument("models", nargs="*")
+    asked = takes.parse_args(words)
+    with tempfile.TemporaryDirectory() as room:
+        server = Server(PYTHON, Path(room), asked.runtime)
+        for model in asked.models or MODELS:
+            folder = Path(room) / "folders"
+            folder.mkdir(exist_ok=True)
+            found = list(of_model(model, folder, asked.runtime, server))
+            architecture = architecture_of(config_of(folder / model))
+            if table_of(asked.runtime, architecture).exists():
+                noted(asked.runtime, architecture, found)
+            print(model, json.dumps(agreed(found)), *_told(found), sep="\n  ", flush=True)
+        server.close()
+    return 0
+
+
+def _told(found: Sequence[Compared]) -> Iterator[str]:
+    for one in found:
+        for text in one.differences:
+            yield f"{one.command} ({one.form}) at tp {one.tp}: {text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
