@@ -156,11 +156,9 @@ def test_names_beside_the_usual() -> None:
         with pytest.raises(NotSimulated, match=says):
             finder.find(name, one)
     query = "model.layers.1.self_attn.q_proj"
-    finder.find(f"{query}.weight", one)
-    assert finder.moved == []
-    with pytest.raises(LoadRefused, match="builds no parameter"):
-        finder.find(f"{query}.weight_packed", one)
-    assert finder.moved == [f"{query}.weight_packed"]
+    assert [found.shard for found in finder.find(f"{query}.weight", one)] == ["q"]
+    with pytest.raises(NotSimulated, match="moves rows"):
+        finder.find(f"{query}.weight", TensorType("F8_E4M3", (4,)))
 
 
 def test_a_layer_of_no_recorded_kind() -> None:

@@ -27,13 +27,12 @@ _FLOATS = ("BF16", "F16", "F32")
 @dataclass
 class RecordedNames:
     """Names of one class on one rank. `skipped`: last names that the runtime passes over whatever the
-    class; `moved`: tensors whose rows the class would move, though they are not rows of floats."""
+    class."""
 
     record: Record
     built: Built
     skipped: tuple[str, ...] = ()
     missing: list[str] = field(default_factory=list)
-    moved: list[str] = field(default_factory=list)
     stacked: bool = False
     experts: int = field(init=False)
 
@@ -110,7 +109,9 @@ class RecordedNames:
         if module is not None and module.kind == "experts":
             return self._expert(name, tensor, numbers, leaf)
         if name.moved and not (leaf == "weight" and stored.dtype in _FLOATS):
-            self.moved.append(tensor)
+            raise NotSimulated(
+                f"{name.source}: its class moves rows, and of codes that was not seen"
+            )
         place: Place = "linear" if module is not None else "parameter"
         if module is not None and module.kind in ("qkv", "merged"):
             place = "fused"

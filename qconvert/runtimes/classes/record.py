@@ -181,11 +181,6 @@ def reread() -> None:
     _read.cache_clear()
 
 
-def reread() -> None:
-    """Forget tables that were read: one was written."""
-    _read.cache_clear()
-
-
 def record_of(table: Mapping[str, Any]) -> Record:
     """A record from its JSON. Raises KeyError and ValueError for a table that is none."""
     renames = table.get("renames", {})
