@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.record import LINEARS, Condition, Module, Record
 from qconvert.runtimes.loading.building import RankBuild, divided
-from qconvert.runtimes.loading.parameters import Convolution, Kind, Parameter, Sharded, Whole
+from qconvert.runtimes.loading.parameters import Convolution, Parameter, Sharded, Whole
 from qconvert.runtimes.loading.schemes import Scheme, Unquantized
 from qconvert.runtimes.loading.setting import NotSimulated
 
@@ -247,12 +247,15 @@ def _add_linear(
     if module.kind == "qkv":
         if module.whole:
             raise NotSimulated(f"{name}: a projection of queries, keys and values on every rank")
-        build.qkv(name, *numbers, asked=asked or "", scheme=scheme, bias=bias)
+        hidden, heads, kv_heads, size, *value = numbers
+        build.qkv(
+            name, hidden, heads, kv_heads, size, asked=asked or "", scheme=scheme, bias=bias,
+            value=value[0] if value else size,
+        )  # fmt: skip
         return
-    kind: Kind = next(kind for kind in LINEARS if kind == module.kind)
     inputs, *outputs = numbers
     build.linear(
-        name, kind, inputs, *outputs, asked=asked or "", scheme=scheme, bias=bias,
+        name, LINEARS[module.kind], inputs, *outputs, asked=asked or "", scheme=scheme, bias=bias,
         whole=module.whole,
     )  # fmt: skip
 

@@ -7,19 +7,22 @@ there is no such parameter was tried in it, too (`Record.outcome`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.classes.build import Built, filled, numbers_of, pattern_of
 from qconvert.runtimes.classes.record import Module, Name, Place, Record
+from qconvert.runtimes.loading.building import Config
 from qconvert.runtimes.loading.load_weights import PASSED, Found, Target
 from qconvert.runtimes.loading.parameters import Expert, Shard
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 
 # The parameters of all experts that hold their three matrices, gate and up in one.
 _HELD = {"w1": "w13_", "w3": "w13_", "w13": "w13_", "w2": "w2_"}
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 _CACHE = ("k_scale", "v_scale", "q_scale")
 _FLOATS = ("BF16", "F16", "F32")
 
@@ -75,7 +78,7 @@ class RecordedNames:
         return {module.name: module for module in self.record.modules}
 
     def _name(self, pattern: str, numbers: Sequence[int]) -> Name | None:
-        """Where a pattern goes, in the kind of layer that it is of."""
+        """The destination of a pattern, in the kind of layer that it is of."""
         found = self._sources.get(pattern)
         if found is None or len(found) == 1:
             return None if found is None else found[0]
@@ -174,6 +177,17 @@ class RecordedNames:
             for which in ("w1", "w3")
             for i in range(self.experts)
         ]
+
+
+def check_draft(config: Config, tensors: Iterable[str]) -> None:
+    """Raise NotSimulated for a folder with a draft: of a class without a draft's table, nothing is known
+    of it."""
+    layers = config.get("num_hidden_layers")
+    for name in tensors:
+        match = _LAYER.match(name)
+        behind = match is not None and type(layers) is int and int(match[1]) >= layers
+        if behind or name.startswith("mtp."):
+            raise NotSimulated("its class of drafts was not recorded")
 
 
 def _matrix(number: int, shard: object) -> Expert:

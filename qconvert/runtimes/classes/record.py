@@ -30,10 +30,14 @@ Size = str | int
 # What follows from flags of the config: always, never, or where each has a value.
 Condition = bool | Mapping[str, Any]
 ModuleKind = Literal[
-    "replicated", "column", "merged", "qkv", "row", "experts", "embedding", "head", "attention",
-    "parameter",
+    "replicated", "column", "merged", "merged_replicated", "qkv", "row", "experts", "embedding",
+    "head", "attention", "parameter",
 ]  # fmt: skip
-LINEARS: tuple[Kind, ...] = ("replicated", "column", "merged", "qkv", "row")
+# Linears, as ranks divide them.
+LINEARS: Mapping[str, Kind] = {
+    "replicated": "replicated", "column": "column", "merged": "merged", "merged_replicated": "merged",
+    "qkv": "qkv", "row": "row",
+}  # fmt: skip
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
 Place = Literal["fused", "linear", "experts", "parameter", "module"]
@@ -43,13 +47,13 @@ Outcome = Literal["error", "warn", "silent"]
 @dataclass(frozen=True, slots=True)
 class Module:
     """A module that has a method of quantization, or one plain parameter. `sizes` are those of its kind:
-    inputs and outputs of a linear; inputs, heads, key-value heads and the size of a head of qkv; routed,
-    hidden and inner of experts; rows and columns of an embedding; the shape of a parameter. `asked`: the
-    name for which the quantization config is asked, None where it is not; `unquantized`: methods of
-    quantization under which it is not, either. `stage`: of the pipeline, "" where its layer decides;
-    `variant`: the kind of layer that has it. `whole`: a linear that every rank has all of; `cut`: the
-    dimension along which ranks share a parameter, in `parts`; `shared`: the module whose parameter it is
-    where the condition holds. `loads`: a checkpoint has it."""
+    inputs and outputs of a linear; inputs, heads, key-value heads and the sizes of a head of keys and of
+    values of qkv; routed, hidden and inner of experts; rows and columns of an embedding; the shape of a
+    parameter. `asked`: the name for which the quantization config is asked, None where it is not;
+    `unquantized`: methods of quantization under which it is not, either. `stage`: of the pipeline, ""
+    where its layer decides; `variant`: the kind of layer that has it. `whole`: a linear that every rank
+    has all of; `cut`: the dimension along which ranks share a parameter, in `parts`; `shared`: it has
+    the parameter of module `of` where the condition holds. `loads`: a checkpoint has it."""
 
     name: str
     kind: ModuleKind
@@ -72,9 +76,9 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Where a checkpoint's module goes, its parameters under their own names; or one parameter, under
-    another if `leaf` says so. `shard`: the part of a fused module, or of experts ("w13": gate and up);
-    `stack`: all experts in one tensor; `moved`: its rows in another order."""
+    """Destination of a checkpoint's module, whose parameters keep their names; or of one parameter,
+    under another name if `leaf` says so. `shard`: the part of a fused module, or of experts ("w13": gate
+    and up); `stack`: all experts in one tensor; `moved`: its rows in another order."""
 
     source: str
     to: str
@@ -208,14 +212,15 @@ def _pairs(pairs: Sequence[Sequence[str]]) -> tuple[tuple[str, str], ...]:
 
 # Keys of a module's sizes, by its kind.
 _SIZES: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("inputs", "heads", "kv_heads", "head_size"), "experts": ("routed", "hidden", "inner"),
+    "qkv": ("inputs", "heads", "kv_heads", "head_size", "v_head_size"),
+    "experts": ("routed", "hidden", "inner"),
 }  # fmt: skip
 
 
 def _module(table: Mapping[str, Any]) -> Module:
     kind = cast("ModuleKind", table["kind"])
     if kind in _SIZES:
-        sizes = [table[key] for key in _SIZES[kind]]
+        sizes = [table[key] for key in _SIZES[kind] if key != "v_head_size" or key in table]
     elif kind in LINEARS:
         sizes = [table["inputs"], *table["outputs"]]
     elif kind == "parameter":
@@ -225,7 +230,8 @@ def _module(table: Mapping[str, Any]) -> Module:
     return Module(
         table["name"], kind, tuple(sizes), table.get("asked"), tuple(table.get("unquantized", ())),
         table.get("bias", False), table.get("when", True), table.get("stage", ""),
-        table.get("variant"), table.get("whole", False), table.get("gated", True),
+        table.get("variant"), table.get("whole", kind == "merged_replicated"),
+        table.get("gated", True),
         table.get("dtype", "model"), table.get("cut"), tuple(table.get("parts", ())),
         table.get("same_as", False), table.get("of", ""), table.get("loads", True),
     )  # fmt: skip

@@ -235,9 +235,10 @@ class RankBuild:
         asked: str = "",
         scheme: Scheme | None = None,
         bias: bool = False,
+        value: int = 0,
     ) -> None:
-        """The fused projection of queries, keys and values; ranks share a key-value head where there are
-        more of them."""
+        """The fused projection of queries, keys and values, in heads of `size` numbers, of values of
+        `value`; ranks share a key-value head where there are more of them."""
         tp = self.setting.tp
         divided(heads, tp, module)
         if kv_heads > tp:
@@ -246,7 +247,7 @@ class RankBuild:
             divided(tp, kv_heads, module)
         here = max(1, kv_heads // tp)
         replicas = max(1, tp // kv_heads)
-        outputs = heads * size, here * size * tp, here * size * tp
+        outputs = heads * size, here * size * tp, here * (value or size) * tp
         self.linear(
             module, "qkv", hidden, *outputs, asked=asked, scheme=scheme, bias=bias,
             replicas=replicas,

@@ -12,7 +12,7 @@ from qconvert.core.shown import count
 from qconvert.core.versions import SGLANG, is_release
 from qconvert.runtimes.classes.build import built
 from qconvert.runtimes.classes.expressions import Sizes
-from qconvert.runtimes.classes.names import RecordedNames
+from qconvert.runtimes.classes.names import RecordedNames, check_draft
 from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
 from qconvert.runtimes.loading.building import Config, RankBuild, text_config
 from qconvert.runtimes.loading.load_weights import NameResolver, SimulatedLoad, offered
@@ -23,6 +23,7 @@ from qconvert.runtimes.sglang.classes import (
     QWEN,
     QWEN35,
     ModelClass,
+    check_stages,
     deepseek_layer,
     deepseek_shared,
     fused_mla,
@@ -175,6 +176,8 @@ def of_draft(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> di
     """Tensors of the draft model in a folder, and embeddings, which its class may read, too; none for a
     folder without one. Raises NotSimulated for an unknown class."""
     kind = architecture_of(config)
+    if kind not in CLASSES:
+        check_draft(text_config(config), tensors)
     if kind not in DRAFTS:
         return {}
     layer = layer_of(kind, text_config(config))
@@ -263,6 +266,8 @@ def _recorded(
     try:
         stated = quantization_of(config, record.packed, asked, numbers.dtype, renames)
         build = RankBuild(asked, stated, numbers.dtype)
+        for size in tuple(record.layers.values())[:1]:
+            check_stages(asked, sizes.of(size))
         made = built(record, build, sizes, tensors)
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused)

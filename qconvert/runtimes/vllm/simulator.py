@@ -12,7 +12,7 @@ from qconvert.core.shown import count
 from qconvert.core.versions import VLLM, is_release
 from qconvert.runtimes.classes.build import built
 from qconvert.runtimes.classes.expressions import Sizes
-from qconvert.runtimes.classes.names import RecordedNames
+from qconvert.runtimes.classes.names import RecordedNames, check_draft
 from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
 from qconvert.runtimes.loading.building import Config, RankBuild, text_config
 from qconvert.runtimes.loading.load_weights import (
@@ -233,7 +233,10 @@ DRAFTS: dict[str, ModelClass] = {
 def of_draft(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> dict[str, TensorType]:
     """Tensors that the class of a folder's draft may read; none for a folder without one. Raises
     NotSimulated for an unknown class."""
-    return draft_tensors(architecture_of(config), text_config(config), tensors)
+    name, numbers = architecture_of(config), text_config(config)
+    if name not in CLASSES:
+        check_draft(numbers, tensors)
+    return draft_tensors(name, numbers, tensors)
 
 
 def simulate(
