@@ -175,6 +175,8 @@ def made(folders: Path, model: str, command: str) -> list[Path]:
     if command == "as saved":
         return [source]
     words, out = command.split(), folders / f"{model} {command}"
+    if out.is_dir():
+        return parts(out)
     number = 2 if words[0] == "experts" else 1
     done = run_cli(*words[:number], source, out, *words[number:], "--jobs", "1")
     says = refusal(model, command)

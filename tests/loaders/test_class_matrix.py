@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from loaders.agree_classes import compared
 from loaders.agreement import config_of, headers
 from loaders.client import PYTHON, Rank, Server
 from loaders.folders import wrong
 from loaders.small_models import CLASSES, COMMANDS, MODELS, made
+from qconvert.runtimes.classes.record import architecture_of, recorded
 from qconvert.runtimes.serving import loads
 
 pytestmark = [
@@ -130,3 +132,23 @@ def test_what_is_said_to_load_loads(
             if not cell.kept or (command == "as saved" and bool(cell.did) != unloaded):
                 lost[folder.name, runtime] = cell.did
     assert lost == {}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_tables_say_what_loaders_do(
+    model: str, command: str, hopper: Server, vllm: Server, folders: Path
+) -> None:
+    """Simulator and loader say the same in every form that a class's table lists, at its sizes."""
+    wrong = []
+    for folder in made(folders, model, command):
+        for runtime, server in {"sglang": hopper, "vllm": vllm}.items():
+            table = recorded(runtime, architecture_of(config_of(folder)))
+            if table is None:
+                continue
+            wrong += [
+                (runtime, folder.name, one)
+                for one in compared(folder, command, runtime, server)
+                if one.differences and one.tp in table.agrees.get(one.form, ())
+            ]
+    assert wrong == []
