@@ -302,7 +302,7 @@ def _served(
 
 
 _SIZES = (1, 2, 4, 8)
-_MOST_WHY = 90
+_MOST_WHY, _MOST_UNKNOWN = 90, 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +430,7 @@ def _loading(runtime: str, folder: Offered) -> Loading:
         answer = asked(Consumer(runtime), folder, Setting(tp=tp, rank=tp - 1), every=False)
         if isinstance(answer, NotKnown):
             at = f"at tp {tp} " if sizes else ""
-            unknown = f"{at}{_short(str(answer))}"
+            unknown = f"{at}{_short(str(answer), _MOST_UNKNOWN)}"
             break
         sizes.append(tp)
         if unread is None:
@@ -479,5 +479,5 @@ def _why(answer: Answer) -> str:
     return _short(text)
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _MOST_WHY else f"{text[: _MOST_WHY - 4]} ..."
+def _short(text: str, most: int = _MOST_WHY) -> str:
+    return text if len(text) <= most else f"{text[: most - 4]} ..."

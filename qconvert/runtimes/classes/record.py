@@ -148,7 +148,7 @@ def class_record(runtime: str, architecture: str, version: str | None = None) ->
     found = recorded(runtime, architecture, version)
     if found is None:
         of = f"{runtime} {version or RELEASES[runtime].version}"
-        raise NotSimulated(f"its class was not recorded in {of}")
+        raise NotSimulated(f"its class was not recorded in {of} (--loader PYTHON asks that itself)")
     return found
 
 
@@ -161,7 +161,7 @@ def check_form(
         of = f"{record.runtime} {record.version}"
         at = f"{form}, {setting.pp} stages" if setting.pp > 1 else form
         raise NotSimulated(
-            f"the table of its class in {of} was not compared with the loader for {at}"
+            f"its class was not tried in {of} with {at} (--loader PYTHON asks that itself)"
         )
 
 
