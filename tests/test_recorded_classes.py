@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from recorded_tables import qwen3_moe
+from class_tables import qwen3_moe
 from simulated_folders import LINEARS, folder, integers
 
 from qconvert.core.dtypes import TensorType
@@ -120,7 +120,7 @@ def names_in(table: dict[str, Any], tensors: dict[str, TensorType]) -> RecordedN
     record, plain = record_of(table), Unquantized("BF16")
     build = RankBuild(Setting(), NoQuantization(plain), "BF16")
     made = built(record, build, Sizes(config, record.defaults), tensors)
-    return RecordedNames(record, made)
+    return RecordedNames(made)
 
 
 def test_names_beside_the_usual() -> None:
@@ -164,7 +164,7 @@ def test_names_beside_the_usual() -> None:
 def test_a_layer_of_no_recorded_kind() -> None:
     _, tensors = folder("qwen3_moe")
     kept = {name: one for name, one in tensors.items() if ".1.mlp." not in name}
-    with pytest.raises(NotSimulated, match=r"model\.layers\.1 has names of no kind of layer"):
+    with pytest.raises(NotSimulated, match=r"model\.layers\.1 is of no kind of layer"):
         names_in(qwen3_moe("vllm"), kept)
 
 

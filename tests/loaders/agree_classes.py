@@ -22,6 +22,7 @@ if __name__ == "__main__":  # the tests' modules are found from their folder
 
 from loaders.agreement import config_of, disagreements, headers, once
 from loaders.client import PYTHON, Rank, Server
+from loaders.recorded_tables import written
 from loaders.small_models import COMMANDS, MODELS, made
 from qconvert.core.versions import RELEASES
 from qconvert.runtimes.classes import record as records
@@ -36,12 +37,14 @@ _SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
 
 @dataclass(frozen=True)
 class Compared:
-    """A folder at one size: its form, the command that made it, and where both differ."""
+    """A folder at one size: its form, the command that made it, where both differ, and whether the
+    loader took it."""
 
     command: str
     form: str
     tp: int
     differences: tuple[str, ...]
+    loaded: bool = False
 
 
 def compared(
@@ -65,7 +68,9 @@ def compared(
             continue
         real = server.load(folder, rank, environment=(stage or {}).get("environment"))
         real = once(real) if runtime == "vllm" else real
-        yield Compared(command, form, tp, tuple(disagreements(simulation, real)))
+        # A table does not state errors, so that which one ends a load is not compared.
+        found = [one for one in disagreements(simulation, real) if not one.startswith("reason:")]
+        yield Compared(command, form, tp, tuple(found), real.error is None)
 
 
 def of_model(
@@ -78,13 +83,19 @@ def of_model(
 
 
 def agreed(found: Sequence[Compared]) -> dict[str, list[int]]:
-    """Forms with the sizes at which nothing differed in any folder."""
+    """Forms in which nothing differed in any folder, at any size. Of several ranks those count that some
+    folder was loaded with: what both refuse shows nothing of one that both take, unless one rank is
+    refused, too."""
     forms: dict[str, dict[int, bool]] = {}
     for one in found:
         sizes = forms.setdefault(one.form, {})
-        sizes[one.tp] = sizes.get(one.tp, True) and not one.differences
-    kept = {form: sorted(tp for tp, same in sizes.items() if same) for form, sizes in forms.items()}
-    return {form: sizes for form, sizes in sorted(kept.items()) if sizes}
+        sizes[one.tp] = sizes.get(one.tp, False) or one.loaded
+    wrong = {one.form for one in found if one.differences}
+    return {
+        form: [tp for tp in sorted(sizes) if tp == 1 or sizes[tp] or not sizes[1]]
+        for form, sizes in sorted(forms.items())
+        if form not in wrong
+    }
 
 
 def table_of(runtime: str, architecture: str) -> Path:
@@ -97,7 +108,7 @@ def noted(runtime: str, architecture: str, found: Sequence[Compared]) -> None:
     """Write the forms that agree into a table, and forget what was read of it."""
     path = table_of(runtime, architecture)
     table: dict[str, Any] = json.loads(path.read_bytes())
-    path.write_text(records.written({**table, "agrees": agreed(found)}))
+    path.write_text(written({**table, "agrees": agreed(found)}))
     records.reread()
 
 

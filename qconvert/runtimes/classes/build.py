@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.classes.expressions import Sizes
-from qconvert.runtimes.classes.record import LINEARS, Condition, Module, Record
+from qconvert.runtimes.classes.record import LINEARS, Module, Record, Variant, holds
 from qconvert.runtimes.loading.building import RankBuild, divided
 from qconvert.runtimes.loading.parameters import Convolution, Parameter, Sharded, Whole
 from qconvert.runtimes.loading.schemes import Scheme, Unquantized
@@ -34,11 +35,16 @@ def filled(pattern: str, numbers: Iterable[int]) -> str:
     return re.sub(r"\*", lambda _: str(next(left)), pattern)
 
 
-def holds(condition: Condition, sizes: Sizes) -> bool:
-    """Tell whether flags of the config have the values of a condition."""
-    if isinstance(condition, bool):
-        return condition
-    return all(sizes.flag(key) == value for key, value in condition.items())
+def captured(pattern: str, parts: Sequence[str]) -> list[int] | None:
+    """The numbers that stand for the `*` of a pattern in a name, given in parts; None where they do not
+    fit: a number that is no layer's stands in the pattern itself."""
+    found = []
+    for one, part in zip(pattern.split("."), parts, strict=True):
+        if one == "*":
+            found.append(int(part))
+        elif one != part:
+            return None
+    return found
 
 
 @dataclass(frozen=True)
@@ -54,17 +60,18 @@ class Layers:
         """The container that a module of a record lies in, "" for one outside."""
         return next((one for one in self.counts if name.startswith(f"{one}.*")), "")
 
-    def elsewhere(self, module: Module, number: int | None) -> bool:
-        """Tell whether another stage builds a module."""
-        at = self.container(module.name)
-        return bool(at) and not module.stage and number is not None and number not in self.owns[at]
+    def has(self, container: str, layer: int | None, variants: tuple[int, ...]) -> bool:
+        """Tell whether a layer is of one of some kinds, if any are named."""
+        kinds = self.kinds.get(container)
+        return not variants or kinds is None or layer is None or kinds[layer] in variants
 
 
-def layers_of(record: Record, sizes: Sizes, names: Iterable[str], build: RankBuild) -> Layers:
+def layers_of(
+    record: Record, sizes: Sizes, tensors: Mapping[str, TensorType], build: RankBuild
+) -> Layers:
     """The layers of a model, each of the kind whose names the folder has in it. Raises NotSimulated for
     one of a kind that was not recorded."""
     counts = {name: sizes.of(count) for name, count in record.layers.items()}
-    kinds: dict[str, Mapping[int, int]] = {}
     staged = {
         name
         for name in counts
@@ -74,83 +81,125 @@ def layers_of(record: Record, sizes: Sizes, names: Iterable[str], build: RankBui
         name: build.setting.layers(count) if name in staged else range(count)
         for name, count in counts.items()
     }
-    for name, variants in record.variants.items():
-        kinds[name] = _kinds(record, name, variants, owns[name], names)
+    kinds = {
+        name: _kinds(record, name, variants, owns[name], tensors, sizes)
+        for name, variants in record.variants.items()
+    }
     return Layers(counts, kinds, owns)
 
 
 def _kinds(
     record: Record,
     container: str,
-    variants: tuple[tuple[str, ...], ...],
+    variants: Sequence[Variant],
     layers: range,
-    names: Iterable[str],
+    tensors: Mapping[str, TensorType],
+    sizes: Sizes,
 ) -> dict[int, int]:
-    if len(variants) == 1:
-        return dict.fromkeys(layers, 0)
-    places = _stored(record, container)
+    """The kind of each layer."""
+    inside = f"{container}.*"
+    places = {one.source.partition(".*")[0] for one in record.names if one.to.startswith(inside)}
     met: dict[int, set[str]] = {layer: set() for layer in layers}
-    for name in names:
+    for name in tensors:
         for place in places:
             if name.startswith(f"{place}."):
                 number, _, rest = name[len(place) + 1 :].partition(".")
                 if number.isdecimal() and int(number) in met:
                     inner = pattern_of(rest)
                     met[int(number)] |= {inner, inner.rpartition(".")[0]}
-    return {layer: _kind(found, variants, f"{container}.{layer}") for layer, found in met.items()}
+    return {
+        layer: _kind(found, variants, layer, f"{container}.{layer}", sizes)
+        for layer, found in met.items()
+    }
 
 
-def _stored(record: Record, container: str) -> set[str]:
-    """What a container is called in checkpoints."""
-    inside = f"{container}.*"
-    return {one.source.partition(".*")[0] for one in record.names if one.to.startswith(inside)}
+def _kind(
+    found: set[str], variants: Sequence[Variant], layer: int, where: str, sizes: Sizes
+) -> int:
+    """The kind of layer of which all names are there; of several the one with most, or the config's."""
+    fits = [at for at, one in enumerate(variants) if found.issuperset(map(pattern_of, one.names))]
+    most = max((len(variants[at].names) for at in fits), default=0)
+    fits = [at for at in fits if len(variants[at].names) == most]
+    if len(fits) > 1:
+        fits = [at for at in fits if variants[at].key and _stated(variants[at], layer, sizes)]
+    if len(fits) != 1:
+        raise NotSimulated(f"{where} is of no kind of layer that its class was recorded with")
+    return fits[0]
 
 
-def _kind(found: set[str], variants: tuple[tuple[str, ...], ...], where: str) -> int:
-    """The kind of layer of which all names are there, of several the one with most."""
-    fits = [number for number, names in enumerate(variants) if found.issuperset(names)]
-    if not fits:
-        raise NotSimulated(
-            f"{where} has names of no kind of layer that this class was recorded with"
-        )
-    return max(fits, key=lambda number: len(variants[number]))
+def _stated(variant: Variant, layer: int, sizes: Sizes) -> bool:
+    values = sizes.flag(variant.key)
+    return isinstance(values, list) and layer < len(values) and values[layer] == variant.value
 
 
 @dataclass(frozen=True)
 class Built:
-    """What a rank built: the modules of a record by the runtime's names, and the number of routed
-    experts of a layer."""
+    """What a rank built: the modules of a record by the runtime's names, the record for the settings of
+    the config, and the number of routed experts of a layer."""
 
     build: RankBuild
     modules: Mapping[str, Module]
     layers: Layers
+    record: Record
     experts: int
 
 
-def built(record: Record, build: RankBuild, sizes: Sizes, names: Iterable[str]) -> Built:
-    """Fill a rank's build with what the class of a record builds. `names` are the folder's. Raises
+def built(
+    table: Record, build: RankBuild, sizes: Sizes, tensors: Mapping[str, TensorType]
+) -> Built:
+    """Fill a rank's build with what the class of a table builds. `tensors` are the folder's. Raises
     LoadRefused where the runtime would, and NotSimulated for what the table does not show."""
-    layers = layers_of(record, sizes, names, build)
+    record = table.under(sizes)
+    layers = layers_of(record, sizes, tensors, build)
     made: dict[str, Module] = {}
-    behind = False  # of the layers of the stages
+    stored = _stored_shapes(record, tensors)
     for group in _groups(record, layers):
         container = layers.container(group[0].name)
-        behind = behind or (bool(container) and not group[0].stage)
         for number in layers.owns[container] if container else (None,):
             for module in group:
-                kind = layers.kinds.get(container, {}).get(-1 if number is None else number)
-                if module.variant is not None and kind is not None and module.variant != kind:
+                here = _in_stage(module, build) and layers.has(container, number, module.variants)
+                if not here or not holds(module.when, sizes):
                     continue
-                if number is None and not _in_stage(module, build):
-                    continue
-                if holds(module.when, sizes):
-                    for name in _numbered(module, number, sizes):
-                        _add(record, build, module, name, number, sizes)
-                        made[name] = module
-                        if number is None:
-                            _spare(build, module, name, behind=behind, sizes=sizes)
-    routed = [sizes.of(one.sizes[0]) for one in record.modules if one.kind == "experts"]
-    return Built(build, made, layers, max(routed, default=0))
+                if module.name.count("*") != (number is not None):
+                    raise NotSimulated(f"{module.name}: layers in layers have no rule")
+                name = filled(module.name, [] if number is None else [number])
+                _add(build, module, name, number, sizes, stored)
+                made[name] = module
+                if number is None and not _is_used(module, layers, build, sizes):
+                    for parameter in _of(build, module, name):
+                        build.parameters[parameter].needed = False
+    _tie(record, build)
+    routed = [sizes.of(one.sizes[0]) for one in made.values() if one.kind == "experts"]
+    return Built(build, made, layers, record, max(routed, default=0))
+
+
+def _tie(record: Record, build: RankBuild) -> None:
+    """Give parameters that are one their other names."""
+    for first, *others in record.tied:
+        if build.setting.pp > 1:
+            raise NotSimulated(f"{first} under two names in pipeline stages")
+        held = next((name for name in (first, *others) if name in build.parameters), None)
+        if held is None:
+            raise NotSimulated(f"{first}: one parameter in several layers has no rule")
+        for name in {first, *others} - {held}:
+            build.parameters.pop(name, None)
+            build.aliases[name] = held
+
+
+def _stored_shapes(
+    record: Record, tensors: Mapping[str, TensorType]
+) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the folder's tensors that are plain parameters whose sizes follow from no key, by the
+    runtime's patterns."""
+    unknown = {one.name for one in record.modules if one.kind == "parameter" and "" in one.sizes}
+    if not unknown:
+        return {}
+    sources = {one.source: one.to for one in record.names if one.to in unknown}
+    return {
+        sources[pattern]: tensors[name].shape
+        for name in tensors
+        if (pattern := pattern_of(name)) in sources
+    }
 
 
 def _groups(record: Record, layers: Layers) -> Iterator[list[Module]]:
@@ -176,22 +225,16 @@ def _in_stage(module: Module, build: RankBuild) -> bool:
     return at.get(module.stage, True)
 
 
-def _numbered(module: Module, number: int | None, sizes: Sizes) -> list[str]:
-    """The names of a pattern in one layer."""
-    stars = module.name.count("*")
-    if stars == (number is not None):
-        return [filled(module.name, [] if number is None else [number])]
-    raise NotSimulated(f"{module.name}: its numbers beside the layer's were not recorded")
-
-
-def _spare(build: RankBuild, module: Module, name: str, *, behind: bool, sizes: Sizes) -> None:
-    """Mark as not needed what a class builds in every stage and computes with in one: what comes before
-    the layers in the first, what comes behind them in the last."""
+def _is_used(module: Module, layers: Layers, build: RankBuild, sizes: Sizes) -> bool:
+    """Tell whether a stage computes with a module of no layer: what stands before the layers in the
+    first, what stands behind them, the head and what lies beside them, in the last."""
     setting = build.setting
+    beside = tuple(f"{name.rpartition('.')[0]}." for name in layers.counts)[:1]
+    plain = module.kind not in ("embedding", "head")
+    if module.kind == "head" or (plain and module.name.startswith(beside)):
+        return setting.last
     tied = module.kind == "embedding" and setting.last and bool(sizes.flag("tie_word_embeddings"))
-    if not (setting.last if behind else setting.first or tied):
-        for parameter in _of(build, module, name):
-            build.parameters[parameter].needed = False
+    return setting.first or tied
 
 
 def _of(build: RankBuild, module: Module, name: str) -> list[str]:
@@ -201,37 +244,41 @@ def _of(build: RankBuild, module: Module, name: str) -> list[str]:
 
 
 def _add(
-    record: Record, build: RankBuild, module: Module, name: str, layer: int | None, sizes: Sizes
+    build: RankBuild,
+    module: Module,
+    name: str,
+    layer: int | None,
+    sizes: Sizes,
+    stored: Mapping[str, tuple[int, ...]],
 ) -> None:
-    numbers = [sizes.of(size, layer) for size in module.sizes]
+    if module.name in stored:
+        numbers = list(stored[module.name])
+    else:
+        numbers = [sizes.of(size, layer) for size in module.sizes]
     asked = None if module.asked is None else filled(module.asked, [] if layer is None else [layer])
-    plain = Unquantized(build.dtype)
-    alone = asked is None or build.quantization.name in module.unquantized
+    if build.quantization.name in module.unquantized:
+        asked = None
+    plain = Unquantized(build.dtype) if asked is None else None
     if module.kind == "parameter":
         _add_parameter(build, module, name, numbers, layer, sizes)
     elif module.kind == "attention":
-        if not alone:
+        if asked is not None:
             build.cache_scales(name)
     elif module.kind in ("embedding", "head"):
-        if holds(module.shared, sizes) and build.setting.pp == 1:
-            of = f"{filled(module.of, [] if layer is None else [layer])}.weight"
-            build.aliases[f"{name}.weight"] = of
-            return
-        asks = module.kind == "head" and not alone and asked is not None
         rows, columns = numbers
-        head = build.quantization.head(asked) if asks and asked else None
-        build.vocabulary(name, rows, columns, head)
-    elif module.kind == "experts":
-        if not module.gated:
-            raise NotSimulated("experts without a gate projection")
-        routed, hidden, inner = numbers
-        if holds(module.bias, sizes):
-            raise NotSimulated("experts with a bias")
-        build.experts(
-            name, routed, 0, hidden, inner, asked=asked or "", scheme=plain if alone else None
+        quantized = module.kind == "head" and asked is not None
+        build.vocabulary(
+            name, rows, columns, build.quantization.head(str(asked)) if quantized else None
         )
+        if holds(module.bias, sizes):
+            raise NotSimulated(f"{name} with a bias")
+    elif module.kind == "experts":
+        if not module.gated or holds(module.bias, sizes):
+            raise NotSimulated("experts with a bias or without a gate projection")
+        routed, hidden, inner = numbers
+        build.experts(name, routed, 0, hidden, inner, asked=asked or "", scheme=plain)
     else:
-        _add_linear(build, module, name, numbers, asked, plain if alone else None, sizes)
+        _add_linear(build, module, name, numbers, asked, plain, sizes)
 
 
 def _add_linear(

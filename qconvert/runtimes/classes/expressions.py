@@ -29,6 +29,8 @@ class Sizes:
         """The value of an expression, in a numbered layer where it names a list."""
         if isinstance(expression, int):
             return expression
+        if not expression:
+            raise NotSimulated("a size of its class follows from no key of config.json")
         found = self._computed(parsed(expression), layer)
         if not 0 <= found <= _MOST:
             raise NotSimulated(f"{expression} is {found} in config.json, which is no size")
@@ -40,6 +42,17 @@ class Sizes:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return self._defaults.get(key) if value is None else value
+
+    def has(self, key: str, value: object) -> bool:
+        """Tell whether a key has a value ("set": any). Raises NotSimulated where nothing states it."""
+        found = self.flag(key)
+        if value == "set":
+            return found is not None
+        if found is None and value is not None and key not in self._defaults:
+            raise NotSimulated(
+                f"config.json does not state {key}, on which it depends what is built"
+            )
+        return found == value
 
     def _computed(self, node: ast.expr, layer: int | None) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from qconvert.core.dtypes import TensorType
-from qconvert.runtimes.classes.build import Built, filled, numbers_of, pattern_of
-from qconvert.runtimes.classes.record import Module, Name, Place, Record
+from qconvert.core.dtypes import Shape, TensorType
+from qconvert.runtimes.classes.build import Built, captured, filled, pattern_of
+from qconvert.runtimes.classes.record import Name, Place, Record
 from qconvert.runtimes.loading.building import Config
 from qconvert.runtimes.loading.load_weights import PASSED, Found, Target
 from qconvert.runtimes.loading.parameters import Expert, Shard
@@ -32,28 +32,27 @@ class RecordedNames:
     """Names of one class on one rank. `skipped`: last names that the runtime passes over whatever the
     class."""
 
-    record: Record
     built: Built
     skipped: tuple[str, ...] = ()
     missing: list[str] = field(default_factory=list)
     stacked: bool = False
     experts: int = field(init=False)
+    record: Record = field(init=False)
 
     def __post_init__(self) -> None:
         self.experts = self.built.experts
+        self.record = self.built.record
 
     def find(self, tensor: str, stored: TensorType) -> Found:
-        pattern = pattern_of(tensor)
-        module, _, leaf = tensor.rpartition(".")
-        if leaf in self.skipped:
+        pattern, parts = pattern_of(tensor), tensor.split(".")
+        if parts[-1] in self.skipped:
             return PASSED
-        numbers = numbers_of(tensor)
-        name = self._name(pattern, numbers)
-        if name is not None:
-            return self._whole(name, tensor, numbers, stored)
-        name = self._name(pattern.rpartition(".")[0], numbers)
-        if name is not None:
-            return self._of_module(name, tensor, numbers_of(module), leaf, stored)
+        found = self._name(pattern, parts)
+        if found is not None:
+            return self._whole(*found, tensor, stored)
+        found = self._name(pattern.rpartition(".")[0], parts[:-1])
+        if found is not None:
+            return self._of_module(*found, tensor, stored)
         if pattern in self._passed or pattern.startswith(self._starts):
             return PASSED
         raise NotSimulated(f"{tensor} is not among the names that its class was recorded with")
@@ -62,7 +61,7 @@ class RecordedNames:
     def _sources(self) -> Mapping[str, Sequence[Name]]:
         found: dict[str, list[Name]] = {}
         for name in self.record.names:
-            found.setdefault(name.source, []).append(name)
+            found.setdefault(pattern_of(name.source), []).append(name)
         return found
 
     @cached_property
@@ -73,35 +72,35 @@ class RecordedNames:
     def _starts(self) -> tuple[str, ...]:
         return tuple(one[:-1] for one in self.record.passed if one.endswith(".*")) or ("\0",)
 
-    @cached_property
-    def _modules(self) -> Mapping[str, Module]:
-        return {module.name: module for module in self.record.modules}
-
-    def _name(self, pattern: str, numbers: Sequence[int]) -> Name | None:
-        """The destination of a pattern, in the kind of layer that it is of."""
-        found = self._sources.get(pattern)
-        if found is None or len(found) == 1:
-            return None if found is None else found[0]
-        at = self.built.layers.container(found[0].to)
-        kind = self.built.layers.kinds.get(at, {}).get(numbers[0] if numbers else -1)
-        return next((one for one in found if one.variant in (None, kind)), found[0])
+    def _name(self, pattern: str, parts: Sequence[str]) -> tuple[Name, list[int]] | None:
+        """The destination of a pattern, in the kind of layer that it is of, and the numbers in it."""
+        for one in self._sources.get(pattern, ()):
+            numbers = captured(one.source, parts)
+            if numbers is None:
+                continue
+            at = self.built.layers.container(one.to)
+            layer = numbers[0] if at else None
+            if layer is not None and layer >= self.built.layers.counts[at]:
+                raise NotSimulated(f"{one.source}: layer {layer} is behind the last")
+            if layer is not None and layer not in self.built.layers.owns[at]:
+                return one, numbers
+            if self.built.layers.has(at, layer, one.variants):
+                return one, numbers
+        return None
 
     def _elsewhere(self, name: Name, numbers: Sequence[int], parameter: str) -> bool:
         """Tell whether a tensor is of a module that another stage builds."""
         layers = self.built.layers
         at = layers.container(name.to)
         if at:
-            if numbers[0] >= layers.counts[at]:
-                raise NotSimulated(f"{name.source}: layer {numbers[0]} is behind the last")
             return numbers[0] not in layers.owns[at]
         here = self.built.modules
         return parameter not in here and filled(name.to, numbers) not in here
 
     def _of_module(
-        self, name: Name, tensor: str, numbers: Sequence[int], leaf: str, stored: TensorType
+        self, name: Name, numbers: Sequence[int], tensor: str, stored: TensorType
     ) -> Found:
-        to = filled(name.to, numbers)
-        leaf = name.leaf or leaf
+        to, leaf = filled(name.to, numbers), tensor.rpartition(".")[2]
         parameter = f"{to}.{leaf}"
         if self._elsewhere(name, numbers, parameter):
             return PASSED
@@ -111,19 +110,27 @@ class RecordedNames:
         module = self.built.modules.get(to)
         if module is not None and module.kind == "experts":
             return self._expert(name, tensor, numbers, leaf)
-        if name.moved and not (leaf == "weight" and stored.dtype in _FLOATS):
+        if name.rows and stored.dtype not in _FLOATS:
             raise NotSimulated(
                 f"{name.source}: its class moves rows, and of codes that was not seen"
             )
         place: Place = "linear" if module is not None else "parameter"
-        if module is not None and module.kind in ("qkv", "merged"):
+        if module is not None and module.kind in ("qkv", "merged", "merged_replicated"):
             place = "fused"
-        return self._there(parameter, tensor, leaf, place, name.shard)
+        return self._there(parameter, tensor, leaf, place, _part(name), _turned(name, stored))
 
-    def _there(self, parameter: str, tensor: str, leaf: str, place: Place, shard: Shard) -> Found:
+    def _there(
+        self,
+        parameter: str,
+        tensor: str,
+        leaf: str,
+        place: Place,
+        shard: Shard,
+        part: Shape | None = None,
+    ) -> Found:
         """The target, if it is there; a parameter that is another one is passed over."""
         if parameter in self.built.build.parameters:
-            return (Target(parameter, shard),)
+            return (Target(parameter, shard, part),)
         if parameter in self.built.build.aliases:
             return PASSED
         outcome = self.record.outcome(place, leaf)
@@ -132,7 +139,7 @@ class RecordedNames:
                 "", "", tensor,
                 f"the class builds no parameter {parameter}: it is built as if stored in another form",
             )  # fmt: skip
-        if outcome == "warn":
+        if outcome == "warning":
             self.missing.append(parameter)
         return PASSED
 
@@ -145,19 +152,20 @@ class RecordedNames:
         parameter = f"{filled(name.to, numbers)}.{held}{leaf}"
         return self._there(parameter, tensor, leaf, "experts", shard)
 
-    def _whole(self, name: Name, tensor: str, numbers: Sequence[int], stored: TensorType) -> Found:
+    def _whole(self, name: Name, numbers: Sequence[int], tensor: str, stored: TensorType) -> Found:
         """A tensor that the table names itself: a plain parameter, or a stack of all experts."""
         to = filled(name.to, numbers)
         if self._elsewhere(name, numbers, to):
             return PASSED
-        if not name.stack:
-            leaf = tensor.rpartition(".")[2]
-            return self._there(to, tensor, leaf, "parameter", name.shard)
-        self.stacked = True
-        parameter = f"{to}.{name.leaf or _HELD[str(name.shard)] + 'weight'}"
-        if parameter not in self.built.build.parameters:
-            return self._there(parameter, tensor, "weight", "experts", None)
-        return self._stack(name, parameter, tensor, stored)
+        if name.stack:
+            self.stacked = True
+            parameter = f"{to}.{name.leaf or _HELD[str(name.shard)] + 'weight'}"
+            if parameter not in self.built.build.parameters:
+                return self._there(parameter, tensor, "weight", "experts", None)
+            return self._stack(name, parameter, tensor, stored)
+        parameter = f"{to}.{name.leaf}" if name.leaf else to
+        leaf = parameter.rpartition(".")[2]
+        return self._there(parameter, tensor, leaf, "parameter", _part(name), _turned(name, stored))
 
     def _stack(self, name: Name, parameter: str, tensor: str, stored: TensorType) -> Found:
         """The matrices of all experts, gate and up in halves."""
@@ -193,3 +201,15 @@ def check_draft(config: Config, tensors: Iterable[str]) -> None:
 def _matrix(number: int, shard: object) -> Expert:
     """One of the three matrices of an expert."""
     return number, "w1" if shard == "w1" else "w3" if shard == "w3" else "w2"
+
+
+def _part(name: Name) -> Shard:
+    """The part of a fused module, None for all of it."""
+    if name.shard == "across":
+        raise NotSimulated(f"{name.source}: it fills a part of a part, which there is no rule for")
+    return None if name.shard == "all" else name.shard
+
+
+def _turned(name: Name, stored: TensorType) -> Shape | None:
+    """The shape of a tensor that the class transposes."""
+    return stored.shape[::-1] if name.rows == "transposed" else None

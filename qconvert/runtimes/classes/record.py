@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
 from qconvert.core.versions import RELEASES, is_release
+from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group
 from qconvert.runtimes.loading.load_weights import Tensors
 from qconvert.runtimes.loading.parameters import Kind
@@ -41,7 +42,7 @@ LINEARS: Mapping[str, Kind] = {
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
 Place = Literal["fused", "linear", "experts", "parameter", "module"]
-Outcome = Literal["error", "warn", "silent"]
+Outcome = Literal["error", "warning", "silence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,9 @@ class Module:
     values of qkv; routed, hidden and inner of experts; rows and columns of an embedding; the shape of a
     parameter. `asked`: the name for which the quantization config is asked, None where it is not;
     `unquantized`: methods of quantization under which it is not, either. `stage`: of the pipeline, ""
-    where its layer decides; `variant`: the kind of layer that has it. `whole`: a linear that every rank
-    has all of; `cut`: the dimension along which ranks share a parameter, in `parts`; `shared`: it has
-    the parameter of module `of` where the condition holds. `loads`: a checkpoint has it."""
+    where its layer decides; `variants`: the kinds of layers that have it, if not all. `whole`: a linear
+    that every rank has all of; `cut`: the dimension along which ranks share a parameter, in `parts`.
+    `loads`: a checkpoint has it."""
 
     name: str
     kind: ModuleKind
@@ -63,14 +64,12 @@ class Module:
     bias: Condition = False
     when: Condition = True
     stage: str = ""
-    variant: int | None = None
+    variants: tuple[int, ...] = ()
     whole: bool = False
     gated: bool = True
     dtype: str = "model"
     cut: int | None = None
     parts: tuple[Size, ...] = ()
-    shared: Condition = False
-    of: str = ""
     loads: bool = True
 
 
@@ -78,7 +77,7 @@ class Module:
 class Name:
     """Destination of a checkpoint's module, whose parameters keep their names; or of one parameter,
     under another name if `leaf` says so. `shard`: the part of a fused module, or of experts ("w13": gate
-    and up); `stack`: all experts in one tensor; `moved`: its rows in another order."""
+    and up); `stack`: all experts in one tensor; `rows`: what becomes of their order and numbers."""
 
     source: str
     to: str
@@ -87,8 +86,19 @@ class Name:
     parameter: bool = False
     stack: bool = False
     transposed: bool = False
-    moved: bool = False
-    variant: int | None = None
+    rows: str = ""
+    variants: tuple[int, ...] = ()
+    when: Condition = True
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kind of layer: names that its checkpoint has and those of other kinds have not, and the value
+    that a list of the config has for it."""
+
+    names: tuple[str, ...]
+    key: str = ""
+    value: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +106,9 @@ class Record:
     """A class. `layers`: containers of numbered layers and how many there are; `packed`: names that it
     fuses, as a quantization config is asked; `starts` and `parts`: what it replaces in the names that
     one lists; `unknown`: what a parameter that is not there does, by place and name ("": any other);
-    `agrees`: forms of folders, each with the tensor-parallel sizes at which the loader itself did what
-    the simulator says; `draft_of`: the class whose draft it loads."""
+    `tied`: parameters that are one; `agrees`: forms of folders, each with the tensor-parallel sizes at
+    which the loader itself did what the simulator says; `draft_of`: the class whose draft it loads;
+    `otherwise`: what else holds under a setting of the config."""
 
     runtime: str
     version: str
@@ -110,12 +121,24 @@ class Record:
     starts: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
     one_stage: bool = False
-    variants: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
+    tied: tuple[tuple[str, ...], ...] = ()
     passed: tuple[str, ...] = ()
     unknown: Mapping[str, Mapping[str, Outcome]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     agrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     draft_of: str = ""
+    otherwise: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def under(self, sizes: Sizes) -> Record:
+        """The table for the settings of a config."""
+        changed: dict[str, Any] = {}
+        for setting, other in self.otherwise.items():
+            key, _, value = setting.partition("=")
+            if sizes.has(key, json.loads(value)):
+                changed |= other
+        kept = tuple(name for name in self.names if holds(name.when, sizes))
+        return replace(self, names=kept, **_facts(changed))
 
     def outcome(self, place: Place, leaf: str) -> Outcome:
         """What a parameter that is not there does."""
@@ -129,6 +152,13 @@ class Record:
         if setting.pp > 1 and STAGES not in self.agrees:
             return False
         return setting.tp in at or (setting.tp > 1 and any(size > 1 for size in at))
+
+
+def holds(condition: Condition, sizes: Sizes) -> bool:
+    """Tell whether flags of the config have the values of a condition."""
+    if isinstance(condition, bool):
+        return condition
+    return all(sizes.has(key, value) for key, value in condition.items())
 
 
 def versions(runtime: str) -> tuple[str, ...]:
@@ -187,23 +217,45 @@ def reread() -> None:
 
 def record_of(table: Mapping[str, Any]) -> Record:
     """A record from its JSON. Raises KeyError and ValueError for a table that is none."""
-    renames = table.get("renames", {})
     return Record(
         table["runtime"], table["version"], table["architecture"], table["model_type"],
         dict(table["layers"]),
         tuple(_module(one) for one in table["modules"]),
         tuple(_name(one) for one in table["names"]),
         packed={key: tuple(parts) for key, parts in table.get("packed", {}).items()},
-        starts=_pairs(renames.get("starts", ())), parts=_pairs(renames.get("parts", ())),
-        one_stage=table.get("stages") == "one",
-        variants={
-            key: tuple(map(tuple, kinds)) for key, kinds in table.get("variants", {}).items()
-        },
-        passed=tuple(table.get("passed", ())), unknown=table.get("unknown", {}),
-        defaults=table.get("defaults", {}),
+        **_renames(table.get("renames", ())), **_facts(table), defaults=table.get("defaults", {}),
         agrees={form: tuple(sizes) for form, sizes in table.get("agrees", {}).items()},
-        draft_of=table.get("draft_of", ""),
+        draft_of=table.get("draft_of", ""), otherwise=table.get("otherwise", {}),
     )  # fmt: skip
+
+
+def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts that settings of a config may change, as fields of a record."""
+    found: dict[str, Any] = {}
+    if "passed" in table:
+        found["passed"] = tuple(table["passed"])
+    if "unknown" in table:
+        found["unknown"] = table["unknown"]
+    if "stages" in table:
+        found["one_stage"] = table["stages"] == "one"
+    if "tied" in table:
+        found["tied"] = tuple(map(tuple, table["tied"]))
+    if "variants" in table:
+        found["variants"] = {
+            key: tuple(
+                Variant(tuple(one["names"]), one.get("key", ""), one.get("value")) for one in kinds
+            )
+            for key, kinds in table["variants"].items()
+        }
+    return found
+
+
+def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The tables of a mapper: what it replaces anywhere and at the start. Raises NotSimulated for more."""
+    if len(tables) > 1 or any(set(one) - {"substr", "prefix"} for one in tables):
+        raise NotSimulated("its mapper of names has patterns or ends, which there are no rules for")
+    one: Mapping[str, Any] = tables[0] if tables else {}
+    return {"parts": _pairs(one.get("substr", ())), "starts": _pairs(one.get("prefix", ()))}
 
 
 def _pairs(pairs: Sequence[Sequence[str]]) -> tuple[tuple[str, str], ...]:
@@ -226,14 +278,13 @@ def _module(table: Mapping[str, Any]) -> Module:
     elif kind == "parameter":
         sizes = table["shape"]
     else:
-        sizes = table.get("sizes", [])
+        sizes = [table["rows"], table["inputs"]] if "rows" in table else []
     return Module(
         table["name"], kind, tuple(sizes), table.get("asked"), tuple(table.get("unquantized", ())),
         table.get("bias", False), table.get("when", True), table.get("stage", ""),
-        table.get("variant"), table.get("whole", kind == "merged_replicated"),
-        table.get("gated", True),
-        table.get("dtype", "model"), table.get("cut"), tuple(table.get("parts", ())),
-        table.get("same_as", False), table.get("of", ""), table.get("loads", True),
+        tuple(table.get("variant", ())), table.get("whole", kind == "merged_replicated"),
+        table.get("gated", True), table.get("dtype", "model"), table.get("cut"),
+        tuple(table.get("parts", ())), table.get("loads", True),
     )  # fmt: skip
 
 
@@ -241,8 +292,9 @@ def _name(table: Mapping[str, Any]) -> Name:
     shard = table.get("shard")
     return Name(
         table["from"], table["to"], tuple(shard) if isinstance(shard, list) else shard,
-        table.get("to_leaf", ""), table.get("parameter", False), table.get("stack", False),
-        table.get("transposed", False), table.get("rows") == "moved", table.get("variant"),
+        table.get("leaf", ""), table.get("parameter", False), table.get("stack", False),
+        table.get("transposed", False), table.get("rows", ""), tuple(table.get("variant", ())),
+        table.get("when", True),
     )  # fmt: skip
 
 
@@ -294,24 +346,3 @@ def _group(group: Group) -> str:
     words += ["ordered"] if group.actorder else []
     words += [f"A{group.inputs.get('num_bits', 8)}"] if group.inputs else []
     return " ".join(words)
-
-
-def written(table: Mapping[str, Any]) -> str:
-    """A table as JSON, one entry a line where it is short, so that differences read."""
-    return _json(table, "") + "\n"
-
-
-_WIDE = 160
-
-
-def _json(value: Any, indent: str) -> str:
-    flat = json.dumps(value, sort_keys=True)
-    if not isinstance(value, (dict, list)) or not value or len(indent) + len(flat) <= _WIDE:
-        return flat
-    inner = f"{indent} "
-    if isinstance(value, dict):
-        lines = [f"{json.dumps(key)}: {_json(value[key], inner)}" for key in sorted(value)]
-    else:
-        lines = [_json(one, inner) for one in value]
-    opens, closes = "{}" if isinstance(value, dict) else "[]"
-    return f"{opens}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{closes}"

@@ -271,4 +271,4 @@ def _recorded(
         made = built(record, build, sizes, tensors)
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused)
-    return offered(build, RecordedNames(record, made), tensors, asked)
+    return offered(build, RecordedNames(made), tensors, asked)

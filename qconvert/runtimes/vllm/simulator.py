@@ -339,7 +339,7 @@ def _recorded(
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused)
     quantized = bool(rank.quantization.name)
-    finder = RecordedNames(record, made, ("g_idx",) if quantized else ())
+    finder = RecordedNames(made, ("g_idx",) if quantized else ())
 
     def after(build: RankBuild, tensors: Mapping[str, TensorType]) -> None:
         if not quantized:

@@ -24,7 +24,7 @@ def qwen3_moe(runtime: str) -> Table:
     vllm = runtime == "vllm"
     experts = f"{_AT}.mlp.experts" + (".routed_experts" if vllm else "")
     embeds: Table = {
-        "name": "model.embed_tokens", "kind": "embedding", "sizes": ["vocab_size", "hidden_size"],
+        "name": "model.embed_tokens", "kind": "embedding", "rows": "vocab_size", "inputs": "hidden_size",
         "stage": "all" if vllm else "first",
     }  # fmt: skip
     modules = [
@@ -35,20 +35,19 @@ def qwen3_moe(runtime: str) -> Table:
         _linear("self_attn.o_proj", "row", "num_attention_heads * head_dim", "hidden_size"),
         *([{"name": f"{_AT}.self_attn.attn", "kind": "attention", "asked": "x"}] if vllm else []),
         _norm(f"{_AT}.self_attn.q_norm", "head_dim"), _norm(f"{_AT}.self_attn.k_norm", "head_dim"),
-        _linear("mlp.gate_up_proj", "merged", "hidden_size", *["intermediate_size"] * 2, variant=_DENSE),
-        _linear("mlp.down_proj", "row", "intermediate_size", "hidden_size", variant=_DENSE),
-        _linear("mlp.gate", "replicated", "hidden_size", "num_experts", variant=_SPARSE,
+        _linear("mlp.gate_up_proj", "merged", "hidden_size", *["intermediate_size"] * 2,
+                variant=[_DENSE]),
+        _linear("mlp.down_proj", "row", "intermediate_size", "hidden_size", variant=[_DENSE]),
+        _linear("mlp.gate", "replicated", "hidden_size", "num_experts", variant=[_SPARSE],
                 **({} if vllm else {"asked": None})),
         {"name": experts, "asked": f"{_AT}.mlp.experts", "kind": "experts", "routed": "num_experts",
-         "hidden": "hidden_size", "inner": "moe_intermediate_size", "gated": True, "variant": _SPARSE},
+         "hidden": "hidden_size", "inner": "moe_intermediate_size", "gated": True, "variant": [_SPARSE]},
         _norm(f"{_AT}.input_layernorm", "hidden_size"),
         _norm(f"{_AT}.post_attention_layernorm", "hidden_size"),
         {**_norm("model.norm", "hidden_size"), "stage": "all" if vllm else "last"},
-        {"name": "lm_head", "kind": "head", "asked": "lm_head", "sizes": ["vocab_size", "hidden_size"],
-         "stage": "all"},
+        {"name": "lm_head", "kind": "head", "asked": "lm_head", "rows": "vocab_size",
+         "inputs": "hidden_size", "stage": "all"},
     ]  # fmt: skip
-    if vllm:
-        modules[-1] |= {"same_as": {"tie_word_embeddings": True}, "of": "model.embed_tokens"}
     names = [
         *({"from": f"{_AT}.self_attn.{one}_proj", "to": f"{_AT}.self_attn.qkv_proj", "shard": one}
           for one in "qkv"),
@@ -62,7 +61,7 @@ def qwen3_moe(runtime: str) -> Table:
         )),
         *({"from": one, "to": one} for one in ("model.embed_tokens", "model.norm", "lm_head")),
     ]  # fmt: skip
-    unknown = {"": "error", "bias": "silent"} if vllm else {"": "warn", "bias": "silent"}
+    unknown = {"": "error" if vllm else "warning", "bias": "silence"}
     packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     if not vllm:
         packed["gate_up_proj"] = ["gate_proj", "up_proj"]
@@ -70,7 +69,9 @@ def qwen3_moe(runtime: str) -> Table:
         "runtime": runtime, "version": "0", "architecture": "Qwen3MoeForCausalLM",
         "model_type": "qwen3_moe", "layers": {"model.layers": "num_hidden_layers"},
         "packed": packed, "modules": modules, "names": names,
-        "variants": {"model.layers": [["mlp.gate_proj"], ["mlp.experts.*.gate_proj"]]},
+        "variants": {"model.layers": [
+            {"names": ["mlp.gate_proj"]}, {"names": ["mlp.experts.*.gate_proj"]},
+        ]},
         "unknown": dict.fromkeys(("fused", "linear", "experts", "parameter"), unknown),
         "defaults": {"attention_bias": False}, "agrees": {"unquantized": [1, 2]},
     }  # fmt: skip
