@@ -61,7 +61,7 @@ def qwen3_moe(runtime: str) -> Table:
         )),
         *({"from": one, "to": one} for one in ("model.embed_tokens", "model.norm", "lm_head")),
     ]  # fmt: skip
-    unknown = {"": "error" if vllm else "warning", "bias": "silence"}
+    unknown = {"": "error" if vllm else "warn", "bias": "silent"}
     packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     if not vllm:
         packed["gate_up_proj"] = ["gate_proj", "up_proj"]
@@ -72,6 +72,9 @@ def qwen3_moe(runtime: str) -> Table:
         "variants": {"model.layers": [
             {"names": ["mlp.gate_proj"]}, {"names": ["mlp.experts.*.gate_proj"]},
         ]},
-        "unknown": dict.fromkeys(("fused", "linear", "experts", "parameter"), unknown),
+        "unknown": {
+            **dict.fromkeys(("fused", "linear", "experts", "parameter", "next_layer"), unknown),
+            "rotary": {"": "silent"}, "draft": {"": "silent"},
+        },
         "defaults": {"attention_bias": False}, "agrees": {"unquantized": [1, 2]},
     }  # fmt: skip

@@ -55,7 +55,23 @@ class RecordedNames:
             return self._of_module(*found, tensor, stored)
         if pattern in self._passed or pattern.startswith(self._starts):
             return PASSED
-        raise NotSimulated(f"{tensor} is not among the names that its class was recorded with")
+        place = self._beside(tensor, pattern)
+        if place is None:
+            raise NotSimulated(f"{tensor} is not among the names that its class was recorded with")
+        return self._nowhere(tensor, tensor, parts[-1], place)
+
+    def _beside(self, tensor: str, pattern: str) -> Place | None:
+        """The kind of tensors of checkpoints that most classes have no parameter for, and that were
+        offered to each; None for another."""
+        if tensor.startswith("mtp."):
+            return "draft"
+        if pattern.endswith("rotary_emb.inv_freq"):
+            return "rotary"
+        for container, count in self.built.layers.counts.items():
+            number = tensor.removeprefix(f"{container}.").partition(".")[0]
+            if tensor.startswith(f"{container}.") and number.isdecimal() and int(number) >= count:
+                return "next_layer"
+        return None
 
     @cached_property
     def _sources(self) -> Mapping[str, Sequence[Name]]:
@@ -81,7 +97,7 @@ class RecordedNames:
             at = self.built.layers.container(one.to)
             layer = numbers[0] if at else None
             if layer is not None and layer >= self.built.layers.counts[at]:
-                raise NotSimulated(f"{one.source}: layer {layer} is behind the last")
+                return None
             if layer is not None and layer not in self.built.layers.owns[at]:
                 return one, numbers
             if self.built.layers.has(at, layer, one.variants):
@@ -133,13 +149,16 @@ class RecordedNames:
             return (Target(parameter, shard, part),)
         if parameter in self.built.build.aliases:
             return PASSED
+        return self._nowhere(parameter, tensor, leaf, place)
+
+    def _nowhere(self, parameter: str, tensor: str, leaf: str, place: Place) -> Found:
         outcome = self.record.outcome(place, leaf)
         if outcome == "error":
             raise LoadRefused(
                 "", "", tensor,
                 f"the class builds no parameter {parameter}: it is built as if stored in another form",
             )  # fmt: skip
-        if outcome == "warning":
+        if outcome == "warn":
             self.missing.append(parameter)
         return PASSED
 

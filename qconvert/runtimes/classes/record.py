@@ -41,8 +41,8 @@ LINEARS: Mapping[str, Kind] = {
 }  # fmt: skip
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
-Place = Literal["fused", "linear", "experts", "parameter", "module"]
-Outcome = Literal["error", "warning", "silence"]
+Place = Literal["fused", "linear", "experts", "parameter", "draft", "next_layer", "rotary"]
+Outcome = Literal["error", "warn", "silent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tables of a mapper: what it replaces anywhere and at the start. Raises NotSimulated for more."""
+    """What a mapper replaces anywhere and at the start of names. Raises NotSimulated for more."""
     if len(tables) > 1 or any(set(one) - {"substr", "prefix"} for one in tables):
         raise NotSimulated("its mapper of names has patterns or ends, which there are no rules for")
     one: Mapping[str, Any] = tables[0] if tables else {}
