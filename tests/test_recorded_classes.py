@@ -21,7 +21,7 @@ from qconvert.runtimes.loading.building import RankBuild
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.schemes import NoQuantization, Unquantized
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
-from qconvert.runtimes.serving import NotKnown, Offered, asked
+from qconvert.runtimes.serving import NotKnown, Offered, asked, served
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
 
@@ -219,3 +219,60 @@ def test_versions_are_folders(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("vllm-0.32.0", "vllm-0.33.0", "sglang-0.5.23"):
         (tmp_path / name).mkdir()
     assert records.versions("vllm") == ("0.32.0", "0.33.0")
+
+
+def test_shared_experts_are_known_apart_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class that may load them as routed ones; the answer names the option."""
+    config, tensors = folder("qwen3_moe")
+    fuses = {"fuses_shared": True, "agrees": {"unquantized": [1]}}
+    table = record_of({**qwen3_moe("sglang"), **fuses})
+    monkeypatch.setattr(sglang, "CLASSES", {})
+    monkeypatch.setattr(sglang, "recorded", lambda *_: table)
+    monkeypatch.setattr(sglang, "class_record", lambda *_: table)
+    with pytest.raises(NotSimulated, match="may load as routed ones"):
+        sglang.simulate(config, tensors)
+    answer = served(Offered(config, tensors), Setting())
+    assert answer.whole
+    assert answer.required_flag == "--disable-shared-experts-fusion"
+    assert answer.setting.disable_shared_experts_fusion
+
+
+def test_a_table_under_settings_of_a_config() -> None:
+    """Names, what is passed over and what is tied, each where a setting says so."""
+    table = qwen3_moe("vllm")
+    table["names"][-1]["when"] = {"tie_word_embeddings": False}
+    table["otherwise"] = {
+        "tie_word_embeddings=true": {"tied": [["model.embed_tokens.weight", "lm_head.weight"]]}
+    }
+    record = record_of(table)
+    config, tensors = folder("qwen3_moe")
+    apart = record.under(Sizes({**config, "tie_word_embeddings": False}, {}))
+    assert (apart.tied, len(apart.names)) == ((), len(record.names))
+    tied = {**config, "tie_word_embeddings": True}
+    one = record.under(Sizes(tied, {}))
+    assert len(one.names) == len(record.names) - 1
+    build = RankBuild(Setting(), NoQuantization(Unquantized("BF16")), "BF16")
+    built(record, build, Sizes(tied, record.defaults), tensors)
+    assert build.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    with pytest.raises(NotSimulated, match="does not state tie_word_embeddings"):
+        record.under(Sizes({}, {}))
+    assert Sizes({"q_lora_rank": 8}, {}).has("q_lora_rank", "set")
+    assert not Sizes({}, {}).has("q_lora_rank", "set")
+
+
+def test_layers_that_a_list_of_the_config_tells_apart() -> None:
+    """Kinds of layers with the same names; without the list nothing is known."""
+    table = qwen3_moe("vllm")
+    kinds = [{"names": [], "key": "layer_types", "value": value} for value in ("local", "full")]
+    table["variants"] = {"model.layers": kinds}
+    config, tensors = folder("qwen3_moe")
+    config["layer_types"] = ["full", "local", "full", "local"][: config["num_hidden_layers"]]
+    build = RankBuild(Setting(), NoQuantization(Unquantized("BF16")), "BF16")
+    record = record_of(table)
+    made = built(record, build, Sizes(config, record.defaults), tensors)
+    assert made.layers.kinds["model.layers"][0] == 1
+    assert "model.layers.0.mlp.experts.routed_experts" in made.modules
+    assert "model.layers.1.mlp.gate_up_proj" in made.modules
+    del config["layer_types"]
+    with pytest.raises(NotSimulated, match="is of no kind of layer"):
+        built(record, build, Sizes(config, record.defaults), tensors)

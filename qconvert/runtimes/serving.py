@@ -224,6 +224,10 @@ def served(
         ranks = (SimulatedLoad(setting, None, misread=known.wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
     simulate = partial(_SIMULATE[runtime], groups=folder.groups, draft=draft, version=version)
+    if runtime == "sglang" and sglang.known_apart(folder.config, version):
+        split = replace(setting, disable_shared_experts_fusion=True)
+        answer = _served(simulate, folder, split, every=every)
+        return replace(answer, required_flag=NO_FUSION) if answer.whole else answer
     answer = _served(simulate, folder, setting, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer

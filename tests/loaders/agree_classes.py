@@ -55,18 +55,20 @@ def compared(
     manifest = folder / "qconvert.json"
     stage = json.loads(manifest.read_bytes()).get("stage") if manifest.exists() else None
     form = STAGES if stage else form_of(config, tensors)
+    apart = runtime == "sglang" and sglang.known_apart(config, None)
+    flags = {"disable_shared_experts_fusion": True} if apart else {}
     for tp in (1,) if stage else sizes:
-        at, rank = Setting(tp=tp, rank=tp - 1), Rank(tp, tp - 1)
+        at, rank = Setting(tp=tp, rank=tp - 1, **flags), Rank(tp, tp - 1)
         if stage:
             partition = tuple(stage["partition"])
-            at = Setting(pp=len(partition), stage=stage["number"], partition=partition)
+            at = Setting(pp=len(partition), stage=stage["number"], partition=partition, **flags)
             rank = Rank(1, 0, len(partition), stage["number"])
         try:
             simulation = _SIMULATE[runtime](config, tensors, at, any_form=True)
         except NotSimulated as reason:
             yield Compared(command, form, tp, (f"not simulated: {reason}",))
             continue
-        real = server.load(folder, rank, environment=(stage or {}).get("environment"))
+        real = server.load(folder, rank, flags=flags, environment=(stage or {}).get("environment"))
         real = once(real) if runtime == "vllm" else real
         # A table does not state errors, so that which one ends a load is not compared.
         found = [one for one in disagreements(simulation, real) if not one.startswith("reason:")]

@@ -108,7 +108,8 @@ class Record:
     one lists; `unknown`: what a parameter that is not there does, by place and name ("": any other);
     `tied`: parameters that are one; `agrees`: forms of folders, each with the tensor-parallel sizes at
     which the loader itself did what the simulator says; `draft_of`: the class whose draft it loads;
-    `otherwise`: what else holds under a setting of the config."""
+    `otherwise`: what else holds under a setting of the config; `fuses_shared`: it may load shared
+    experts as routed ones, which the table does not show."""
 
     runtime: str
     version: str
@@ -129,6 +130,7 @@ class Record:
     agrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     draft_of: str = ""
     otherwise: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fuses_shared: bool = False
 
     def under(self, sizes: Sizes) -> Record:
         """The table for the settings of a config."""
@@ -226,7 +228,14 @@ def record_of(table: Mapping[str, Any]) -> Record:
         **_renames(table.get("renames", ())), **_facts(table), defaults=table.get("defaults", {}),
         agrees={form: tuple(sizes) for form, sizes in table.get("agrees", {}).items()},
         draft_of=table.get("draft_of", ""), otherwise=table.get("otherwise", {}),
+        fuses_shared=table.get("fuses_shared", _has_shared(table)),
     )  # fmt: skip
+
+
+def _has_shared(table: Mapping[str, Any]) -> bool:
+    """Tell whether a class may load shared experts as routed ones: one of sglang's that has any."""
+    shared = any(".shared_expert" in module["name"] for module in table["modules"])
+    return shared and table["runtime"] == "sglang"
 
 
 def _facts(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from qconvert.core.versions import SGLANG, is_release
 from qconvert.runtimes.classes.build import built
 from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.names import RecordedNames, check_draft
-from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
+from qconvert.runtimes.classes.record import (
+    Record,
+    architecture_of,
+    check_form,
+    class_record,
+    recorded,
+)
 from qconvert.runtimes.loading.building import Config, RankBuild, text_config
 from qconvert.runtimes.loading.load_weights import NameResolver, SimulatedLoad, offered
 from qconvert.runtimes.loading.schemes import NoQuantization, Quantization, Unquantized
@@ -187,6 +193,20 @@ def of_draft(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> di
     return {n: one for n, one in tensors.items() if n.startswith(layer) or beside in n}
 
 
+def known_apart(config: Mapping[str, Any], version: str | None) -> bool:
+    """Tell whether the class of a config is known with its shared experts kept apart alone, as
+    --disable-shared-experts-fusion does."""
+    name = architecture_of(config)
+    if _is_by_hand(name, version):
+        return False
+    record = recorded("sglang", name, version)
+    return record is not None and record.fuses_shared
+
+
+def _is_by_hand(name: str, version: str | None) -> bool:
+    return name in CLASSES and (version is None or is_release(version, SGLANG.version))
+
+
 def simulate(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorType],
@@ -205,7 +225,7 @@ def simulate(
     for what the simulator has no rule for."""
     asked = setting or Setting()
     name = architecture_of(config)
-    if not (name in CLASSES and (version is None or is_release(version, SGLANG.version))):
+    if not _is_by_hand(name, version):
         if asked.tp % asked.ep:
             raise NotSimulated(f"tp {asked.tp} that ep {asked.ep} does not divide")
         record = class_record("sglang", name, version)
@@ -261,6 +281,8 @@ def _recorded(
         raise NotSimulated(f"a draft of {record.architecture}")
     if asked.capability != HOPPER or asked.a2a != "none" or asked.moe_runner != "auto":
         raise NotSimulated("another GPU than an H200, or other options")
+    if record.fuses_shared and not asked.disable_shared_experts_fusion:
+        raise NotSimulated("its shared experts, which it may load as routed ones")
     numbers = text_config(config)
     sizes, renames = Sizes(numbers.values, record.defaults), Renames(record.parts, record.starts)
     try:
