@@ -276,3 +276,13 @@ def test_layers_that_a_list_of_the_config_tells_apart() -> None:
     del config["layer_types"]
     with pytest.raises(NotSimulated, match="is of no kind of layer"):
         built(record, build, Sizes(config, record.defaults), tensors)
+
+
+def test_keys_under_other_names_and_keys_that_nobody_recorded() -> None:
+    table = {**qwen3_moe("vllm"), "attribute_map": {"num_local_experts": "num_experts"}}
+    table["keys"] = ["hidden_size", "num_local_experts", "head_dim"]
+    record = record_of(table)
+    for key in ("num_experts", "num_local_experts"):
+        assert record.sizes({key: 4, "eos_token_id": 5, "rope_theta": 1}).of("num_experts") == 4
+    with pytest.raises(NotSimulated, match="states inner_size, and its class was recorded without"):
+        record.sizes({"inner_size": 4})

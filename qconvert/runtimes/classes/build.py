@@ -174,13 +174,15 @@ def built(
 
 
 def _tie(record: Record, build: RankBuild) -> None:
-    """Give parameters that are one their other names."""
+    """Give parameters that are one their other names; in layers no checkpoint has those."""
     for first, *others in record.tied:
+        if "*" in first:
+            continue
         if build.setting.pp > 1:
             raise NotSimulated(f"{first} under two names in pipeline stages")
         held = next((name for name in (first, *others) if name in build.parameters), None)
         if held is None:
-            raise NotSimulated(f"{first}: one parameter in several layers has no rule")
+            raise NotSimulated(f"{first} under two names, of which none is a module's")
         for name in {first, *others} - {held}:
             build.parameters.pop(name, None)
             build.aliases[name] = held

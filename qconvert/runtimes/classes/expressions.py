@@ -7,6 +7,7 @@ import ast
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from operator import add, floordiv, mul, sub
+from types import MappingProxyType
 from typing import Any
 
 from qconvert.runtimes.loading.setting import NotSimulated
@@ -20,10 +21,16 @@ _MOST = 1 << 31
 
 class Sizes:
     """Values of a config's keys, and of those that it does not state by the defaults of its class.
-    Raises NotSimulated for a key without a value and for a value that is no size."""
+    `also`: other names of keys, either of which a config may have. Raises NotSimulated for a key without a value and for a value that is no size."""
 
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        also: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._values, self._defaults = values, defaults
+        self._also = {**also, **{other: key for key, other in also.items()}}
 
     def of(self, expression: str | int, layer: int | None = None) -> int:
         """The value of an expression, in a numbered layer where it names a list."""
@@ -38,10 +45,16 @@ class Sizes:
 
     def flag(self, key: str) -> object:
         """The value of a key that is no size, None for one that nothing states."""
+        value = self._stated(key)
+        if value is None and key in self._also:
+            value = self._stated(self._also[key])
+        return self._defaults.get(key) if value is None else value
+
+    def _stated(self, key: str) -> Any:
         value: Any = self._values
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return self._defaults.get(key) if value is None else value
+        return value
 
     def has(self, key: str, value: object) -> bool:
         """Tell whether a key has a value ("set": any). Raises NotSimulated where nothing states it."""

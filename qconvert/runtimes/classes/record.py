@@ -9,6 +9,7 @@ name, of a layer or an expert. Sizes are expressions over the config (expression
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -39,6 +40,11 @@ LINEARS: Mapping[str, Kind] = {
     "replicated": "replicated", "column": "column", "merged": "merged", "merged_replicated": "merged",
     "qkv": "qkv", "row": "row",
 }  # fmt: skip
+# Keys of numbers that say nothing of what is built.
+_NO_SIZE = re.compile(
+    r"(_token_id|_id|version|seed|position_embeddings|window_layers|_per_tok|top_?k|n_group|window"
+    r"|window_size|interval|period|offset|rope_theta|_theta)$"
+)
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
 Place = Literal["fused", "linear", "experts", "parameter", "draft", "next_layer", "rotary"]
@@ -109,7 +115,8 @@ class Record:
     `tied`: parameters that are one; `agrees`: forms of folders, each with the tensor-parallel sizes at
     which the loader itself did what the simulator says; `draft_of`: the class whose draft it loads;
     `otherwise`: what else holds under a setting of the config; `fuses_shared`: it may load shared
-    experts as routed ones, which the table does not show."""
+    experts as routed ones, which the table does not show. `keys`: of the configs that it was recorded
+    with; `also`: other names of keys."""
 
     runtime: str
     version: str
@@ -131,6 +138,19 @@ class Record:
     draft_of: str = ""
     otherwise: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fuses_shared: bool = False
+    also: Mapping[str, str] = field(default_factory=dict)
+    keys: frozenset[str] = frozenset()
+
+    def sizes(self, values: Mapping[str, Any]) -> Sizes:
+        """Values of a config. Raises NotSimulated for one with sizes that the class was recorded
+        without: it may be built by them."""
+        for key, value in values.items():
+            known = key in self.keys or key in self.also or key in self.also.values()
+            if self.keys and type(value) is int and not known and not _NO_SIZE.search(key):
+                raise NotSimulated(
+                    f"config.json states {key}, and its class was recorded without it"
+                )
+        return Sizes(values, self.defaults, self.also)
 
     def under(self, sizes: Sizes) -> Record:
         """The table for the settings of a config."""
@@ -229,6 +249,7 @@ def record_of(table: Mapping[str, Any]) -> Record:
         agrees={form: tuple(sizes) for form, sizes in table.get("agrees", {}).items()},
         draft_of=table.get("draft_of", ""), otherwise=table.get("otherwise", {}),
         fuses_shared=table.get("fuses_shared", _has_shared(table)),
+        also=table.get("attribute_map", {}), keys=frozenset(table.get("keys", ())),
     )  # fmt: skip
 
 

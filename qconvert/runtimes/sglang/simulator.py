@@ -11,7 +11,6 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
 from qconvert.core.versions import SGLANG, is_release
 from qconvert.runtimes.classes.build import built
-from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.names import RecordedNames, check_draft
 from qconvert.runtimes.classes.record import (
     Record,
@@ -284,7 +283,7 @@ def _recorded(
     if record.fuses_shared and not asked.disable_shared_experts_fusion:
         raise NotSimulated("its shared experts, which it may load as routed ones")
     numbers = text_config(config)
-    sizes, renames = Sizes(numbers.values, record.defaults), Renames(record.parts, record.starts)
+    sizes, renames = record.sizes(numbers.values), Renames(record.parts, record.starts)
     try:
         stated = quantization_of(config, record.packed, asked, numbers.dtype, renames)
         build = RankBuild(asked, stated, numbers.dtype)

@@ -11,7 +11,6 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
 from qconvert.core.versions import VLLM, is_release
 from qconvert.runtimes.classes.build import built
-from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.names import RecordedNames, check_draft
 from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
 from qconvert.runtimes.loading.building import Config, RankBuild, text_config
@@ -329,7 +328,7 @@ def _recorded(
         raise NotSimulated(f"a draft of {record.architecture}")
     _check_setting(asked)
     numbers = text_config(config)
-    plain, sizes = Unquantized(numbers.dtype), Sizes(numbers.values, record.defaults)
+    plain, sizes = Unquantized(numbers.dtype), record.sizes(numbers.values)
     facts = ModelFacts(record.packed, Renames(record.starts, record.parts), plain, tensors)
     try:
         layers = next((sizes.of(size) for size in record.layers.values()), 0)
