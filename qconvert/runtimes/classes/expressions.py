@@ -21,7 +21,8 @@ _MOST = 1 << 31
 
 class Sizes:
     """Values of a config's keys, and of those that it does not state by the defaults of its class.
-    `also`: other names of keys, either of which a config may have. Raises NotSimulated for a key without a value and for a value that is no size."""
+    `also`: other names of keys, either of which a config may have. Raises NotSimulated for a key without
+    a value and for a value that is no size."""
 
     def __init__(
         self,

@@ -283,7 +283,10 @@ def _recorded(
     if record.fuses_shared and not asked.disable_shared_experts_fusion:
         raise NotSimulated("its shared experts, which it may load as routed ones")
     numbers = text_config(config)
-    sizes, renames = record.sizes(numbers.values), Renames(record.parts, record.starts)
+    sizes, renames = (
+        record.sizes({**config, **numbers.values}),
+        Renames(record.parts, record.starts),
+    )
     try:
         stated = quantization_of(config, record.packed, asked, numbers.dtype, renames)
         build = RankBuild(asked, stated, numbers.dtype)

@@ -328,7 +328,7 @@ def _recorded(
         raise NotSimulated(f"a draft of {record.architecture}")
     _check_setting(asked)
     numbers = text_config(config)
-    plain, sizes = Unquantized(numbers.dtype), record.sizes(numbers.values)
+    plain, sizes = Unquantized(numbers.dtype), record.sizes({**config, **numbers.values})
     facts = ModelFacts(record.packed, Renames(record.starts, record.parts), plain, tensors)
     try:
         layers = next((sizes.of(size) for size in record.layers.values()), 0)
