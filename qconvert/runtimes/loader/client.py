@@ -99,6 +99,23 @@ class Server:
         said["parameters"] = {name: tuple(map(str, value)) for name, value in held.items()}
         return Loaded(**said)
 
+    def recorded(
+        self,
+        folder: Path,
+        rank: Rank,
+        probes: Sequence[tuple[str, Sequence[int]]] = (),
+        *,
+        draft: bool = False,
+    ) -> dict[str, Any]:
+        """What the class of a folder is at one rank (server/record.py); `probes` are names and shapes of
+        further tensors that are offered to its loader one by one."""
+        job = {
+            "folder": str(folder), "tp": rank.tp, "rank": rank.rank, "pp": rank.pp,
+            "stage": rank.stage, "draft": draft, "flags": {}, "environment": {},
+            "probes": [[name, list(shape)] for name, shape in probes],
+        }  # fmt: skip
+        return self._asked(job)
+
     def parsed(self, lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         """Ask the runtime's own parser about serving lines (parse_lines.py)."""
         found: list[dict[str, Any]] = self._asked({"lines": [*map(list, lines)]})["parsed"]
