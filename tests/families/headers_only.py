@@ -75,9 +75,12 @@ def _with_set(
     return found
 
 
-def write(config: Any, folder: Path, more: Mapping[str, Any]) -> Path:
+def write(
+    config: Any, folder: Path, more: Mapping[str, Any], *, turned: bool = False
+) -> Path:
     """A checkpoint's config.json and the header of its one file; `more` are keys that published configs
-    have beside those that transformers saves."""
+    have beside those that transformers saves; `turned`: the rows of matrices in stacks of experts are
+    published as columns."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -96,7 +99,10 @@ def write(config: Any, folder: Path, more: Mapping[str, Any]) -> Path:
     for name, tensor in revert_weight_conversion(model, state).items():
         dtype, width = kept.get(tensor.dtype, ("BF16", 2))
         size = width * math.prod(tensor.shape)
-        header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [end, end + size]}
+        shape = [*tensor.shape]
+        if turned and len(shape) == 3 and ".experts." in name:
+            shape[1:] = reversed(shape[1:])
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     folder.mkdir(parents=True)
     encoded = json.dumps(header).encode()
@@ -105,7 +111,11 @@ def write(config: Any, folder: Path, more: Mapping[str, Any]) -> Path:
         file.truncate(8 + len(encoded) + end)
     saved = config.to_dict() | {"architectures": [type(model).__name__]}
     text = saved.get("text_config", saved)
-    text.update({key: text.get(key, value) if key in SETS else value for key, value in more.items()})
+    for key, value in more.items():
+        if key == "head_dim":  # follows from sizes of the set where transformers has no key for it
+            text.setdefault(key, text["hidden_size"] // text["num_attention_heads"])
+        elif key not in SETS or isinstance(value, list):
+            text[key] = value
     (folder / "config.json").write_text(json.dumps(_plain(saved), indent=2))
     return folder
 

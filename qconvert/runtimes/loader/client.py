@@ -102,19 +102,22 @@ class Server:
     def recorded(
         self,
         folder: Path,
-        rank: Rank,
-        probes: Sequence[tuple[str, Sequence[int]]] = (),
+        rank: Rank | None = None,
         *,
+        load: bool = True,
+        probes: bool = False,
         draft: bool = False,
+        flags: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """What the class of a folder is at one rank (server/record.py); `probes` are names and shapes of
-        further tensors that are offered to its loader one by one."""
-        job = {
-            "folder": str(folder), "tp": rank.tp, "rank": rank.rank, "pp": rank.pp,
-            "stage": rank.stage, "draft": draft, "flags": {}, "environment": {},
-            "probes": [[name, list(shape)] for name, shape in probes],
-        }  # fmt: skip
-        return self._asked(job)
+        """What the class of a folder is at one rank (server/record.py), of which only headers are read;
+        with `load` also which tensors its parameters hold, with `probes` what its loader does with
+        names that lead nowhere."""
+        at = rank or Rank()
+        return self._asked({
+            "folder": str(folder), "tp": at.tp, "rank": at.rank, "pp": at.pp, "stage": at.stage,
+            "draft": draft, "flags": dict(flags or {}), "environment": {}, "probes": probes,
+            "load": load,
+        })  # fmt: skip
 
     def parsed(self, lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         """Ask the runtime's own parser about serving lines (parse_lines.py)."""

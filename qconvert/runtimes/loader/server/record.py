@@ -46,6 +46,8 @@ _STEP = 2.0**-16
 _OFF = 0.25
 # How far from an element's place its number may be: as it was, and after an exp in single precision.
 _EXACT, _ROUGH = 1e-3, 0.4
+# Runs of rows that are told one by one.
+_MANY = 16
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -98,8 +100,7 @@ def _sizes(module: Any, kind: str) -> dict[str, Any]:
 
 def _is_gated(module: Any) -> bool:
     """Whether its first matrix holds gate and up."""
-    first, second = module.w13_weight.shape, module.w2_weight.shape
-    return 2 * sorted(second[1:])[0] in first[1:] and first.numel() == 2 * second.numel()
+    return bool(module.w13_weight.numel() == 2 * module.w2_weight.numel())
 
 
 def modules(model: torch.nn.Module, asked: Mapping[int, str]) -> Iterator[dict[str, Any]]:
@@ -110,6 +111,9 @@ def modules(model: torch.nn.Module, asked: Mapping[int, str]) -> Iterator[dict[s
             yield {"name": name, "kind": "absent"}
         elif isinstance(module, torch.nn.ModuleList):
             yield {"name": name, "kind": "list", "length": len(module)}
+        elif not kind and id(module) in asked:
+            yield {"name": name, "kind": "attention", "class": type(module).__name__,
+                   "asked": asked[id(module)]}  # fmt: skip
         elif kind:
             own = dict(module.named_parameters(recurse=False))
             bias = next((own[n] for n in ("bias", "w13_bias") if own.get(n) is not None), None)
@@ -198,7 +202,21 @@ def _piece(held: _Held, number: int, name: str, shape: tuple[int, ...]) -> dict[
         out.insert(0, [int(index.min()), int(index.max()) + 1])
         left = left // size
     grid = np.arange(count).reshape(shape)[_slices(out)]
-    return piece | {"out": out, "order": _order(places, grid)}
+    order = _order(places, grid)
+    if order == "moved":
+        piece["runs"] = _runs(places.reshape(mask[inside].shape), count // max(1, shape[0]))
+    return piece | {"out": out, "order": order}
+
+
+def _runs(places: Array, row: int) -> list[list[int]]:
+    """Rows of a tensor in the order in which a parameter holds them, first and last + 1 of each run;
+    none where rows are not whole, or are in many pieces."""
+    if (places.size % row) or (places.reshape(-1, row) != places.reshape(-1, row)[:, :1] + np.arange(row)).any():
+        return []
+    rows = places.reshape(-1, row)[:, 0] // row
+    ends = [0, *(np.diff(rows) != 1).nonzero()[0] + 1, len(rows)]
+    runs = [[int(rows[a]), int(rows[b - 1]) + 1] for a, b in zip(ends, ends[1:], strict=False)]
+    return runs if len(runs) <= _MANY else []
 
 
 def _order(places: Array, grid: Array) -> str:
@@ -251,7 +269,7 @@ class _Warned(logging.Handler):
 
 
 def probe(model: Any, name: str, shape: tuple[int, ...]) -> str:
-    """What a loader does with one more tensor: "error", "warning" or "silence"."""
+    """What a loader does with one more tensor: "error", "warn" or "silent"."""
     watch = _Warned()
     logging.getLogger().addHandler(watch)
     try:
@@ -263,7 +281,7 @@ def probe(model: Any, name: str, shape: tuple[int, ...]) -> str:
         return f"error {type(error).__name__}: {str(error)[:160]}"
     finally:
         logging.getLogger().removeHandler(watch)
-    return f"warning {watch.lines[0][:160]}" if watch.lines else "silence"
+    return f"warn {watch.lines[0][:160]}" if watch.lines else "silent"
 
 
 def _renames(mapper: Any) -> dict[str, Any]:
@@ -276,14 +294,52 @@ def _renames(mapper: Any) -> dict[str, Any]:
     return found
 
 
+# Names that no class has, offered beside a tensor that it has: parameters of quantized forms, a bias.
+_LEAVES = ("weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "weight_zero_point",
+           "input_scale", "bias", "k_scale", "g_idx", "qweight")  # fmt: skip
+_PLACES = {"qkv": "fused", "merged": "fused", "merged_replicated": "fused", "experts": "experts"}
+
+
+def places(kinds: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str, str]:
+    """A module of the checkpoint for each kind of place that its tensors go to."""
+    found: dict[str, str] = {}
+    for name, facts in parameters.items():
+        kind = kinds.get(name.rpartition(".")[0], "")
+        for piece in facts["pieces"]:
+            base, _, leaf = (piece["tensor"] or "").rpartition(".")
+            if leaf == "weight":
+                place = _PLACES.get(kind, "linear" if kind else "parameter")
+                found.setdefault(place, base)
+    return found
+
+
+def probes(model: Any, at: Mapping[str, str], names: list[str], lists: Mapping[str, int]) -> Any:
+    """What a loader does with names that lead nowhere, by the place where they stand."""
+    found: dict[str, dict[str, str]] = {}
+    for place, base in at.items():
+        leaves = (leaf for leaf in _LEAVES if f"{base}.{leaf}" not in names)
+        found[place] = {leaf: probe(model, f"{base}.{leaf}", (1,)) for leaf in leaves}
+    single = {"top": "nothing.weight", "draft": "mtp.layers.0.nothing.weight"}
+    inner = next((name for name in names if ".0." in name and "layers" in name), None)
+    if inner is not None:
+        before, _, after = inner.partition(".0.")
+        count = max(lists.values(), default=0)
+        single |= {
+            "module": f"{before}.0.nothing.weight", "next_layer": f"{before}.{count}.{after}",
+            "rotary": f"{before}.0.self_attn.rotary_emb.inv_freq",
+        }  # fmt: skip
+    if "lm_head.weight" not in names:
+        single["head"] = "lm_head.weight"
+    return found | {place: {"": probe(model, name, (1,))} for place, name in single.items()}
+
+
 def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
     """Tell all of a built model; `config` is the spy that it was built with."""
     torch.set_num_threads(1)
     shapes = stored(Path(job["folder"]))
-    import time
-    T=[("built",time.process_time())]
-    told("modules", [*modules(model, config.asked)])
-    told("asked", sorted(set(config.asked.values())))
+    told("class", type(model).__name__)
+    found = [*modules(model, config.asked)]
+    told("modules", found)
     told("renames", [_renames(mapper) for mapper in config.mappers])
     told("packed", {key: list(value) for key, value in _packed(model, config).items()})
     told("dtypes", _dtypes(model))
@@ -291,28 +347,25 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         same.setdefault(id(parameter), []).append(name)
     told("aliases", [names for names in same.values() if len(names) > 1])
-    _widen(model)
-    told("step", "load")
     names = list(shapes)
-    T.append(("load",time.process_time()))
-    model.load_weights(numbered(shapes))
+    if job["load"]:
+        _widen(model)
+        told("step", "load")
+        model.load_weights(numbered(shapes))
     told("step", "read")
-    T.append(("read",time.process_time()))
-    told("T",T)
     parameters, read = {}, set()
     for name, parameter in model.named_parameters():
-        found = pieces(parameter.data.numpy(), names, shapes)
-        read |= {piece["tensor"] for piece in found}
-        parameters[name] = {"shape": list(parameter.shape), "pieces": found}
+        held = pieces(parameter.data.numpy(), names, shapes) if job["load"] else []
+        read |= {piece["tensor"] for piece in held}
+        parameters[name] = {"shape": list(parameter.shape), "pieces": held}
     told("parameters", parameters)
     told("unread", [name for name in names if name not in read])
-    told("step", "probe")
-    T.append(("probe",time.process_time()))
-    told("T",T)
-    told("probes", {name: probe(model, name, tuple(shape)) for name, shape in job["probes"]})
+    if job["probes"]:
+        told("step", "probe")
+        kinds = {module["name"]: module["kind"] for module in found}
+        lists = {module["name"]: module["length"] for module in found if "length" in module}
+        told("probes", probes(model, places(kinds, parameters), names, lists))
     told("step", "done")
-    T.append(("done",time.process_time()))
-    told("T",T)
 
 
 def _packed(model: Any, config: Any) -> Mapping[str, Any]:
