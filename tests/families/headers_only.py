@@ -20,7 +20,9 @@ SETS: Mapping[str, tuple[Any, ...]] = {
     "vocab_size": (320, 448, 576), "num_attention_heads": (8, 6, 10),
     "num_key_value_heads": (2, 3, 5), "head_dim": (32, 48, 80), "num_experts": (6, 8, 4),
     "num_local_experts": (6, 8, 4), "n_routed_experts": (6, 8, 4), "moe_num_experts": (6, 8, 4),
-    "q_lora_rank": (80, 168, 88), "v_head_dim": (40, 56, 104), "linear_num_key_heads": (2, 4, 3),
+    "q_lora_rank": (80, 168, 88), "v_head_dim": (72, 56, 104),
+    "kv_lora_rank": (512, 448, 384), "qk_rope_head_dim": (64, 32, 96), "qk_nope_head_dim": (128, 80, 112),
+     "linear_num_key_heads": (2, 4, 3),
     "linear_num_value_heads": (4, 8, 9), "linear_key_head_dim": (32, 64, 16),
     "linear_value_head_dim": (24, 48, 64), "linear_conv_kernel_dim": (4, 3, 5),
     "index_n_heads": (4, 10, 14), "index_head_dim": (64, 96, 128),
@@ -52,24 +54,22 @@ def sized(
     hf: Any = transformers
     values = config_of(model_type, given, sizes).to_dict()
     values.pop("model_type")
-    changed = _with_set(values, number, fixed | set(sizes), top=True)
+    values.pop("qk_head_dim", None)  # of two others
+    changed = _with_set(values, number, fixed, top=True)
     return hf.AutoConfig.for_model(model_type, **changed)
 
 
 def _with_set(
-    values: Mapping[str, Any], number: int, fixed: frozenset[str] | set[str], *, top: bool
+    values: Mapping[str, Any], number: int, fixed: frozenset[str], *, top: bool
 ) -> dict[str, Any]:
     text = "text_config" in values
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            of = fixed if key == "text_config" else set[str]()
+            of = fixed if key == "text_config" else frozenset[str]()
             found[key] = _with_set(value, number, of, top=key == "text_config")
         elif key in (known := SETS if top else TOWER) and type(value) is int and not (top and text):
-            if key not in fixed:
-                found[key] = known[key][number]
-            else:
-                found[key] = value
+            found[key] = known[key][0 if key in fixed else number]
         else:
             found[key] = value
     return found

@@ -36,9 +36,10 @@ _FLAGS = {"sglang": {"disable_shared_experts_fusion": True}, "vllm": {}}
 # Keys that keep the value of the first set where a class does not build with those of the others: sizes
 # of heads that must fit a rotary embedding, then all heads, then what kernels know a few values of.
 _HEADS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "n_head"})
+_LATENT = frozenset({"kv_lora_rank", "qk_rope_head_dim"})
 _FIXED = (
-    frozenset[str](), frozenset({"head_dim"}), _HEADS,
-    _HEADS | {"v_head_dim", "q_lora_rank", "index_head_dim", "index_n_heads", "num_experts",
+    frozenset[str](), frozenset({"head_dim"}), _LATENT, _HEADS,
+    _HEADS | _LATENT | {"qk_nope_head_dim", "kv_lora_rank", "v_head_dim", "q_lora_rank", "index_head_dim", "index_n_heads", "num_experts",
               "num_local_experts", "n_routed_experts", "moe_num_experts"},
 )  # fmt: skip
 # Booleans that change nothing of what is built.

@@ -234,7 +234,7 @@ def _kinds_of_layers(groups: Sequence[_Group], length: int, base: str) -> list[l
 # Names of a checkpoint.
 
 
-def _shard(kind: str, module: Facts, name: str, piece: Facts) -> Any:
+def _shard(kind: str, module: Facts, name: str, piece: Facts, pieces: Sequence[Facts]) -> Any:
     """Which part of a fused module a tensor is: by the rows that it fills."""
     leaf = name.rpartition(".")[2]
     if kind == "experts":
@@ -260,7 +260,8 @@ def _shard(kind: str, module: Facts, name: str, piece: Facts) -> Any:
         ends = list(module["outputs"])
         names = range(len(ends))
     else:
-        return None
+        starts = sorted(other["into"][0][0] for other in pieces)
+        return starts.index(rows[0]) if len(starts) > 1 else None
     total, parts = 0, []
     for part, size in zip(names, ends, strict=True):
         if rows[0] <= total and total + size <= rows[1]:
@@ -284,14 +285,20 @@ def _names(facts: Facts) -> dict[str, tuple[Entry, list[tuple[int, ...]]]]:
         for piece in held["pieces"]:
             if piece["tensor"] is None:
                 continue
-            entry, numbers = _name(name, leaf, owner, module, piece, patterns)
+            entry, numbers = _name(name, leaf, owner, module, piece, held["pieces"], patterns)
             key = json.dumps(entry, sort_keys=True)
             found.setdefault(key, (entry, []))[1].append(numbers)
     return found
 
 
 def _name(
-    name: str, leaf: str, owner: str, module: Facts | None, piece: Facts, patterns: Patterns
+    name: str,
+    leaf: str,
+    owner: str,
+    module: Facts | None,
+    piece: Facts,
+    pieces: Sequence[Facts],
+    patterns: Patterns,
 ) -> tuple[Entry, tuple[int, ...]]:
     tensor: str = piece["tensor"]
     entry: Entry = {}
@@ -309,8 +316,9 @@ def _name(
         entry = {"from": source, "to": to}
         if not kept:
             entry["leaf"] = leaf
-        shard = _shard(kind, module, name, piece)
-        if shard is not None and not (shard == "all" and kind != "qkv" and len(module["outputs"]) == 1):
+        shard = _shard(kind, module, name, piece, pieces)
+        one = kind in ("merged", "merged_replicated") and len(module["outputs"]) == 1
+        if shard is not None and not one:
             entry["shard"] = shard
         if kind == "experts" and "*" not in source.rpartition(".experts.")[2]:
             into = piece["into"][0]
@@ -399,7 +407,7 @@ def table(recorded: Recorded, base: Recorded | None = None) -> dict[str, Any]:
     layers = {base: _count_key(base, patterns.lists[base], config) for base in kinds}
     return {
         "layers": layers, "packed": facts["packed"], "renames": facts["renames"],
-        "stages": _stages(recorded, patterns), "modules": modules,
+        "fuses_shared": facts["fuses_shared"], "stages": _stages(recorded, patterns), "modules": modules,
         "variants": variants, "names": found_names,
         "passed": sorted({_passed(name, patterns) for name in facts["unread"]}),
         "unknown": {place: _condensed(said) for place, said in facts["probes"].items()},
@@ -444,6 +452,8 @@ def _entry(
         else:
             made[key] = expressions.find(there)
     made |= _cut(group, recorded)
+    if isinstance(expressions, Expressions) and group.entry["kind"] in ("replicated", "column", "row"):
+        made |= _joined(group, recorded, others, expressions)
     shapes = [other.get("sizes", {}).get("shape") if other is not None else None for other in others]
     if isinstance(expressions, Expressions) and all(shapes):
         made |= _parts(group, recorded, [shape[0] for shape in shapes if shape], expressions)
@@ -510,6 +520,22 @@ def _cut(group: _Group, recorded: Recorded) -> Entry:
         if one is not None and other is not None and one["shapes"] == other["shapes"]:
             return {"whole": True}
     return {}
+
+
+def _joined(
+    group: _Group, recorded: Recorded, others: Sequence[Entry | None], expressions: Expressions
+) -> Entry:
+    """Rows of a linear that several tensors of the checkpoint fill, one after another."""
+    facts = recorded.sets[0][1]
+    patterns = patterns_of(facts)
+    at = (f"{group.pattern}.weight", group.where[0])
+    name = next((name for name in facts["parameters"] if patterns.of(name) == at), None)
+    pieces = facts["parameters"][name]["pieces"] if name else []
+    if len(pieces) < 2 or None in others:
+        return {}
+    firsts = [last - first for first, last in sorted(piece["into"][0] for piece in pieces)]
+    total = [other["sizes"]["outputs"][0] for other in others if other is not None]
+    return {"parts": expressions.split(total, firsts)}
 
 
 def _parts(

@@ -26,6 +26,8 @@ _KINDS = {
 }  # fmt: skip
 # Modules that a runtime puts where another pipeline stage has the real one.
 _ABSENT = ("PPMissingLayer", "StageMissingLayer")
+# What sglang's classes have that may load a shared expert as one more routed expert.
+_FUSES_SHARED = ("shared_experts_fusion_disable_reason", "num_fusable_shared_experts")
 _SIZES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "qkv": {
         "inputs": ("hidden_size", "input_size"), "heads": ("total_num_heads",),
@@ -338,6 +340,7 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
     torch.set_num_threads(1)
     shapes = stored(Path(job["folder"]))
     told("class", type(model).__name__)
+    told("fuses_shared", any(hasattr(type(model), name) for name in _FUSES_SHARED))
     found = [*modules(model, config.asked)]
     told("modules", found)
     told("renames", [_renames(mapper) for mapper in config.mappers])
