@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -I -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test docs picture peers loaders served lint check bench clean
+.PHONY: demo test docs picture peers loaders classes served lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -41,6 +41,10 @@ peers: $(VENV)/installed-peers
 # cell of the matrix: QCONVERT_ALL=1 make loaders
 loaders: $(VENV)-loaders/installed
 	$(LOADER_TESTS)
+
+# Tables of the runtimes' classes, made by the installed runtimes: qconvert/runtimes/classes.
+classes: $(VENV)-loaders/installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m loaders.record_classes
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

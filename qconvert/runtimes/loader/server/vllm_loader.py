@@ -205,6 +205,19 @@ def _dropped(model: torch.nn.Module) -> Iterator[str]:
             yield from (f"{name}.{leaf}" for leaf in ("w13_bias", "w2_bias") if leaf not in came)
 
 
+def _spy() -> Any:
+    """A quantization config that notes what the class asks (record.py)."""
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    from . import record
+
+    return record.spy(
+        QuantizationConfig,
+        lambda layer: UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None,
+    )
+
+
 def load(job: dict[str, Any], told: Told) -> None:
     """Load a folder as a rank would; `told` hears of each fact as soon as it is known."""
     from vllm.config import set_current_vllm_config
@@ -227,8 +240,16 @@ def load(job: dict[str, Any], told: Told) -> None:
         told("step", "groups")
         _become(job)
         told("step", "build")
+        recording = "probes" in job
+        if recording:
+            whole.quant_config = _spy()
         with set_default_torch_dtype(config.dtype), torch.device("cpu"):
             model = initialize_model(whole, model_config=config)
+        if recording:
+            from . import record
+
+            record.record(model, whole.quant_config, job, told)
+            return
         told("schemes", held.schemes(model))
         told("empty", held.empty(model))
         before = list(held.parameters(model))
