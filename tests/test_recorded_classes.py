@@ -70,30 +70,20 @@ def test_patterns_of_names() -> None:
     assert filled("layers.*.experts", [12, 3]) == "layers.12.experts"
 
 
-def by_table(
-    runtime: str, config: Any, tensors: Any, at: Setting, monkeypatch: pytest.MonkeyPatch
-) -> SimulatedLoad:
+def by_table(runtime: str, config: Any, tensors: Any, at: Setting) -> SimulatedLoad:
     """What the simulator says that has the class from a table alone."""
-    simulator = SIMULATE[runtime]
-    table = record_of(qwen3_moe(runtime))
-    monkeypatch.setattr(simulator, "CLASSES", {})
-    monkeypatch.setattr(simulator, "class_record", lambda *_: table)
-    said = simulator.simulate(config, tensors, at, any_form=True)
-    monkeypatch.undo()
-    return said
+    return SIMULATE[runtime].by_table(record_of(qwen3_moe(runtime)), config, tensors, at)
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("at", [Setting(), Setting(tp=2, rank=1), Setting(pp=2, stage=1)], ids=str)
 @pytest.mark.parametrize("runtime", SIMULATE)
-def test_a_table_says_what_the_class_by_hand_does(
-    runtime: str, at: Setting, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_says_what_the_class_by_hand_does(runtime: str, at: Setting, form: str) -> None:
     config, tensors = folder("qwen3_moe", fp8=form == "fp8")
     if form == "int4":
         config, tensors = integers(config, tensors, ".experts.", 32, ignore=LINEARS)
     hand = SIMULATE[runtime].simulate(config, tensors, at)
-    said = by_table(runtime, config, tensors, at, monkeypatch)
+    said = by_table(runtime, config, tensors, at)
     assert said.whole
     assert said.parameters == hand.parameters
     assert said.schemes == hand.schemes
@@ -104,13 +94,11 @@ def test_a_table_says_what_the_class_by_hand_does(
 
 
 @pytest.mark.parametrize(("runtime", "refused"), [("vllm", True), ("sglang", False)])
-def test_a_parameter_that_is_not_there(
-    runtime: str, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parameter_that_is_not_there(runtime: str, refused: bool) -> None:
     config, tensors = folder("qwen3_moe")
     name = "model.layers.1.self_attn.q_proj.weight_scale_inv"
     tensors[name] = TensorType("F32", (1, 1))
-    said = by_table(runtime, config, tensors, Setting(), monkeypatch)
+    said = by_table(runtime, config, tensors, Setting())
     assert (said.refused is not None and said.refused.where == name) is refused
     assert (name in said.ignored) is not refused
 
@@ -286,3 +274,37 @@ def test_keys_under_other_names_and_keys_that_nobody_recorded() -> None:
         assert record.sizes({key: 4, "eos_token_id": 5, "rope_theta": 1}).of("num_experts") == 4
     with pytest.raises(NotSimulated, match="states inner_size, and its class was recorded without"):
         record.sizes({"inner_size": 4})
+
+
+def test_two_tensors_that_a_class_concatenates() -> None:
+    table = qwen3_moe("sglang")
+    gate = next(one for one in table["modules"] if one["name"].endswith("mlp.gate"))
+    gate["parts"] = ["num_experts // 2"] * 2
+    gone = [one for one in table["names"] if not one["from"].endswith("mlp.gate")]
+    halves = [
+        {"from": f"model.layers.*.mlp.gate.{side}", "to": gate["name"], "shard": shard}
+        for shard, side in enumerate(("left", "right"))
+    ]
+    table["names"] = [*gone, *halves]
+    _, tensors = folder("qwen3_moe")
+    finder = names_in(table, tensors)
+    gate_name, half = "model.layers.1.mlp.gate", TensorType("BF16", (2, 8))
+    assert finder.find(f"{gate_name}.left.weight", half) == ()
+    (both,) = finder.find(f"{gate_name}.right.weight", half)
+    assert (both.name, both.part) == (f"{gate_name}.weight", (4, 8))
+    assert both.beside == f"{gate_name}.left.weight"
+    finder.find(f"{gate_name}.left.weight", half)
+    with pytest.raises(LoadRefused, match="cannot be concatenated"):
+        finder.find(f"{gate_name}.right.weight", TensorType("BF16", (2, 4)))
+
+
+def test_what_agrees_is_what_was_loaded() -> None:
+    """A form that differs at any size is none; several ranks count where some folder was loaded."""
+    from loaders.agree_classes import Compared, agreed
+
+    found = [
+        Compared("a", "same", 1, (), loaded=True), Compared("a", "same", 2, (), loaded=True),
+        Compared("a", "same", 8, ()), Compared("b", "refused", 1, ()), Compared("b", "refused", 2, ()),
+        Compared("c", "differs", 1, ("unread",), loaded=True), Compared("c", "differs", 2, ()),
+    ]  # fmt: skip
+    assert agreed(found) == {"same": [1, 2], "refused": [1, 2]}

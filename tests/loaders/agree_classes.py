@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,16 +24,22 @@ if __name__ == "__main__":  # the tests' modules are found from their folder
 from loaders.agreement import config_of, disagreements, headers, once
 from loaders.client import PYTHON, Rank, Server
 from loaders.recorded_tables import written
-from loaders.small_models import COMMANDS, MODELS, made
+from loaders.small_models import COMMANDS, MODELS, made, origin
 from qconvert.core.versions import RELEASES
 from qconvert.runtimes.classes import record as records
-from qconvert.runtimes.classes.record import STAGES, architecture_of, form_of
+from qconvert.runtimes.classes.record import (
+    STAGES,
+    architecture_of,
+    class_record,
+    form_of,
+    recorded,
+)
 from qconvert.runtimes.loading.setting import NotSimulated, Setting
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
 
 SIZES = (1, 2, 8)
-_SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
+_BY_TABLE = {"sglang": sglang.by_table, "vllm": vllm.by_table}
 
 
 @dataclass(frozen=True)
@@ -55,8 +62,8 @@ def compared(
     manifest = folder / "qconvert.json"
     stage = json.loads(manifest.read_bytes()).get("stage") if manifest.exists() else None
     form = STAGES if stage else form_of(config, tensors)
-    apart = runtime == "sglang" and sglang.known_apart(config, None)
-    flags = {"disable_shared_experts_fusion": True} if apart else {}
+    table = class_record(runtime, architecture_of(config))
+    flags = {"disable_shared_experts_fusion": True} if table.fuses_shared else {}
     for tp in (1,) if stage else sizes:
         at, rank = Setting(tp=tp, rank=tp - 1, **flags), Rank(tp, tp - 1)
         if stage:
@@ -64,7 +71,7 @@ def compared(
             at = Setting(pp=len(partition), stage=stage["number"], partition=partition, **flags)
             rank = Rank(1, 0, len(partition), stage["number"])
         try:
-            simulation = _SIMULATE[runtime](config, tensors, at, any_form=True)
+            simulation = _BY_TABLE[runtime](table, config, tensors, at)
         except NotSimulated as reason:
             yield Compared(command, form, tp, (f"not simulated: {reason}",))
             continue
@@ -117,7 +124,7 @@ def noted(runtime: str, architecture: str, found: Sequence[Compared]) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Compare the classes of some model types, by default all, and write what agrees."""
     takes = argparse.ArgumentParser(description=__doc__)
-    takes.add_argument("runtime", choices=sorted(_SIMULATE))
+    takes.add_argument("runtime", choices=sorted(_BY_TABLE))
     takes.add_argument("models", nargs="*")
     asked = takes.parse_args(words)
     with tempfile.TemporaryDirectory() as room:
@@ -125,13 +132,27 @@ def main(words: Sequence[str] | None = None) -> int:
         for model in asked.models or MODELS:
             folder = Path(room) / "folders"
             folder.mkdir(exist_ok=True)
-            found = list(of_model(model, folder, asked.runtime, server))
-            architecture = architecture_of(config_of(folder / model))
-            if table_of(asked.runtime, architecture).exists():
-                noted(asked.runtime, architecture, found)
-            print(model, json.dumps(agreed(found)), *_told(found), sep="\n  ", flush=True)
+            print(model, *_written(model, folder, asked.runtime, server), sep="\n  ", flush=True)
+            shutil.rmtree(folder)
         server.close()
     return 0
+
+
+def _written(model: str, folders: Path, runtime: str, server: Server) -> Iterator[str]:
+    """Compare a small model, write what agrees into the table of its class, and say what does not."""
+    architecture = architecture_of(config_of(origin(folders, model)))
+    if recorded(runtime, architecture) is None:
+        yield f"{architecture} was not recorded"
+        return
+    found = list[Compared]()
+    for command in COMMANDS:
+        try:
+            found += of_model(model, folders, runtime, server, (command,))
+        except AssertionError as reason:  # of `made`: what commands refuse is test_class_matrix's
+            yield f"{command}: {reason}"
+    noted(runtime, architecture, found)
+    yield json.dumps(agreed(found))
+    yield from _told(found)
 
 
 def _told(found: Sequence[Compared]) -> Iterator[str]:

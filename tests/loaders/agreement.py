@@ -67,9 +67,7 @@ def simulated(
     runtime: str = "sglang",
 ) -> SimulatedLoad:
     simulate = {"sglang": sglang.simulate, "vllm": vllm.simulate}[runtime]
-    return simulate(
-        config_of(folder), headers(folder), at, groups=groups, draft=draft, any_form=True
-    )
+    return simulate(config_of(folder), headers(folder), at, groups=groups, draft=draft)
 
 
 def disagreements(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from qconvert.core.dtypes import Shape, TensorType
@@ -30,11 +30,12 @@ _FLOATS = ("BF16", "F16", "F32")
 @dataclass
 class RecordedNames:
     """Names of one class on one rank. `skipped`: last names that the runtime passes over whatever the
-    class."""
+    class; `waiting`: tensors that are concatenated with another, by the parameter."""
 
     built: Built
     skipped: tuple[str, ...] = ()
     missing: list[str] = field(default_factory=list)
+    waiting: dict[str, tuple[str, TensorType]] = field(default_factory=dict)
     stacked: bool = False
     experts: int = field(init=False)
     record: Record = field(init=False)
@@ -67,6 +68,8 @@ class RecordedNames:
             return "draft"
         if pattern.endswith("rotary_emb.inv_freq"):
             return "rotary"
+        if tensor == "lm_head.weight":
+            return "head"
         for container, count in self.built.layers.counts.items():
             number = tensor.removeprefix(f"{container}.").partition(".")[0]
             if tensor.startswith(f"{container}.") and number.isdecimal() and int(number) >= count:
@@ -133,7 +136,29 @@ class RecordedNames:
         place: Place = "linear" if module is not None else "parameter"
         if module is not None and module.kind in ("qkv", "merged", "merged_replicated"):
             place = "fused"
+        if module is not None and module.kind == "replicated" and module.parts:
+            return self._joined(name, parameter, tensor, leaf, stored)
         return self._there(parameter, tensor, leaf, place, _part(name), _turned(name, stored))
+
+    def _joined(
+        self, name: Name, parameter: str, tensor: str, leaf: str, stored: TensorType
+    ) -> Found:
+        """Nothing for the first of two tensors that a class concatenates, both for the second."""
+        other = self.waiting.pop(parameter, None)
+        if other is None:
+            self.waiting[parameter] = tensor, stored
+            return PASSED
+        beside, first = other
+        if not stored.shape and not first.shape:
+            joined: Shape = ()
+        elif stored.shape[1:] != first.shape[1:] or not stored.shape or not first.shape:
+            raise LoadRefused(
+                "RuntimeError", "", tensor, f"{stored} and {first} cannot be concatenated"
+            )
+        else:
+            joined = stored.shape[0] + first.shape[0], *stored.shape[1:]
+        found = self._there(parameter, tensor, leaf, "linear", None, joined)
+        return [replace(target, beside=beside) for target in found]
 
     def _there(
         self,

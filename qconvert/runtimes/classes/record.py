@@ -47,7 +47,7 @@ _NO_SIZE = re.compile(
 )
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
-Place = Literal["fused", "linear", "experts", "parameter", "draft", "next_layer", "rotary"]
+Place = Literal["fused", "linear", "experts", "parameter", "draft", "next_layer", "rotary", "head"]
 Outcome = Literal["error", "warn", "silent"]
 
 
@@ -111,12 +111,12 @@ class Variant:
 class Record:
     """A class. `layers`: containers of numbered layers and how many there are; `packed`: names that it
     fuses, as a quantization config is asked; `starts` and `parts`: what it replaces in the names that
-    one lists; `unknown`: what a parameter that is not there does, by place and name ("": any other);
-    `tied`: parameters that are one; `agrees`: forms of folders, each with the tensor-parallel sizes at
-    which the loader itself did what the simulator says; `draft_of`: the class whose draft it loads;
-    `otherwise`: what else holds under a setting of the config; `fuses_shared`: it may load shared
-    experts as routed ones, which the table does not show. `keys`: of the configs that it was recorded
-    with; `also`: other names of keys."""
+    one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there does,
+    by place and name ("": any other); `tied`: parameters that are one; `agrees`: forms of folders, each
+    with the tensor-parallel sizes at which the loader itself did what the simulator says; `draft_of`:
+    the class whose draft it loads; `otherwise`: what else holds under a setting of the config;
+    `fuses_shared`: it may load shared experts as routed ones, which the table does not show. `keys`: of
+    the configs that it was recorded with; `also`: other names of keys."""
 
     runtime: str
     version: str
@@ -128,6 +128,7 @@ class Record:
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     starts: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
+    renames_more: bool = False
     one_stage: bool = False
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
@@ -144,6 +145,8 @@ class Record:
     def sizes(self, values: Mapping[str, Any]) -> Sizes:
         """Values of a config. Raises NotSimulated for one with sizes that the class was recorded
         without: it may be built by them."""
+        if self.renames_more:
+            raise NotSimulated("its class renames names by patterns, which there are no rules for")
         for key, value in values.items():
             known = key in self.keys or key in self.also or key in self.also.values()
             if self.keys and type(value) is int and not known and not _NO_SIZE.search(key):
@@ -281,11 +284,13 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a mapper replaces anywhere and at the start of names. Raises NotSimulated for more."""
-    if len(tables) > 1 or any(set(one) - {"substr", "prefix"} for one in tables):
-        raise NotSimulated("its mapper of names has patterns or ends, which there are no rules for")
+    """What a mapper replaces anywhere and at the start of names, and whether it does more."""
     one: Mapping[str, Any] = tables[0] if tables else {}
-    return {"parts": _pairs(one.get("substr", ())), "starts": _pairs(one.get("prefix", ()))}
+    return {
+        "parts": _pairs(one.get("substr", ())),
+        "starts": _pairs(one.get("prefix", ())),
+        "renames_more": len(tables) > 1 or not set(one) <= {"substr", "prefix"},
+    }
 
 
 def _pairs(pairs: Sequence[Sequence[str]]) -> tuple[tuple[str, str], ...]:

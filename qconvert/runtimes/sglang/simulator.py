@@ -214,23 +214,21 @@ def simulate(
     groups: int | None = None,
     draft: bool = False,
     version: str | None = None,
-    any_form: bool = False,
 ) -> SimulatedLoad:
     """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
     files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
     split ones, as its manifest states; headers cannot show it, and without it any order is taken for
     right. `draft`: load the draft model that the folder holds. `version`: of sglang, whose table of the
-    class is asked; `any_form`: also in a form that was not compared with the loader. Raises NotSimulated
-    for what the simulator has no rule for."""
+    class is asked, in forms that were compared with the loader. Raises NotSimulated for what the
+    simulator has no rule for."""
     asked = setting or Setting()
     name = architecture_of(config)
     if not _is_by_hand(name, version):
-        if asked.tp % asked.ep:
-            raise NotSimulated(f"tp {asked.tp} that ep {asked.ep} does not divide")
         record = class_record("sglang", name, version)
-        if not any_form:
-            check_form(record, config, tensors, asked)
-        return _recorded(record, config, tensors, asked, draft=draft)
+        check_form(record, config, tensors, asked)
+        if draft:
+            raise NotSimulated(f"a draft of {name}")
+        return by_table(record, config, tensors, asked)
     kind = CLASSES[name]
     setting = replace(asked, moe_runner=runner_of(kind, config, asked))
     if draft:
@@ -267,17 +265,12 @@ def simulate(
     return replace(done, misread={**done.misread, **wrong})
 
 
-def _recorded(
-    record: Record,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorType],
-    asked: Setting,
-    *,
-    draft: bool,
+def by_table(
+    record: Record, config: Mapping[str, Any], tensors: Mapping[str, TensorType], asked: Setting
 ) -> SimulatedLoad:
-    """Load a folder by the table of its class."""
-    if draft:
-        raise NotSimulated(f"a draft of {record.architecture}")
+    """Load a folder on one rank by the table of its class, in whatever form."""
+    if asked.tp % asked.ep:
+        raise NotSimulated(f"tp {asked.tp} that ep {asked.ep} does not divide")
     if asked.capability != HOPPER or asked.a2a != "none" or asked.moe_runner != "auto":
         raise NotSimulated("another GPU than an H200, or other options")
     if record.fuses_shared and not asked.disable_shared_experts_fusion:

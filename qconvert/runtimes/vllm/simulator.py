@@ -246,26 +246,26 @@ def simulate(
     groups: int | None = None,
     draft: bool = False,
     version: str | None = None,
-    any_form: bool = False,
 ) -> SimulatedLoad:
     """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
     files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
     split ones, as its manifest states; headers cannot show it, and without it any order is taken for
     right. `draft`: load the draft model that the folder holds. `version`: of vLLM, whose table of the
-    class is asked; `any_form`: also in a form that was not compared with the loader. Raises NotSimulated
-    for what has no rule here, a class among it, unless vLLM refuses the quantization of any."""
+    class is asked, in forms that were compared with the loader. Raises NotSimulated for what has no rule
+    here, a class among it, unless vLLM refuses the quantization of any."""
     asked = setting or Setting()
+    name = architecture_of(config)
     try:
         refuse_forms(config, tensors)
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused)
-    name = architecture_of(config)
     numbers = text_config(config)
     if not (name in CLASSES and (version is None or is_release(version, VLLM.version))):
         record = class_record("vllm", name, version)
-        if not any_form:
-            check_form(record, config, tensors, asked)
-        return _recorded(record, config, tensors, asked, draft=draft)
+        check_form(record, config, tensors, asked)
+        if draft:
+            raise NotSimulated(f"a draft of {name}")
+        return by_table(record, config, tensors, asked)
     kind = CLASSES[name]
     if draft:
         if name not in DRAFTS:
@@ -315,17 +315,14 @@ def _check_setting(asked: Setting) -> None:
         raise NotSimulated(f"ep {asked.ep}: vLLM divides all experts among its {asked.tp} ranks")
 
 
-def _recorded(
-    record: Record,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorType],
-    asked: Setting,
-    *,
-    draft: bool,
+def by_table(
+    record: Record, config: Mapping[str, Any], tensors: Mapping[str, TensorType], asked: Setting
 ) -> SimulatedLoad:
-    """Load a folder by the table of its class."""
-    if draft:
-        raise NotSimulated(f"a draft of {record.architecture}")
+    """Load a folder on one rank by the table of its class, in whatever form."""
+    try:
+        refuse_forms(config, tensors)
+    except LoadRefused as refused:
+        return SimulatedLoad(asked, refused)
     _check_setting(asked)
     numbers = text_config(config)
     plain, sizes = Unquantized(numbers.dtype), record.sizes({**config, **numbers.values})
