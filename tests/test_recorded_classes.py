@@ -271,9 +271,9 @@ def test_keys_under_other_names_and_keys_that_nobody_recorded() -> None:
     table["keys"] = ["hidden_size", "num_local_experts", "head_dim"]
     record = record_of(table)
     for key in ("num_experts", "num_local_experts"):
-        assert record.sizes({key: 4, "eos_token_id": 5, "rope_theta": 1}).of("num_experts") == 4
-    with pytest.raises(NotSimulated, match="states inner_size, and its class was recorded without"):
-        record.sizes({"inner_size": 4})
+        assert record.sizes({key: 4, "eos_token_id": 5, "head_dim": 1}).of("num_experts") == 4
+    with pytest.raises(NotSimulated, match="states v_head_dim, and its class was recorded without"):
+        record.sizes({"v_head_dim": 4})
 
 
 def test_two_tensors_that_a_class_concatenates() -> None:
@@ -308,3 +308,22 @@ def test_what_agrees_is_what_was_loaded() -> None:
         Compared("c", "differs", 1, ("unread",), loaded=True), Compared("c", "differs", 2, ()),
     ]  # fmt: skip
     assert agreed(found) == {"same": [1, 2], "refused": [1, 2]}
+
+
+def test_convolutions_and_parameters_under_two_names() -> None:
+    table = qwen3_moe("sglang")
+    conv = {
+        "name": "model.layers.*.conv1d", "kind": "column", "asked": None, "inputs": "1",
+        "outputs": ["1"], "shape": ["3 * head_dim", 1, 4], "parts": ["head_dim", "2 * head_dim"],
+    }  # fmt: skip
+    table["modules"].insert(1, conv)
+    norm = "model.layers.*.input_layernorm.weight"
+    table["tied"] = [[norm, "model.layers.*.other.norm"]]
+    config, tensors = folder("qwen3_moe")
+    record, size = record_of(table), config["head_dim"]
+    build = RankBuild(Setting(tp=2, rank=1), NoQuantization(Unquantized("BF16")), "BF16")
+    built(record, build, record.sizes(config), tensors)
+    weight = build.parameters["model.layers.1.conv1d.weight"]
+    assert weight.shape == (3 * size // 2, 1, 4)
+    assert weight.write(TensorType("BF16", (3 * size, 1, 4)), None) is None
+    assert build.aliases["model.layers.1.other.norm"] == "model.layers.1.input_layernorm.weight"

@@ -85,18 +85,19 @@ def disagreements(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:
         yield f"reason: simulated {says!r} ({refused}), real {real.error!r}"
 
 
+def _is_first(name: str) -> bool:
+    return not any(part in f"{name}." for part in _TWICE) and not name.endswith(_BUFFERS)
+
+
 def once(real: Loaded) -> Loaded:
     """What vLLM's loader did, each parameter under its first name."""
 
-    def kept(name: str) -> bool:
-        return not any(part in f"{name}." for part in _TWICE) and not name.endswith(_BUFFERS)
-
     return replace(
         real,
-        unwritten=tuple(filter(kept, real.unwritten)),
-        empty=tuple(filter(kept, real.empty)),
-        parameters={name: value for name, value in real.parameters.items() if kept(name)},
-        schemes={name: value for name, value in real.schemes.items() if kept(name)},
+        unwritten=tuple(filter(_is_first, real.unwritten)),
+        empty=tuple(filter(_is_first, real.empty)),
+        parameters={name: value for name, value in real.parameters.items() if _is_first(name)},
+        schemes={name: value for name, value in real.schemes.items() if _is_first(name)},
     )
 
 
@@ -104,7 +105,7 @@ def _differences(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:
     unwritten = {
         name
         for name, share in simulation.unwritten.items()
-        if share > _BY_CHANCE.get(simulation.parameters[name].dtype, _NEVER)
+        if share > _BY_CHANCE.get(simulation.parameters[name].dtype, _NEVER) and _is_first(name)
     }
     yield from _sets("unwritten", unwritten, set(real.unwritten))
     yield from _sets("unread", set(simulation.unread), set(real.unused))
@@ -112,7 +113,7 @@ def _differences(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:
     mine = {
         f"{name} {type.dtype} {list(type.shape)}"
         for name, type in simulation.parameters.items()
-        if 0 not in type.shape
+        if 0 not in type.shape and _is_first(name)
     }
     theirs = {
         f"{name} {_DTYPES[dtype]} {shape}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.classes.expressions import Sizes
@@ -174,9 +174,12 @@ def built(
 
 
 def _tie(record: Record, build: RankBuild) -> None:
-    """Give parameters that are one their other names; in layers no checkpoint has those."""
+    """Give parameters that are one their other names."""
     for first, *others in record.tied:
         if "*" in first:
+            for name in [one for one in build.parameters if pattern_of(one) == first]:
+                for other in others:
+                    build.aliases[filled(other, numbers_of(name))] = name
             continue
         if build.setting.pp > 1:
             raise NotSimulated(f"{first} under two names in pipeline stages")
@@ -263,6 +266,9 @@ def _add(
     plain = Unquantized(build.dtype) if asked is None else None
     if module.kind == "parameter":
         _add_parameter(build, module, name, numbers, layer, sizes)
+    elif module.kind == "convolution":
+        _add_parameter(build, replace(module, cut=0), f"{name}.weight", numbers, layer, sizes)
+        build.schemes[name] = Unquantized().linear_name
     elif module.kind == "attention":
         if asked is not None:
             build.cache_scales(name)
@@ -324,8 +330,8 @@ def _add_parameter(
         made = Parameter(dtype, tuple(shape), Whole())
     else:
         shape[module.cut] = divided(shape[module.cut], setting.tp, name)
-        if module.parts:
-            parts = tuple(sizes.of(part, layer) for part in module.parts)
+        if module.kind == "convolution" or module.parts:
+            parts = tuple(sizes.of(part, layer) for part in module.parts or module.sizes[:1])
             slot = Convolution(parts, setting.tp, setting.rank)
             made = Parameter(dtype, tuple(shape), slot)
         else:

@@ -33,18 +33,15 @@ Size = str | int
 Condition = bool | Mapping[str, Any]
 ModuleKind = Literal[
     "replicated", "column", "merged", "merged_replicated", "qkv", "row", "experts", "embedding",
-    "head", "attention", "parameter",
+    "head", "attention", "convolution", "parameter",
 ]  # fmt: skip
 # Linears, as ranks divide them.
 LINEARS: Mapping[str, Kind] = {
     "replicated": "replicated", "column": "column", "merged": "merged", "merged_replicated": "merged",
     "qkv": "qkv", "row": "row",
 }  # fmt: skip
-# Keys of numbers that say nothing of what is built.
-_NO_SIZE = re.compile(
-    r"(_token_id|_id|version|seed|position_embeddings|window_layers|_per_tok|top_?k|n_group|window"
-    r"|window_size|interval|period|offset|rope_theta|_theta)$"
-)
+# Keys that classes ask for and take something else in place of, where a config does not state them.
+_HEAD = re.compile(r"head_dim$|kv_channels$")
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
 Place = Literal["fused", "linear", "experts", "parameter", "draft", "next_layer", "rotary", "head"]
@@ -56,11 +53,11 @@ class Module:
     """A module that has a method of quantization, or one plain parameter. `sizes` are those of its kind:
     inputs and outputs of a linear; inputs, heads, key-value heads and the sizes of a head of keys and of
     values of qkv; routed, hidden and inner of experts; rows and columns of an embedding; the shape of a
-    parameter. `asked`: the name for which the quantization config is asked, None where it is not;
-    `unquantized`: methods of quantization under which it is not, either. `stage`: of the pipeline, ""
-    where its layer decides; `variants`: the kinds of layers that have it, if not all. `whole`: a linear
-    that every rank has all of; `cut`: the dimension along which ranks share a parameter, in `parts`.
-    `loads`: a checkpoint has it."""
+    parameter or of a convolution's weight. `asked`: the name for which the quantization config is asked,
+    None where it is not; `unquantized`: methods of quantization under which it is not, either. `stage`:
+    of the pipeline, "" where its layer decides; `variants`: the kinds of layers that have it, if not all.
+    `whole`: a linear that every rank has all of; `cut`: the dimension along which ranks share a
+    parameter, in `parts`. `loads`: a checkpoint has it."""
 
     name: str
     kind: ModuleKind
@@ -143,13 +140,12 @@ class Record:
     keys: frozenset[str] = frozenset()
 
     def sizes(self, values: Mapping[str, Any]) -> Sizes:
-        """Values of a config. Raises NotSimulated for one with sizes that the class was recorded
-        without: it may be built by them."""
+        """Values of a config. Raises NotSimulated for one that states a size of heads that the class was
+        recorded without: it may be built by that."""
         if self.renames_more:
             raise NotSimulated("its class renames names by patterns, which there are no rules for")
         for key, value in values.items():
-            known = key in self.keys or key in self.also or key in self.also.values()
-            if self.keys and type(value) is int and not known and not _NO_SIZE.search(key):
+            if self.keys and type(value) is int and _HEAD.search(key) and key not in self.keys:
                 raise NotSimulated(
                     f"config.json states {key}, and its class was recorded without it"
                 )
@@ -306,7 +302,9 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
 
 def _module(table: Mapping[str, Any]) -> Module:
     kind = cast("ModuleKind", table["kind"])
-    if kind in _SIZES:
+    if kind in LINEARS and "shape" in table:
+        kind, sizes = "convolution", table["shape"]
+    elif kind in _SIZES:
         sizes = [table[key] for key in _SIZES[kind] if key != "v_head_size" or key in table]
     elif kind in LINEARS:
         sizes = [table["inputs"], *table["outputs"]]
