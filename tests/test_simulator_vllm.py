@@ -320,8 +320,8 @@ def test_what_is_not_simulated_is_said(tmp_path: Path) -> None:
     model.config["architectures"] = ["OtherForCausalLM"]
     where, out = model.write(tmp_path / "other"), tmp_path / "out"
     causes = {
-        name: f"not known for OtherForCausalLM: its class was not recorded in {name} (--loader PYTHON "
-        "asks that itself)"
+        name: f"not known for OtherForCausalLM: its class was not recorded in {name}: ask that with "
+        "--loader PYTHON"
         for name in ("sglang 0.5.23", "vllm 0.33.0")
     }
     said = [f"{name} (H200): {cause}" for name, cause in causes.items()]
@@ -390,8 +390,8 @@ def test_a_class_that_is_not_simulated_has_an_exit_code(
     done = run_cli("validate", where, "--for", runtime, "--format", form)
     version = SIMULATED[runtime]
     why = (
-        f"not known for OtherForCausalLM: its class was not recorded in {runtime} {version} (--loader "
-        "PYTHON asks that itself)"
+        f"not known for OtherForCausalLM: its class was not recorded in {runtime} {version}: ask that "
+        "with --loader PYTHON"
     )
     assert done.code == 5
     assert f"{runtime} 0" not in done.out.replace(why, "")  # no word of a version's proof

@@ -311,7 +311,7 @@ def _add_linear(
     inputs, *outputs = numbers
     build.linear(
         name, LINEARS[module.kind], inputs, *outputs, asked=asked or "", scheme=scheme, bias=bias,
-        whole=module.whole,
+        whole=module.whole, wrapped="qwen3_5" if module.in_parts else "",
     )  # fmt: skip
 
 

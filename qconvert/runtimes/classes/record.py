@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -55,9 +55,10 @@ class Module:
     values of qkv; routed, hidden and inner of experts; rows and columns of an embedding; the shape of a
     parameter or of a convolution's weight. `asked`: the name for which the quantization config is asked,
     None where it is not; `unquantized`: methods of quantization under which it is not, either. `stage`:
-    of the pipeline, "" where its layer decides; `variants`: the kinds of layers that have it, if not all.
+    of the pipeline, "" where its layer decides; `variants`: kinds of layers that have it, if not all.
     `whole`: a linear that every rank has all of; `cut`: the dimension along which ranks share a
-    parameter, in `parts`. `loads`: a checkpoint has it."""
+    parameter, in `parts`. `loads`: a checkpoint has it; `in_parts`: a tensor fills several parts of it,
+    which the class takes apart itself."""
 
     name: str
     kind: ModuleKind
@@ -74,6 +75,7 @@ class Module:
     cut: int | None = None
     parts: tuple[Size, ...] = ()
     loads: bool = True
+    in_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ def class_record(runtime: str, architecture: str, version: str | None = None) ->
     found = recorded(runtime, architecture, version)
     if found is None:
         of = f"{runtime} {version or RELEASES[runtime].version}"
-        raise NotSimulated(f"its class was not recorded in {of} (--loader PYTHON asks that itself)")
+        raise NotSimulated(f"its class was not recorded in {of}: ask that with --loader PYTHON")
     return found
 
 
@@ -212,7 +214,7 @@ def check_form(
         of = f"{record.runtime} {record.version}"
         at = f"{form}, {setting.pp} stages" if setting.pp > 1 else form
         raise NotSimulated(
-            f"its class was not tried in {of} with {at} (--loader PYTHON asks that itself)"
+            f"its class was not tried in {of} with {at}: ask that with --loader PYTHON"
         )
 
 
@@ -238,10 +240,11 @@ def reread() -> None:
 
 def record_of(table: Mapping[str, Any]) -> Record:
     """A record from its JSON. Raises KeyError and ValueError for a table that is none."""
+    fused = {one["to"] for one in table["names"] if isinstance(one.get("shard"), list)}
     return Record(
         table["runtime"], table["version"], table["architecture"], table["model_type"],
         dict(table["layers"]),
-        tuple(_module(one) for one in table["modules"]),
+        tuple(_module(one, fused) for one in table["modules"]),
         tuple(_name(one) for one in table["names"]),
         packed={key: tuple(parts) for key, parts in table.get("packed", {}).items()},
         **_renames(table.get("renames", ())), **_facts(table), defaults=table.get("defaults", {}),
@@ -300,7 +303,7 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def _module(table: Mapping[str, Any]) -> Module:
+def _module(table: Mapping[str, Any], fused: Collection[str]) -> Module:
     kind = cast("ModuleKind", table["kind"])
     if kind in LINEARS and "shape" in table:
         kind, sizes = "convolution", table["shape"]
@@ -317,7 +320,7 @@ def _module(table: Mapping[str, Any]) -> Module:
         table.get("bias", False), table.get("when", True), table.get("stage", ""),
         tuple(table.get("variant", ())), table.get("whole", kind == "merged_replicated"),
         table.get("gated", True), table.get("dtype", "model"), table.get("cut"),
-        tuple(table.get("parts", ())), table.get("loads", True),
+        tuple(table.get("parts", ())), table.get("loads", True), table["name"] in fused,
     )  # fmt: skip
 
 
