@@ -283,7 +283,7 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a mapper replaces anywhere and at the start of names, and whether it does more."""
+    """Rules of a mapper: what it replaces anywhere and at the start, and whether it does more."""
     one: Mapping[str, Any] = tables[0] if tables else {}
     return {
         "parts": _pairs(one.get("substr", ())),
