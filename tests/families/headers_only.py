@@ -21,8 +21,8 @@ SETS: Mapping[str, tuple[Any, ...]] = {
     "num_key_value_heads": (2, 3, 5), "head_dim": (32, 48, 80), "num_experts": (6, 8, 4),
     "num_local_experts": (6, 8, 4), "n_routed_experts": (6, 8, 4), "moe_num_experts": (6, 8, 4),
     "q_lora_rank": (80, 168, 88), "v_head_dim": (72, 56, 104),
-    "kv_lora_rank": (512, 448, 384), "qk_rope_head_dim": (64, 32, 96), "qk_nope_head_dim": (128, 80, 112),
-     "linear_num_key_heads": (2, 4, 3),
+    "kv_lora_rank": (512, 448, 384), "qk_rope_head_dim": (64, 32, 96),
+    "qk_nope_head_dim": (128, 80, 112), "linear_num_key_heads": (2, 4, 3),
     "linear_num_value_heads": (4, 8, 9), "linear_key_head_dim": (32, 64, 16),
     "linear_value_head_dim": (24, 48, 64), "linear_conv_kernel_dim": (4, 3, 5),
     "index_n_heads": (4, 10, 14), "index_head_dim": (64, 96, 128),
@@ -75,9 +75,7 @@ def _with_set(
     return found
 
 
-def write(
-    config: Any, folder: Path, more: Mapping[str, Any], *, turned: bool = False
-) -> Path:
+def write(config: Any, folder: Path, more: Mapping[str, Any], *, turned: bool = False) -> Path:
     """A checkpoint's config.json and the header of its one file; `more` are keys that published configs
     have beside those that transformers saves; `turned`: the rows of matrices in stacks of experts are
     published as columns."""
@@ -129,4 +127,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     return str(value).removeprefix("torch.")
-

@@ -26,6 +26,7 @@ from typing import Any
 
 from families.classes import model_types
 from families.headers_only import COUNT, sized, write
+
 from loaders.client import PYTHON, Rank, Server
 from loaders.recorded_tables import Recorded, table, under_settings, written
 from loaders.small_models import GIVEN, PUBLISHED, SIZES
@@ -39,8 +40,10 @@ _HEADS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim", "n
 _LATENT = frozenset({"kv_lora_rank", "qk_rope_head_dim"})
 _FIXED = (
     frozenset[str](), frozenset({"head_dim"}), _LATENT, _HEADS,
-    _HEADS | _LATENT | {"qk_nope_head_dim", "kv_lora_rank", "v_head_dim", "q_lora_rank", "index_head_dim", "index_n_heads", "num_experts",
-              "num_local_experts", "n_routed_experts", "moe_num_experts"},
+    _HEADS | _LATENT | {
+        "qk_nope_head_dim", "v_head_dim", "q_lora_rank", "index_head_dim", "index_n_heads",
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+    },
 )  # fmt: skip
 # Booleans that change nothing of what is built.
 _IDLE = frozenset({
@@ -48,8 +51,8 @@ _IDLE = frozenset({
     "output_router_logits", "is_decoder", "add_cross_attention", "torchscript", "use_bfloat16",
     "tie_encoder_decoder", "do_sample", "use_mamba_kernels", "is_causal",
 })  # fmt: skip
-# Model types whose stacks of experts are published with rows and columns changed from what transformers 5
-# saves.
+# Model types whose stacks of experts are published with rows and columns changed from what
+# transformers 5 saves.
 _TURNED = frozenset({"qwen3_vl_moe"})
 _NULLABLE = ("q_lora_rank",)
 
@@ -207,7 +210,7 @@ def defaults(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
 
     hf: Any = transformers
     given = GIVEN.get(model_type, {})  # as in a small model
-    sizes = {"hidden_size": 4096 + 96, "num_attention_heads": 24}
+    sizes = {"hidden_size": 6144, "num_attention_heads": 48}  # of no default
     first, other = (
         hf.AutoConfig.for_model(model_type, **{**given, **more}).to_dict()
         for more in ({}, {"text_config": sizes} if "text_config" in given else sizes)
@@ -280,7 +283,9 @@ def record_one(name: str, runtime: str, server: Server, room: Path, tables: Tabl
         return f"not recorded: {why}"
     except Exception as error:  # of one class of two hundred: listed, and the others go on
         at = traceback.extract_tb(error.__traceback__)[-1]
-        cause = f"no table: {type(error).__name__}: {str(error)[:200]} in {at.name}, line {at.lineno}"
+        cause = (
+            f"no table: {type(error).__name__}: {str(error)[:200]} in {at.name}, line {at.lineno}"
+        )
         tables.miss(architecture, cause)
         return cause
     finally:

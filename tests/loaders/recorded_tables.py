@@ -1,6 +1,6 @@
-"""Tables of a runtime's class made of what its loader's server recorded (runtimes/loader/server/record.py)
-at several sets of sizes, several ranks, and with single settings of the config changed: names become
-patterns, sizes become expressions over the config's keys."""
+"""Tables of a runtime's class made of what its loader's server recorded
+(qconvert/runtimes/loader/server/record.py) at several sets of sizes, several ranks, and with single
+settings of the config changed: names become patterns, sizes expressions over the config's keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ Facts = Mapping[str, Any]
 Entry = dict[str, Any]
 # Kinds whose weight a rank has a part of.
 _CUT = ("qkv", "merged", "column", "row")
-_SIZES = ("inputs", "heads", "kv_heads", "head_size", "v_head_size", "routed", "hidden", "inner", "rows")
+_SIZES = (
+    "inputs",
+    "heads",
+    "kv_heads",
+    "head_size",
+    "v_head_size",
+    "routed",
+    "hidden",
+    "inner",
+    "rows",
+)
 # Keys that count what has nothing to do with a size, and those that come first where several fit.
 _NO_SIZES = re.compile(
     r"(_token_id|_id|_ids|version|seed|max_position_embeddings|num_hidden_layers|max_window_layers"
@@ -105,7 +115,6 @@ class Expressions:
                 if rest in self._known:
                     return f"{left}+{right}+{self._known[rest]}"
         return ""
-
 
     def split(self, total: Sequence[int], first: Sequence[int]) -> list[str]:
         """Expressions that are `first` at set 0 and together `total` at each, none where none fit."""
@@ -245,7 +254,9 @@ def _shard(kind: str, module: Facts, name: str, piece: Facts, pieces: Sequence[F
         rows = width[1]
         if leaf.endswith("bias"):
             first, last = piece["into"][-1]
-        elif piece["into"][-1][1] - piece["into"][-1][0] < width[2]:  # rows and columns changed places
+        elif (
+            piece["into"][-1][1] - piece["into"][-1][0] < width[2]
+        ):  # rows and columns changed places
             first, last = piece["into"][-1]
             rows = width[2]
         if (first, last) == (0, rows):
@@ -277,7 +288,9 @@ def _shard(kind: str, module: Facts, name: str, piece: Facts, pieces: Sequence[F
 def _names(facts: Facts) -> dict[str, tuple[Entry, list[tuple[int, ...]]]]:
     """Where tensors of the checkpoint go, pattern by pattern, each with the numbers of its modules."""
     patterns = patterns_of(facts)
-    modules = {m["name"]: m for m in facts["modules"] if m["kind"] not in ("list", "absent", "attention")}
+    modules = {
+        m["name"]: m for m in facts["modules"] if m["kind"] not in ("list", "absent", "attention")
+    }
     found: dict[str, tuple[Entry, list[tuple[int, ...]]]] = {}
     for name, held in facts["parameters"].items():
         owner, _, leaf = name.rpartition(".")
@@ -440,7 +453,9 @@ def _entry(
     kinds: Mapping[str, list[list[int]]],
     recorded: Recorded,
 ) -> Entry:
-    entry: Entry = {key: value for key, value in group.entry.items() if key not in ("sizes", "name")}
+    entry: Entry = {
+        key: value for key, value in group.entry.items() if key not in ("sizes", "name")
+    }
     made: Entry = {"name": group.pattern, **entry}
     for key, value in group.entry.get("sizes", {}).items():
         there = [other["sizes"].get(key) if other is not None else None for other in others]
@@ -452,9 +467,15 @@ def _entry(
         else:
             made[key] = expressions.find(there)
     made |= _cut(group, recorded)
-    if isinstance(expressions, Expressions) and group.entry["kind"] in ("replicated", "column", "row"):
+    if isinstance(expressions, Expressions) and group.entry["kind"] in (
+        "replicated",
+        "column",
+        "row",
+    ):
         made |= _joined(group, recorded, others, expressions)
-    shapes = [other.get("sizes", {}).get("shape") if other is not None else None for other in others]
+    shapes = [
+        other.get("sizes", {}).get("shape") if other is not None else None for other in others
+    ]
     if isinstance(expressions, Expressions) and all(shapes):
         made |= _parts(group, recorded, [shape[0] for shape in shapes if shape], expressions)
     base = next((b for b in kinds if group.pattern.startswith(f"{b}.*")), None)
@@ -509,14 +530,24 @@ def _cut(group: _Group, recorded: Recorded) -> Entry:
     patterns = patterns_of(whole)
     kind = group.entry["kind"]
     if kind == "parameter":
-        name = next(n for n in whole["parameters"] if patterns.of(n) == (group.pattern, group.where[0]))
+        name = next(
+            n for n in whole["parameters"] if patterns.of(n) == (group.pattern, group.where[0])
+        )
         if name not in two["parameters"]:
             return {"cut": None}
-        pairs = zip(whole["parameters"][name]["shape"], two["parameters"][name]["shape"], strict=True)
+        pairs = zip(
+            whole["parameters"][name]["shape"], two["parameters"][name]["shape"], strict=True
+        )
         return {"cut": next((at for at, (one, other) in enumerate(pairs) if one != other), None)}
     if kind in _CUT or kind in ("head", "embedding", "experts"):
         modules = ({m["name"]: m for m in facts["modules"]} for facts in (whole, two))
-        one, other = (next((m for n, m in some.items() if patterns.of(n) == (group.pattern, group.where[0])), None) for some in modules)
+        one, other = (
+            next(
+                (m for n, m in some.items() if patterns.of(n) == (group.pattern, group.where[0])),
+                None,
+            )
+            for some in modules
+        )
         if one is not None and other is not None and one["shapes"] == other["shapes"]:
             return {"whole": True}
     return {}
@@ -548,7 +579,10 @@ def _parts(
     patterns = patterns_of(two)
     for name, held in two["parameters"].items():
         at = patterns.of(name)
-        if at[0].removesuffix(".weight") == group.pattern.removesuffix(".weight") and at[1] == group.where[0]:
+        if (
+            at[0].removesuffix(".weight") == group.pattern.removesuffix(".weight")
+            and at[1] == group.where[0]
+        ):
             runs = held["pieces"][0].get("runs", []) if len(held["pieces"]) == 1 else []
             if len(runs) > 1:
                 sizes = [2 * (last - first) for first, last in runs]
@@ -639,7 +673,7 @@ def under_settings(
                 if like.get("kind") == entry.get("kind"):  # recorded of one rank
                     entry |= {k: like[k] for k in ("cut", "stage", "whole") if k in like}
                 there[json.dumps(entry, sort_keys=True)] = entry
-            for text, (entry, when) in entries.items():
+            for text, (_, when) in entries.items():
                 if text not in there and text in own:
                     when[name] = was if isinstance(was, bool) else "set"
             for text, entry in there.items():
@@ -651,9 +685,9 @@ def under_settings(
         ((name, value),) = changed.items()
         for key in ("passed", "tied", "variants"):
             if other[key] != base[key]:
-                found.setdefault("otherwise", {}).setdefault(
-                    f"{name}={json.dumps(value)}", {}
-                )[key] = other[key]
+                found.setdefault("otherwise", {}).setdefault(f"{name}={json.dumps(value)}", {})[
+                    key
+                ] = other[key]
     found["flags"] = sorted({name for changed, _ in others for name in changed})
     return found
 
