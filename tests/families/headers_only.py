@@ -46,9 +46,12 @@ def sized(
     sizes: Mapping[str, Any],
     number: int,
     fixed: frozenset[str] = frozenset(),
+    *,
+    head_dim: bool = False,
 ) -> Any:
     """The config of a model_type with the sizes of a set; `sizes` are those of the model's own that are
-    so in every set, `fixed` keys that keep the value of set 0."""
+    so in every set, `fixed` keys that keep the value of set 0. `head_dim`: state one where the class has no
+    such key, as published configs do."""
     import transformers
 
     hf: Any = transformers
@@ -56,6 +59,9 @@ def sized(
     values.pop("model_type")
     values.pop("qk_head_dim", None)  # of two others
     changed = _with_set(values, number, fixed, top=True)
+    text = changed.get("text_config", changed)
+    if head_dim and "num_attention_heads" in text and not {"head_dim", "kv_lora_rank"} & set(text):
+        text["head_dim"] = SETS["head_dim"][0 if "head_dim" in fixed else number]
     return hf.AutoConfig.for_model(model_type, **changed)
 
 
@@ -68,7 +74,7 @@ def _with_set(
         if isinstance(value, dict) and key.endswith("_config"):
             of = fixed if key == "text_config" else frozenset[str]()
             found[key] = _with_set(value, number, of, top=key == "text_config")
-        elif key in (known := SETS if top else TOWER) and type(value) is int and not (top and text):
+        elif type(value) is int and key in (known := SETS if top else TOWER) and not (top and text):
             found[key] = known[key][0 if key in fixed else number]
         else:
             found[key] = value

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -67,10 +67,12 @@ class NotRecorded(Exception):
 
 @dataclass(frozen=True)
 class Writer:
-    """Folders of headers of one model_type, each written once."""
+    """Folders of headers of one model_type, each written once. `head_dim`: configs state one also where
+    the class of transformers has no such key."""
 
     room: Path
     model_type: str
+    head_dim: bool = True
 
     def folder(
         self,
@@ -79,7 +81,7 @@ class Writer:
         changed: Mapping[str, Any] = MappingProxyType({}),
     ) -> Path:
         """The checkpoint at a set of sizes, with settings of its config changed."""
-        name = json.dumps([number, sorted(fixed), dict(changed)]).replace("/", "-")
+        name = json.dumps([number, sorted(fixed), dict(changed), self.head_dim]).replace("/", "-")
         folder = self.room / self.model_type / name
         with _ONE_AT_A_TIME:
             return folder if folder.is_dir() else self._written(folder, number, fixed, changed)
@@ -88,7 +90,8 @@ class Writer:
         self, folder: Path, number: int, fixed: frozenset[str], changed: Mapping[str, Any]
     ) -> Path:
         given = dict(GIVEN.get(self.model_type, {}))
-        config = sized(self.model_type, given, SIZES.get(self.model_type, {}), number, fixed)
+        sizes = SIZES.get(self.model_type, {})
+        config = sized(self.model_type, given, sizes, number, fixed, head_dim=self.head_dim)
         if changed:
             config = _changed(config, changed)
         keys = PUBLISHED.get(self.model_type, {})
@@ -129,7 +132,10 @@ def _said(facts: Mapping[str, Any]) -> str:
 
 def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
     """All builds of a class with the settings that it has."""
-    start = writer.folder(0, frozenset())
+    try:
+        start = writer.folder(0, frozenset())
+    except Exception as error:  # what transformers raises for a config is the cause
+        raise NotRecorded(f"no small model: {type(error).__name__}: {str(error)[:200]}") from error
     first = asked(server, runtime, start, Rank(), probes=True)
     if first["error"]:
         raise NotRecorded(_said(first))
@@ -173,7 +179,11 @@ def settings(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     """The table of a class; raises NotRecorded."""
-    base = recorded(writer, server, runtime)
+    try:
+        base = recorded(writer, server, runtime)
+    except NotRecorded:
+        writer = replace(writer, head_dim=False)
+        base = recorded(writer, server, runtime)
     config, facts = base.sets[0]
     found, others = table(base), []
     unbuilt = {}
@@ -199,7 +209,8 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
         "runtime": runtime, "version": VERSIONS[runtime],
         "architecture": config["architectures"][0], "model_type": config["model_type"],
         "settings_unbuilt": unbuilt, **found,
-        "defaults": defaults(writer.model_type, found),
+        "defaults": defaults(writer.model_type, found), "keys": keys_of_all(config),
+        "attribute_map": other_names(writer.model_type),
     }  # fmt: skip
 
 
@@ -220,6 +231,26 @@ def defaults(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value if _at(other, key) == value else None for key in sorted(used)
             if key not in sizes and (value := _at(first, key)) is not _ABSENT
             and (value is None or isinstance(value, int | str))}  # fmt: skip
+
+
+def keys_of_all(config: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Keys of a config.json, those of its text model plain, of other parts with a prefix."""
+    found: set[str] = set()
+    for key, value in config.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            found |= {*keys_of_all(value, "" if key == "text_config" else f"{prefix}{key}.")}
+        else:
+            found.add(f"{prefix}{key}")
+    return sorted(found)
+
+
+def other_names(model_type: str) -> dict[str, str]:
+    """Names of keys that the config's class takes for others."""
+    import transformers
+
+    hf: Any = transformers
+    config = hf.AutoConfig.for_model(model_type, **GIVEN.get(model_type, {}))
+    return {**type(config).attribute_map, **type(config.get_text_config()).attribute_map}
 
 
 _ABSENT = object()
@@ -272,7 +303,8 @@ def record_one(name: str, runtime: str, server: Server, room: Path, tables: Tabl
     """Write the table of a model_type's class, or why there is none; what became of it."""
     began, writer = time.monotonic(), Writer(room, name)
     try:
-        architecture = str(config_of(writer.folder(0, frozenset()))["architectures"][0])
+        plain = replace(writer, head_dim=False)
+        architecture = str(config_of(plain.folder(0, frozenset()))["architectures"][0])
     except Exception as error:  # what transformers raises for a config is the cause
         tables.miss(name, f"no small model: {type(error).__name__}: {str(error)[:200]}")
         return "no small model"

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from itertools import combinations_with_replacement, product
 from typing import Any
 
@@ -368,6 +369,16 @@ class Recorded:
     tp2: Facts | None
     stages: Sequence[Facts]
 
+    @cached_property
+    def whole(self) -> set[tuple[str, tuple[int, ...]]]:
+        """Patterns and numbers of all things."""
+        return _present(self.sets[0][1])
+
+    @cached_property
+    def present(self) -> list[set[tuple[str, tuple[int, ...]]]]:
+        """The same of each stage."""
+        return [_present(facts) for facts in self.stages]
+
 
 class _Reused:
     """Expressions of a table by their values at set 0, for builds of that set under other settings."""
@@ -596,17 +607,19 @@ def _present(facts: Facts) -> set[tuple[str, tuple[int, ...]]]:
 
 
 def _stage(group: _Group, recorded: Recorded) -> str | None:
-    """The stages that have a thing of no layer."""
+    """The stages that have a thing of no layer, or of a list that no stage divides."""
     if len(recorded.stages) != 2 or any(facts.get("error") for facts in recorded.stages):
         return None
+    base = group.pattern.partition(".*")[0]
+    if group.where[0]:
+        layers = [
+            {numbers[0] for pattern, numbers in present if pattern.startswith(f"{base}.*")}
+            for present in (recorded.whole, *recorded.present)
+        ]
+        if layers[1] != layers[0] and layers[2] != layers[0]:
+            return None  # goes with its layer
     at = (group.pattern, group.where[0])
-    first, last = (at in _present(facts) for facts in recorded.stages)
-    length = patterns_of(recorded.sets[0][1]).lists
-    several = [(group.pattern, w) for w in group.where]
-    if group.where[0] and any(item not in _present(recorded.stages[0]) for item in several):
-        return None  # goes with its layer
-    if group.where[0] and len(length) and first and not last and len(several) == 1:
-        return None
+    first, last = (at in present for present in recorded.present)
     return {(True, True): "all", (True, False): "first", (False, True): "last"}.get((first, last))
 
 
@@ -616,8 +629,8 @@ def _stages(recorded: Recorded, patterns: Patterns) -> str:
     failed = [bool(facts.get("error")) for facts in recorded.stages]
     if any(failed):
         return "one" if all(failed) else "unknown"
-    whole = {at for at in _present(recorded.sets[0][1]) if at[1]}
-    all_in_one = any(whole <= _present(facts) for facts in recorded.stages)
+    whole = {at for at in recorded.whole if at[1]}
+    all_in_one = any(whole <= present for present in recorded.present)
     return "one" if all_in_one and recorded.stages else "many"
 
 
