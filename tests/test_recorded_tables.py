@@ -12,6 +12,7 @@ from loaders.recorded_tables import (
     Expressions,
     Patterns,
     Recorded,
+    has_gaps,
     starred,
     table,
     under_settings,
@@ -137,9 +138,11 @@ def test_what_a_setting_changes_says_when() -> None:
     base = Recorded([(config, _facts(config)) for config in _CONFIGS], None, [])
     other = Recorded([(_CONFIGS[0], _facts(_CONFIGS[0], bias=True))], None, [])
     changed = {"attention_bias": True}
-    found = under_settings(table(base), [(changed, table(other, base))], {"attention_bias": False})
+    found = under_settings(table(base), [(changed, table(other))], {"attention_bias": False})
     linears = [entry for entry in found["modules"] if entry["kind"] == "column"]
     assert [(entry["bias"], entry["when"]) for entry in linears] == [
         (False, {"attention_bias": False}), (True, {"attention_bias": True}),
     ]  # fmt: skip
+    assert [entry["inputs"] for entry in linears] == ["hidden_size", "hidden_size"]
+    assert not has_gaps(table(other), table(base))
     assert found["flags"] == ["attention_bias"]

@@ -50,8 +50,8 @@ def sized(
     head_dim: bool = False,
 ) -> Any:
     """The config of a model_type with the sizes of a set; `sizes` are those of the model's own that are
-    so in every set, `fixed` keys that keep the value of set 0. `head_dim`: state one where the class has no
-    such key, as published configs do."""
+    so in every set, `fixed` keys that keep the value of set 0. `head_dim`: state one where the
+    class has no such key, as published configs do."""
     import transformers
 
     hf: Any = transformers
@@ -60,7 +60,8 @@ def sized(
     values.pop("qk_head_dim", None)  # of two others
     changed = _with_set(values, number, fixed, top=True)
     text = changed.get("text_config", changed)
-    if head_dim and "num_attention_heads" in text and not {"head_dim", "kv_lora_rank"} & set(text):
+    stated = text.get("head_dim") or text.get("kv_lora_rank")
+    if head_dim and "num_attention_heads" in text and stated is None:
         text["head_dim"] = SETS["head_dim"][0 if "head_dim" in fixed else number]
     return hf.AutoConfig.for_model(model_type, **changed)
 

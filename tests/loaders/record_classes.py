@@ -10,15 +10,15 @@ text and that the runtime has; what cannot be recorded stands in not_recorded.js
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import re
 import shutil
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from families.classes import model_types
 from families.headers_only import COUNT, sized, write
 
 from loaders.client import PYTHON, Rank, Server
-from loaders.recorded_tables import Recorded, table, under_settings, written
+from loaders.recorded_tables import Recorded, has_gaps, table, under_settings, written
 from loaders.small_models import GIVEN, PUBLISHED, SIZES
 
 TABLES = Path(__file__).parent.parent.parent / "qconvert" / "runtimes" / "classes"
@@ -57,10 +57,6 @@ _TURNED = frozenset({"qwen3_vl_moe"})
 _NULLABLE = ("q_lora_rank",)
 
 
-# Folders are made by transformers, in one thread.
-_ONE_AT_A_TIME = threading.RLock()
-
-
 class NotRecorded(Exception):
     """A class that could not be recorded, and why."""
 
@@ -83,12 +79,8 @@ class Writer:
         """The checkpoint at a set of sizes, with settings of its config changed."""
         name = json.dumps([number, sorted(fixed), dict(changed), self.head_dim]).replace("/", "-")
         folder = self.room / self.model_type / name
-        with _ONE_AT_A_TIME:
-            return folder if folder.is_dir() else self._written(folder, number, fixed, changed)
-
-    def _written(
-        self, folder: Path, number: int, fixed: frozenset[str], changed: Mapping[str, Any]
-    ) -> Path:
+        if folder.is_dir():
+            return folder
         given = dict(GIVEN.get(self.model_type, {}))
         sizes = SIZES.get(self.model_type, {})
         config = sized(self.model_type, given, sizes, number, fixed, head_dim=self.head_dim)
@@ -150,12 +142,16 @@ def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
 
 
 def _with_sizes(
-    writer: Writer, server: Server, runtime: str, number: int
+    writer: Writer,
+    server: Server,
+    runtime: str,
+    number: int,
+    changed: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Mapping[str, Any], Any]:
     said = ""
     for fixed in _FIXED:
         try:
-            folder = writer.folder(number, fixed)
+            folder = writer.folder(number, fixed, changed)
         except Exception as error:  # transformers refuses sizes in many ways; the next may do
             said = said or f"transformers: {type(error).__name__}: {str(error)[:200]}"
             continue
@@ -177,6 +173,36 @@ def settings(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {key: None}
 
 
+def _under(
+    changed: Mapping[str, Any],
+    writer: Writer,
+    server: Server,
+    runtime: str,
+    facts: Mapping[str, Any],
+    base: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """The table of a class under another setting, None where it changes nothing."""
+    try:
+        folder = writer.folder(0, frozenset(), changed)
+    except Exception as error:  # a combination that transformers refuses is none
+        raise NotRecorded(f"transformers: {type(error).__name__}") from error
+    other = asked(server, runtime, folder, Rank())
+    if other["error"]:
+        raise NotRecorded(f"{other['step']}: {other['error']}")
+    if _built(other) == _built(facts):
+        return None
+    new = set(other["parameters"]) - set(facts["parameters"])
+    plain = any(not name.endswith(".bias") for name in new)
+    two = asked(server, runtime, folder, Rank(2, 0)) if plain else None
+    sets = [(config_of(folder), {**other, "probes": {}})]
+    made = table(Recorded(sets, two, []))
+    if has_gaps(made, base):
+        for number in range(1, COUNT):
+            sets.append(_with_sizes(writer, server, runtime, number, changed))
+        made = table(Recorded(sets, two, []))
+    return made
+
+
 def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     """The table of a class; raises NotRecorded."""
     try:
@@ -185,24 +211,15 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
         writer = replace(writer, head_dim=False)
         base = recorded(writer, server, runtime)
     config, facts = base.sets[0]
-    found, others = table(base), []
-    unbuilt = {}
+    found, others, unbuilt = table(base), [], dict[str, str]()
     for changed in settings(config):
-        (key,) = changed
         try:
-            folder = writer.folder(0, frozenset(), changed)
-        except Exception as error:  # a combination that transformers refuses is none
-            unbuilt[key] = f"transformers: {type(error).__name__}"
-            continue
-        other = asked(server, runtime, folder, Rank())
-        if other["error"]:
-            unbuilt[key] = f"{other['step']}: {other['error'][:120]}"
-        elif _built(other) != _built(facts):
-            new = set(other["parameters"]) - set(facts["parameters"])
-            plain = any(not name.endswith(".bias") for name in new)
-            two = asked(server, runtime, folder, Rank(2, 0)) if plain else None
-            there = Recorded([(config_of(folder), {**other, "probes": {}})], two, [])
-            others.append((changed, table(there, base)))
+            made = _under(changed, writer, server, runtime, facts, found)
+        except NotRecorded as why:
+            unbuilt[next(iter(changed))] = str(why)[:160]
+        else:
+            if made is not None:
+                others.append((changed, made))
     values = {**config.get("text_config", config), **config}
     found = under_settings(found, others, values)
     return {
@@ -272,57 +289,73 @@ def folder_of(runtime: str, tables: Path = TABLES) -> Path:
     return tables / f"{runtime}-{VERSIONS[runtime]}"
 
 
-class Tables:
-    """The folder of a runtime's tables, which several threads write."""
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a class: its table, or why there is none. `name`: the architecture, or the
+    model_type where transformers makes no small model."""
 
-    def __init__(self, out: Path) -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        self._out, self._listed, self._lock = out, out / "not_recorded.json", threading.Lock()
-        self._causes: dict[str, str] = {}
-        if self._listed.exists():
-            self._causes = json.loads(self._listed.read_bytes())
-
-    def put(self, architecture: str, text: str) -> None:
-        """Write a table, or, if there is none, the cause."""
-        with self._lock:
-            self._causes.pop(architecture, None)
-            (self._out / f"{architecture}.json").write_text(text)
-            self._note()
-
-    def miss(self, architecture: str, cause: str) -> None:
-        with self._lock:
-            self._causes[architecture] = cause
-            (self._out / f"{architecture}.json").unlink(missing_ok=True)
-            self._note()
-
-    def _note(self) -> None:
-        self._listed.write_text(json.dumps(self._causes, indent=1, sort_keys=True) + "\n")
+    runtime: str
+    name: str
+    text: str | None
+    cause: str
 
 
-def record_one(name: str, runtime: str, server: Server, room: Path, tables: Tables) -> str:
-    """Write the table of a model_type's class, or why there is none; what became of it."""
-    began, writer = time.monotonic(), Writer(room, name)
+def outcome(writer: Writer, server: Server, runtime: str) -> Outcome:
+    """The table of a model_type's class, or why there is none."""
     try:
         plain = replace(writer, head_dim=False)
         architecture = str(config_of(plain.folder(0, frozenset()))["architectures"][0])
     except Exception as error:  # what transformers raises for a config is the cause
-        tables.miss(name, f"no small model: {type(error).__name__}: {str(error)[:200]}")
-        return "no small model"
+        cause = f"no small model: {type(error).__name__}: {str(error)[:200]}"
+        return Outcome(runtime, writer.model_type, None, cause)
     try:
-        tables.put(architecture, written(record_of(writer, server, runtime)))
+        return Outcome(runtime, architecture, written(record_of(writer, server, runtime)), "")
     except NotRecorded as why:
-        tables.miss(architecture, str(why).replace(f"{room}/", ""))
-        return f"not recorded: {why}"
+        return Outcome(runtime, architecture, None, str(why).replace(f"{writer.room}/", ""))
     except Exception as error:  # of one class of two hundred: listed, and the others go on
         at = traceback.extract_tb(error.__traceback__)[-1]
-        cause = (
-            f"no table: {type(error).__name__}: {str(error)[:200]} in {at.name}, line {at.lineno}"
-        )
-        tables.miss(architecture, cause)
-        return cause
-    finally:
-        shutil.rmtree(room / name, ignore_errors=True)
-    return f"{time.monotonic() - began:.0f} s"
+        where = f"{Path(at.filename).name}, {at.name}"
+        cause = f"no table: {type(error).__name__}: {str(error)[:200]} in {where}"
+        return Outcome(runtime, architecture, None, cause)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model_type to record in each of some runtimes, whose servers are in `servers`."""
+
+    model_type: str
+    runtimes: Sequence[str]
+    servers: Path
+    room: Path
+
+
+def done(job: Job) -> list[Outcome]:
+    """Outcomes of a job, in a process of its own."""
+    writer, found = Writer(job.room, job.model_type), []
+    for runtime in job.runtimes:
+        began = time.monotonic()
+        server = Server(PYTHON, job.servers, runtime)
+        found.append(outcome(writer, server, runtime))
+        server.close()
+        seconds = f"{time.monotonic() - began:.0f} s"
+        print(runtime, job.model_type, found[-1].name, found[-1].cause or seconds, flush=True)
+    shutil.rmtree(job.room / job.model_type, ignore_errors=True)
+    return found
+
+
+def keep(outcome: Outcome, tables: Path) -> None:
+    """Write a table, or note its cause."""
+    out = folder_of(outcome.runtime, tables)
+    out.mkdir(parents=True, exist_ok=True)
+    file, listed = out / f"{outcome.name}.json", out / "not_recorded.json"
+    causes = json.loads(listed.read_bytes()) if listed.exists() else {}
+    causes.pop(outcome.name, None)
+    if outcome.text is None:
+        causes[outcome.name] = outcome.cause
+        file.unlink(missing_ok=True)
+    else:
+        file.write_text(outcome.text)
+    listed.write_text(json.dumps(causes, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> None:
@@ -331,25 +364,20 @@ def main() -> None:
     takes.add_argument("--runtime", choices=sorted(VERSIONS), action="append")
     takes.add_argument("--tables", type=Path, default=TABLES)
     takes.add_argument("--room", type=Path, help="where servers of loaders listen")
-    takes.add_argument("--jobs", type=int, default=2, help="classes at a time")
+    takes.add_argument("--jobs", type=int, default=2, help="model_types at a time")
     takes.add_argument("model_type", nargs="*")
     given = takes.parse_args()
     names = given.model_type or model_types()
     runtimes = given.runtime or sorted(VERSIONS)
-    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(given.jobs) as pool:
-        room = Path(made)
-        tables = {runtime: Tables(folder_of(runtime, given.tables)) for runtime in runtimes}
-
-        def record(job: tuple[str, str]) -> None:
-            name, runtime = job
-            server = Server(PYTHON, given.room or room, runtime)
-            said = record_one(name, runtime, server, room / runtime, tables[runtime])
-            server.close()
-            print(runtime, name, said, flush=True)
-
-        held = [Server(PYTHON, given.room or room, runtime) for runtime in runtimes]
-        for _ in pool.map(record, [(name, runtime) for name in names for runtime in runtimes]):
-            pass
+    importlib.import_module("transformers.modeling_utils")  # once, before processes are forked
+    with tempfile.TemporaryDirectory() as made:
+        servers = given.room or Path(made)
+        held = [Server(PYTHON, servers, runtime) for runtime in runtimes]
+        jobs = [Job(name, runtimes, servers, Path(made) / "folders") for name in names]
+        with multiprocessing.get_context("fork").Pool(given.jobs) as pool:
+            for outcomes in pool.imap_unordered(done, jobs):
+                for one in outcomes:
+                    keep(one, given.tables)
         for server in held:
             server.close()
 

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
 from itertools import combinations_with_replacement, product
 from typing import Any
@@ -57,8 +56,11 @@ class Expressions:
     """Expressions over keys of configs, found by their values at each of several sets of sizes."""
 
     keys: Sequence[Mapping[str, int]]
-    _known: dict[tuple[Fraction, ...], str] = field(default_factory=dict)
+    _known: dict[tuple[int, ...], str] = field(default_factory=dict)
     _products: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    # Of keys that differ by set: what sums of three are made of.
+    _telling: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    _found: dict[tuple[int, ...], str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shared = set(self.keys[0]).intersection(*self.keys)
@@ -67,51 +69,60 @@ class Expressions:
             key=lambda k: ("." in k, _FIRST.index(k) if k in _FIRST else len(_FIRST), k),
         )
         single = [(tuple(keys[name] for keys in self.keys), name) for name in order]
-        # A key that never changes tells nothing, but as a part of what does.
-        self._products = [*single]
+        pairs = []
         for (one, left), (two, right) in combinations_with_replacement(single, 2):
             values = tuple(a * b for a, b in zip(one, two, strict=True))
-            self._products.append((values, f"{left}*{right}"))
-        for values, text in single:
-            self._add(values, text)
-        for times in (2, 3, 4):
-            for values, text in single:
-                self._add(tuple(times * v for v in values), f"{times}*{text}")
-        for values, text in self._products:
-            self._add(values, text)
-        for by in (2, 4):
-            for values, text in single:
-                self._add(tuple(Fraction(v, by) for v in values), f"{text}//{by}")
-        for one, left in single:
-            for two, right in single:
-                self._add(
-                    tuple(Fraction(a, b) for a, b in zip(one, two, strict=True)), f"{left}//{right}"
-                )
-        for values, text in self._products[len(single) :]:
-            for times in (2, 3, 4):
-                self._add(tuple(times * v for v in values), f"{times}*{text}")
-
-    def _add(self, values: tuple[int | Fraction, ...], text: str) -> None:
-        whole = tuple(Fraction(v) for v in values)
-        if all(v.denominator == 1 for v in whole):
-            self._known.setdefault(whole, text)
+            pairs.append((values, f"{left}*{right}"))
+            if len(set(one)) > 1 and len(set(two)) > 1:
+                self._telling.append(pairs[-1])
+        self._products = [*single, *pairs]
+        self._telling[:0] = [(values, text) for values, text in single if len(set(values)) > 1]
+        several = [
+            (tuple(times * v for v in values), f"{times}*{text}")
+            for times in (2, 3, 4)
+            for values, text in single
+        ]
+        parts = [
+            (tuple(v // by for v in values), f"{text}//{by}")
+            for by in (2, 4)
+            for values, text in single
+            if not any(v % by for v in values)
+        ]
+        quotients = [
+            (tuple(a // b for a, b in zip(one, two, strict=True)), f"{left}//{right}")
+            for one, left in single
+            for two, right in single
+            if not any(a % b for a, b in zip(one, two, strict=True))
+        ]
+        more = [
+            (tuple(times * v for v in values), f"{times}*{text}")
+            for values, text in pairs
+            for times in (2, 3, 4)
+        ]
+        for values, text in (*single, *several, *pairs, *parts, *quotients, *more):
+            self._known.setdefault(values, text)
 
     def find(self, values: Sequence[int]) -> str | int:
         """An expression, a constant number, or "" where none fits."""
-        wanted = tuple(map(Fraction, values))
-        if wanted in self._known and (len(set(wanted)) > 1 or len(wanted) == 1):
-            return self._known[wanted]
-        if len(set(values)) == 1:
-            same = self._known.get(wanted)
-            return same if same is not None and values[0] > 16 and "*" not in same else values[0]
+        wanted = tuple(values)
+        if wanted not in self._found:
+            self._found[wanted] = self._searched(wanted)
+        return self._found[wanted]
+
+    def _searched(self, wanted: tuple[int, ...]) -> str | int:
+        known = self._known.get(wanted)
+        if known is not None and (len(set(wanted)) > 1 or len(wanted) == 1):
+            return known
+        if len(set(wanted)) == 1:
+            return known if known is not None and wanted[0] > 16 and "*" not in known else wanted[0]
         for one, text in self._products:
             rest = tuple(w - a for w, a in zip(wanted, one, strict=True))
             if rest in self._known:
                 return f"{text}+{self._known[rest]}"
             if len(set(rest)) == 1 and 0 < rest[0] <= 4:
                 return f"{text}+{rest[0]}"
-        for one, left in self._products:
-            for two, right in self._products:
+        for one, left in self._telling:
+            for two, right in self._telling:
                 rest = tuple(w - a - b for w, a, b in zip(wanted, one, two, strict=True))
                 if rest in self._known:
                     return f"{left}+{right}+{self._known[rest]}"
@@ -380,35 +391,19 @@ class Recorded:
         return [_present(facts) for facts in self.stages]
 
 
-class _Reused:
-    """Expressions of a table by their values at set 0, for builds of that set under other settings."""
-
-    def __init__(self, base: Recorded, config: Mapping[str, Any]) -> None:
-        self._known: dict[int, str | int] = {}
-        whole = Expressions([keys_of(config) for config, _ in base.sets])
-        columns = [_groups(facts) for _, facts in base.sets]
-        for at, group in enumerate(columns[0]):
-            others = [_counterpart(group, at, some) for some in columns]
-            for key, value in group.entry.get("sizes", {}).items():
-                there = [other["sizes"].get(key) for other in others if other is not None]
-                if len(there) == len(others) and not isinstance(value, list):
-                    self._known.setdefault(value, whole.find(there))
-                elif len(there) == len(others):
-                    for column in zip(*there, strict=False):
-                        self._known.setdefault(column[0], whole.find(column))
-        self._single = Expressions([keys_of(config)])
+class _Unknown:
+    """No expressions: of a build at one set of sizes, whose things are those of others but for few."""
 
     def find(self, values: Sequence[int]) -> str | int:
-        known = self._known.get(values[0])
-        return known if known is not None else self._single.find(values)
+        return ""
 
 
-def table(recorded: Recorded, base: Recorded | None = None) -> dict[str, Any]:
-    """The record of a class, but for its name and version. Under other settings than those of `base` it
-    is of one set of sizes."""
+def table(recorded: Recorded) -> dict[str, Any]:
+    """The record of a class, but for its name and version. Of one set of sizes no expression is known;
+    what joins tables (`under_settings`) takes those of things that are alike."""
     config, facts = recorded.sets[0]
     keys = [keys_of(config) for config, _ in recorded.sets]
-    expressions = Expressions(keys) if base is None else _Reused(base, config)
+    expressions = Expressions(keys) if len(keys) > 1 else _Unknown()
     every = [_groups(facts) for _, facts in recorded.sets]
     groups = every[0]
     patterns = patterns_of(facts)
@@ -460,14 +455,14 @@ def _counterpart(group: _Group, at: int, some: Sequence[_Group]) -> Entry | None
 def _entry(
     group: _Group,
     others: Sequence[Entry | None],
-    expressions: Expressions | _Reused,
+    expressions: Expressions | _Unknown,
     kinds: Mapping[str, list[list[int]]],
     recorded: Recorded,
 ) -> Entry:
     entry: Entry = {
         key: value for key, value in group.entry.items() if key not in ("sizes", "name")
     }
-    made: Entry = {"name": group.pattern, **entry}
+    made: Entry = {"name": group.pattern, **entry, _NUMBERS: group.entry.get("sizes", {})}
     for key, value in group.entry.get("sizes", {}).items():
         there = [other["sizes"].get(key) if other is not None else None for other in others]
         if None in there:
@@ -658,6 +653,8 @@ def _condensed(said: Mapping[str, str]) -> dict[str, str]:
     return {"": most} | {leaf: what for leaf, what in short.items() if what != most}
 
 
+# Sizes of an entry at set 0, while tables are joined.
+_NUMBERS = "numbers"
 # Settings of a config that change what is built.
 _MERGED = ("modules", "names")
 
@@ -675,17 +672,13 @@ def under_settings(
             json.dumps(entry, sort_keys=True): (entry, {}) for entry in base[key]
         }
         own = set(entries)
-        ranks = {entry.get("name"): entry for entry in base[key]}
         for changed, other in others:
             ((name, value),) = changed.items()
             was = values.get(name)
             there = {}
             for entry in other[key]:
-                entry = dict(entry)
-                like = ranks.get(entry.get("name"), {})
-                if like.get("kind") == entry.get("kind"):  # recorded of one rank
-                    entry |= {k: like[k] for k in ("cut", "stage", "whole") if k in like}
-                there[json.dumps(entry, sort_keys=True)] = entry
+                filled = _like(entry, base[key])
+                there[json.dumps(filled, sort_keys=True)] = filled
             for text, (_, when) in entries.items():
                 if text not in there and text in own:
                     when[name] = was if isinstance(was, bool) else "set"
@@ -693,7 +686,10 @@ def under_settings(
                 if text not in entries:
                     entries[text] = (entry, {})
                     entries[text][1][name] = value
-        found[key] = [e | ({"when": when} if when else {}) for e, when in entries.values()]
+        found[key] = [
+            {k: v for k, v in entry.items() if k != _NUMBERS} | ({"when": when} if when else {})
+            for entry, when in entries.values()
+        ]
     for changed, other in others:
         ((name, value),) = changed.items()
         for key in ("passed", "tied", "variants"):
@@ -703,6 +699,29 @@ def under_settings(
                 ] = other[key]
     found["flags"] = sorted({name for changed, _ in others for name in changed})
     return found
+
+
+def _like(entry: Entry, base: Sequence[Entry]) -> Entry:
+    """An entry of other settings with what was recorded of the base alone, where they are alike."""
+    same = [
+        other for other in base
+        if (other.get("name"), other.get("kind")) == (entry.get("name"), entry.get("kind"))
+    ]  # fmt: skip
+    if "name" not in entry or not same:
+        return entry
+    numbers = entry[_NUMBERS]
+    alike = next((other for other in same if other[_NUMBERS] == numbers), None)
+    of_ranks = ("cut", "stage", "whole", "parts")
+    if alike is not None:
+        return entry | {k: v for k, v in alike.items() if k in numbers or k in of_ranks}
+    return entry | {k: v for k, v in same[0].items() if k in of_ranks[:3]}
+
+
+def has_gaps(found: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Whether a table of one set of sizes has sizes that no entry of the base has."""
+    entries = (_like(entry, base["modules"]) for entry in found["modules"])
+    sizes = (entry[key] for entry in entries for key in entry[_NUMBERS])
+    return any(size == "" or (isinstance(size, list) and "" in size) for size in sizes)
 
 
 def written(record: Mapping[str, Any]) -> str:
