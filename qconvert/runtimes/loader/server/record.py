@@ -129,7 +129,7 @@ def modules(model: torch.nn.Module, asked: Mapping[int, str]) -> Iterator[dict[s
 
 def stored(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a folder."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as at:
             header = json.loads(at.read(int.from_bytes(at.read(8), "little")))
@@ -174,7 +174,8 @@ def _box(mask: Array) -> list[list[int]]:
     """First and last + 1 of a mask in each dimension."""
     box = []
     for axis in range(mask.ndim):
-        at = mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)).nonzero()[0]
+        others = tuple(other for other in range(mask.ndim) if other != axis)
+        at = np.flatnonzero(mask.any(axis=others))
         box.append([int(at[0]), int(at[-1]) + 1])
     return box
 
