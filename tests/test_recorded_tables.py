@@ -8,8 +8,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from loaders.recorded_tables import (
+    Expressions,
+    Patterns,
+    Recorded,
+    has_gaps,
+    starred,
+    table,
+    under_settings,
+    written,
+)
 
-from loaders.recorded_tables import Expressions, Patterns, Recorded, starred, table, under_settings, written
 from qconvert.runtimes.loader.server.record import Shapes, numbered, pieces, probe
 
 _CONFIGS = (
@@ -102,7 +111,10 @@ def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:
     return {
         "modules": modules, "parameters": parameters, "dtypes": {}, "aliases": [], "unread": [],
         "packed": {}, "renames": [], "fuses_shared": False, "error": None,
-        "probes": {"top": {"": "error KeyError: 'x'"}, "linear": {"bias": "silent", "a": "warn b", "c": "warn d"}},
+        "probes": {
+            "top": {"": "error KeyError: 'x'"},
+            "linear": {"bias": "silent", "a": "warn b", "c": "warn d"},
+        },
     }  # fmt: skip
 
 
@@ -111,7 +123,10 @@ def test_a_table_has_an_entry_for_each_kind_of_module() -> None:
     found = table(Recorded(sets, _facts(_CONFIGS[0]), []))
     linear, norm = found["modules"]
     assert linear["name"] == linear["asked"] == "layers.*.proj"
-    assert (linear["inputs"], linear["outputs"]) == ("hidden_size", ["num_attention_heads*head_dim"])
+    assert (linear["inputs"], linear["outputs"]) == (
+        "hidden_size",
+        ["num_attention_heads*head_dim"],
+    )
     assert (norm["kind"], norm["shape"], norm["cut"]) == ("parameter", ["hidden_size"], None)
     assert {"from": "layers.*.proj", "to": "layers.*.proj"} in found["names"]
     assert found["layers"] == {"layers": "num_hidden_layers"}
@@ -123,9 +138,11 @@ def test_what_a_setting_changes_says_when() -> None:
     base = Recorded([(config, _facts(config)) for config in _CONFIGS], None, [])
     other = Recorded([(_CONFIGS[0], _facts(_CONFIGS[0], bias=True))], None, [])
     changed = {"attention_bias": True}
-    found = under_settings(table(base), [(changed, table(other, base))], {"attention_bias": False})
+    found = under_settings(table(base), [(changed, table(other))], {"attention_bias": False})
     linears = [entry for entry in found["modules"] if entry["kind"] == "column"]
     assert [(entry["bias"], entry["when"]) for entry in linears] == [
         (False, {"attention_bias": False}), (True, {"attention_bias": True}),
     ]  # fmt: skip
+    assert [entry["inputs"] for entry in linears] == ["hidden_size", "hidden_size"]
+    assert not has_gaps(table(other), table(base))
     assert found["flags"] == ["attention_bias"]

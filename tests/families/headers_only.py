@@ -21,8 +21,8 @@ SETS: Mapping[str, tuple[Any, ...]] = {
     "num_key_value_heads": (2, 3, 5), "head_dim": (32, 48, 80), "num_experts": (6, 8, 4),
     "num_local_experts": (6, 8, 4), "n_routed_experts": (6, 8, 4), "moe_num_experts": (6, 8, 4),
     "q_lora_rank": (80, 168, 88), "v_head_dim": (72, 56, 104),
-    "kv_lora_rank": (512, 448, 384), "qk_rope_head_dim": (64, 32, 96), "qk_nope_head_dim": (128, 80, 112),
-     "linear_num_key_heads": (2, 4, 3),
+    "kv_lora_rank": (512, 448, 384), "qk_rope_head_dim": (64, 32, 96),
+    "qk_nope_head_dim": (128, 80, 112), "linear_num_key_heads": (2, 4, 3),
     "linear_num_value_heads": (4, 8, 9), "linear_key_head_dim": (32, 64, 16),
     "linear_value_head_dim": (24, 48, 64), "linear_conv_kernel_dim": (4, 3, 5),
     "index_n_heads": (4, 10, 14), "index_head_dim": (64, 96, 128),
@@ -46,9 +46,12 @@ def sized(
     sizes: Mapping[str, Any],
     number: int,
     fixed: frozenset[str] = frozenset(),
+    *,
+    head_dim: bool = False,
 ) -> Any:
     """The config of a model_type with the sizes of a set; `sizes` are those of the model's own that are
-    so in every set, `fixed` keys that keep the value of set 0."""
+    so in every set, `fixed` keys that keep the value of set 0. `head_dim`: state one where the
+    class has no such key, as published configs do."""
     import transformers
 
     hf: Any = transformers
@@ -56,6 +59,10 @@ def sized(
     values.pop("model_type")
     values.pop("qk_head_dim", None)  # of two others
     changed = _with_set(values, number, fixed, top=True)
+    text = changed.get("text_config", changed)
+    stated = text.get("head_dim") or text.get("kv_lora_rank")
+    if head_dim and "num_attention_heads" in text and stated is None:
+        text["head_dim"] = SETS["head_dim"][0 if "head_dim" in fixed else number]
     return hf.AutoConfig.for_model(model_type, **changed)
 
 
@@ -68,16 +75,14 @@ def _with_set(
         if isinstance(value, dict) and key.endswith("_config"):
             of = fixed if key == "text_config" else frozenset[str]()
             found[key] = _with_set(value, number, of, top=key == "text_config")
-        elif key in (known := SETS if top else TOWER) and type(value) is int and not (top and text):
+        elif type(value) is int and key in (known := SETS if top else TOWER) and not (top and text):
             found[key] = known[key][0 if key in fixed else number]
         else:
             found[key] = value
     return found
 
 
-def write(
-    config: Any, folder: Path, more: Mapping[str, Any], *, turned: bool = False
-) -> Path:
+def write(config: Any, folder: Path, more: Mapping[str, Any], *, turned: bool = False) -> Path:
     """A checkpoint's config.json and the header of its one file; `more` are keys that published configs
     have beside those that transformers saves; `turned`: the rows of matrices in stacks of experts are
     published as columns."""
@@ -129,4 +134,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     return str(value).removeprefix("torch.")
-

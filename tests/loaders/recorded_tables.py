@@ -1,6 +1,6 @@
-"""Tables of a runtime's class made of what its loader's server recorded (runtimes/loader/server/record.py)
-at several sets of sizes, several ranks, and with single settings of the config changed: names become
-patterns, sizes become expressions over the config's keys."""
+"""Tables of a runtime's class made of what its loader's server recorded
+(qconvert/runtimes/loader/server/record.py) at several sets of sizes, several ranks, and with single
+settings of the config changed: names become patterns, sizes expressions over the config's keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
+from functools import cached_property
 from itertools import combinations_with_replacement, product
 from typing import Any
 
@@ -16,7 +16,17 @@ Facts = Mapping[str, Any]
 Entry = dict[str, Any]
 # Kinds whose weight a rank has a part of.
 _CUT = ("qkv", "merged", "column", "row")
-_SIZES = ("inputs", "heads", "kv_heads", "head_size", "v_head_size", "routed", "hidden", "inner", "rows")
+_SIZES = (
+    "inputs",
+    "heads",
+    "kv_heads",
+    "head_size",
+    "v_head_size",
+    "routed",
+    "hidden",
+    "inner",
+    "rows",
+)
 # Keys that count what has nothing to do with a size, and those that come first where several fit.
 _NO_SIZES = re.compile(
     r"(_token_id|_id|_ids|version|seed|max_position_embeddings|num_hidden_layers|max_window_layers"
@@ -46,8 +56,11 @@ class Expressions:
     """Expressions over keys of configs, found by their values at each of several sets of sizes."""
 
     keys: Sequence[Mapping[str, int]]
-    _known: dict[tuple[Fraction, ...], str] = field(default_factory=dict)
+    _known: dict[tuple[int, ...], str] = field(default_factory=dict)
     _products: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    # Of keys that differ by set: what sums of three are made of.
+    _telling: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    _found: dict[tuple[int, ...], str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shared = set(self.keys[0]).intersection(*self.keys)
@@ -56,56 +69,64 @@ class Expressions:
             key=lambda k: ("." in k, _FIRST.index(k) if k in _FIRST else len(_FIRST), k),
         )
         single = [(tuple(keys[name] for keys in self.keys), name) for name in order]
-        # A key that never changes tells nothing, but as a part of what does.
-        self._products = [*single]
+        pairs = []
         for (one, left), (two, right) in combinations_with_replacement(single, 2):
             values = tuple(a * b for a, b in zip(one, two, strict=True))
-            self._products.append((values, f"{left}*{right}"))
-        for values, text in single:
-            self._add(values, text)
-        for times in (2, 3, 4):
-            for values, text in single:
-                self._add(tuple(times * v for v in values), f"{times}*{text}")
-        for values, text in self._products:
-            self._add(values, text)
-        for by in (2, 4):
-            for values, text in single:
-                self._add(tuple(Fraction(v, by) for v in values), f"{text}//{by}")
-        for one, left in single:
-            for two, right in single:
-                self._add(
-                    tuple(Fraction(a, b) for a, b in zip(one, two, strict=True)), f"{left}//{right}"
-                )
-        for values, text in self._products[len(single) :]:
-            for times in (2, 3, 4):
-                self._add(tuple(times * v for v in values), f"{times}*{text}")
-
-    def _add(self, values: tuple[int | Fraction, ...], text: str) -> None:
-        whole = tuple(Fraction(v) for v in values)
-        if all(v.denominator == 1 for v in whole):
-            self._known.setdefault(whole, text)
+            pairs.append((values, f"{left}*{right}"))
+            if len(set(one)) > 1 and len(set(two)) > 1:
+                self._telling.append(pairs[-1])
+        self._products = [*single, *pairs]
+        self._telling[:0] = [(values, text) for values, text in single if len(set(values)) > 1]
+        several = [
+            (tuple(times * v for v in values), f"{times}*{text}")
+            for times in (2, 3, 4)
+            for values, text in single
+        ]
+        parts = [
+            (tuple(v // by for v in values), f"{text}//{by}")
+            for by in (2, 4)
+            for values, text in single
+            if not any(v % by for v in values)
+        ]
+        quotients = [
+            (tuple(a // b for a, b in zip(one, two, strict=True)), f"{left}//{right}")
+            for one, left in single
+            for two, right in single
+            if not any(a % b for a, b in zip(one, two, strict=True))
+        ]
+        more = [
+            (tuple(times * v for v in values), f"{times}*{text}")
+            for values, text in pairs
+            for times in (2, 3, 4)
+        ]
+        for values, text in (*single, *several, *pairs, *parts, *quotients, *more):
+            self._known.setdefault(values, text)
 
     def find(self, values: Sequence[int]) -> str | int:
         """An expression, a constant number, or "" where none fits."""
-        wanted = tuple(map(Fraction, values))
-        if wanted in self._known and (len(set(wanted)) > 1 or len(wanted) == 1):
-            return self._known[wanted]
-        if len(set(values)) == 1:
-            same = self._known.get(wanted)
-            return same if same is not None and values[0] > 16 and "*" not in same else values[0]
+        wanted = tuple(values)
+        if wanted not in self._found:
+            self._found[wanted] = self._searched(wanted)
+        return self._found[wanted]
+
+    def _searched(self, wanted: tuple[int, ...]) -> str | int:
+        known = self._known.get(wanted)
+        if known is not None and (len(set(wanted)) > 1 or len(wanted) == 1):
+            return known
+        if len(set(wanted)) == 1:
+            return known if known is not None and wanted[0] > 16 and "*" not in known else wanted[0]
         for one, text in self._products:
             rest = tuple(w - a for w, a in zip(wanted, one, strict=True))
             if rest in self._known:
                 return f"{text}+{self._known[rest]}"
             if len(set(rest)) == 1 and 0 < rest[0] <= 4:
                 return f"{text}+{rest[0]}"
-        for one, left in self._products:
-            for two, right in self._products:
+        for one, left in self._telling:
+            for two, right in self._telling:
                 rest = tuple(w - a - b for w, a, b in zip(wanted, one, two, strict=True))
                 if rest in self._known:
                     return f"{left}+{right}+{self._known[rest]}"
         return ""
-
 
     def split(self, total: Sequence[int], first: Sequence[int]) -> list[str]:
         """Expressions that are `first` at set 0 and together `total` at each, none where none fit."""
@@ -245,7 +266,9 @@ def _shard(kind: str, module: Facts, name: str, piece: Facts, pieces: Sequence[F
         rows = width[1]
         if leaf.endswith("bias"):
             first, last = piece["into"][-1]
-        elif piece["into"][-1][1] - piece["into"][-1][0] < width[2]:  # rows and columns changed places
+        elif (
+            piece["into"][-1][1] - piece["into"][-1][0] < width[2]
+        ):  # rows and columns changed places
             first, last = piece["into"][-1]
             rows = width[2]
         if (first, last) == (0, rows):
@@ -277,7 +300,9 @@ def _shard(kind: str, module: Facts, name: str, piece: Facts, pieces: Sequence[F
 def _names(facts: Facts) -> dict[str, tuple[Entry, list[tuple[int, ...]]]]:
     """Where tensors of the checkpoint go, pattern by pattern, each with the numbers of its modules."""
     patterns = patterns_of(facts)
-    modules = {m["name"]: m for m in facts["modules"] if m["kind"] not in ("list", "absent", "attention")}
+    modules = {
+        m["name"]: m for m in facts["modules"] if m["kind"] not in ("list", "absent", "attention")
+    }
     found: dict[str, tuple[Entry, list[tuple[int, ...]]]] = {}
     for name, held in facts["parameters"].items():
         owner, _, leaf = name.rpartition(".")
@@ -355,36 +380,30 @@ class Recorded:
     tp2: Facts | None
     stages: Sequence[Facts]
 
+    @cached_property
+    def whole(self) -> set[tuple[str, tuple[int, ...]]]:
+        """Patterns and numbers of all things."""
+        return _present(self.sets[0][1])
 
-class _Reused:
-    """Expressions of a table by their values at set 0, for builds of that set under other settings."""
+    @cached_property
+    def present(self) -> list[set[tuple[str, tuple[int, ...]]]]:
+        """The same of each stage."""
+        return [_present(facts) for facts in self.stages]
 
-    def __init__(self, base: Recorded, config: Mapping[str, Any]) -> None:
-        self._known: dict[int, str | int] = {}
-        whole = Expressions([keys_of(config) for config, _ in base.sets])
-        columns = [_groups(facts) for _, facts in base.sets]
-        for at, group in enumerate(columns[0]):
-            others = [_counterpart(group, at, some) for some in columns]
-            for key, value in group.entry.get("sizes", {}).items():
-                there = [other["sizes"].get(key) for other in others if other is not None]
-                if len(there) == len(others) and not isinstance(value, list):
-                    self._known.setdefault(value, whole.find(there))
-                elif len(there) == len(others):
-                    for column in zip(*there, strict=False):
-                        self._known.setdefault(column[0], whole.find(column))
-        self._single = Expressions([keys_of(config)])
+
+class _Unknown:
+    """No expressions: of a build at one set of sizes, whose things are those of others but for few."""
 
     def find(self, values: Sequence[int]) -> str | int:
-        known = self._known.get(values[0])
-        return known if known is not None else self._single.find(values)
+        return ""
 
 
-def table(recorded: Recorded, base: Recorded | None = None) -> dict[str, Any]:
-    """The record of a class, but for its name and version. Under other settings than those of `base` it
-    is of one set of sizes."""
+def table(recorded: Recorded) -> dict[str, Any]:
+    """The record of a class, but for its name and version. Of one set of sizes no expression is known;
+    what joins tables (`under_settings`) takes those of things that are alike."""
     config, facts = recorded.sets[0]
     keys = [keys_of(config) for config, _ in recorded.sets]
-    expressions = Expressions(keys) if base is None else _Reused(base, config)
+    expressions = Expressions(keys) if len(keys) > 1 else _Unknown()
     every = [_groups(facts) for _, facts in recorded.sets]
     groups = every[0]
     patterns = patterns_of(facts)
@@ -436,12 +455,14 @@ def _counterpart(group: _Group, at: int, some: Sequence[_Group]) -> Entry | None
 def _entry(
     group: _Group,
     others: Sequence[Entry | None],
-    expressions: Expressions | _Reused,
+    expressions: Expressions | _Unknown,
     kinds: Mapping[str, list[list[int]]],
     recorded: Recorded,
 ) -> Entry:
-    entry: Entry = {key: value for key, value in group.entry.items() if key not in ("sizes", "name")}
-    made: Entry = {"name": group.pattern, **entry}
+    entry: Entry = {
+        key: value for key, value in group.entry.items() if key not in ("sizes", "name")
+    }
+    made: Entry = {"name": group.pattern, **entry, _NUMBERS: group.entry.get("sizes", {})}
     for key, value in group.entry.get("sizes", {}).items():
         there = [other["sizes"].get(key) if other is not None else None for other in others]
         if None in there:
@@ -452,9 +473,15 @@ def _entry(
         else:
             made[key] = expressions.find(there)
     made |= _cut(group, recorded)
-    if isinstance(expressions, Expressions) and group.entry["kind"] in ("replicated", "column", "row"):
+    if isinstance(expressions, Expressions) and group.entry["kind"] in (
+        "replicated",
+        "column",
+        "row",
+    ):
         made |= _joined(group, recorded, others, expressions)
-    shapes = [other.get("sizes", {}).get("shape") if other is not None else None for other in others]
+    shapes = [
+        other.get("sizes", {}).get("shape") if other is not None else None for other in others
+    ]
     if isinstance(expressions, Expressions) and all(shapes):
         made |= _parts(group, recorded, [shape[0] for shape in shapes if shape], expressions)
     base = next((b for b in kinds if group.pattern.startswith(f"{b}.*")), None)
@@ -509,14 +536,24 @@ def _cut(group: _Group, recorded: Recorded) -> Entry:
     patterns = patterns_of(whole)
     kind = group.entry["kind"]
     if kind == "parameter":
-        name = next(n for n in whole["parameters"] if patterns.of(n) == (group.pattern, group.where[0]))
+        name = next(
+            n for n in whole["parameters"] if patterns.of(n) == (group.pattern, group.where[0])
+        )
         if name not in two["parameters"]:
             return {"cut": None}
-        pairs = zip(whole["parameters"][name]["shape"], two["parameters"][name]["shape"], strict=True)
+        pairs = zip(
+            whole["parameters"][name]["shape"], two["parameters"][name]["shape"], strict=True
+        )
         return {"cut": next((at for at, (one, other) in enumerate(pairs) if one != other), None)}
     if kind in _CUT or kind in ("head", "embedding", "experts"):
         modules = ({m["name"]: m for m in facts["modules"]} for facts in (whole, two))
-        one, other = (next((m for n, m in some.items() if patterns.of(n) == (group.pattern, group.where[0])), None) for some in modules)
+        one, other = (
+            next(
+                (m for n, m in some.items() if patterns.of(n) == (group.pattern, group.where[0])),
+                None,
+            )
+            for some in modules
+        )
         if one is not None and other is not None and one["shapes"] == other["shapes"]:
             return {"whole": True}
     return {}
@@ -548,7 +585,10 @@ def _parts(
     patterns = patterns_of(two)
     for name, held in two["parameters"].items():
         at = patterns.of(name)
-        if at[0].removesuffix(".weight") == group.pattern.removesuffix(".weight") and at[1] == group.where[0]:
+        if (
+            at[0].removesuffix(".weight") == group.pattern.removesuffix(".weight")
+            and at[1] == group.where[0]
+        ):
             runs = held["pieces"][0].get("runs", []) if len(held["pieces"]) == 1 else []
             if len(runs) > 1:
                 sizes = [2 * (last - first) for first, last in runs]
@@ -562,17 +602,19 @@ def _present(facts: Facts) -> set[tuple[str, tuple[int, ...]]]:
 
 
 def _stage(group: _Group, recorded: Recorded) -> str | None:
-    """The stages that have a thing of no layer."""
+    """The stages that have a thing of no layer, or of a list that no stage divides."""
     if len(recorded.stages) != 2 or any(facts.get("error") for facts in recorded.stages):
         return None
+    base = group.pattern.partition(".*")[0]
+    if group.where[0]:
+        layers = [
+            {numbers[0] for pattern, numbers in present if pattern.startswith(f"{base}.*")}
+            for present in (recorded.whole, *recorded.present)
+        ]
+        if layers[1] != layers[0] and layers[2] != layers[0]:
+            return None  # goes with its layer
     at = (group.pattern, group.where[0])
-    first, last = (at in _present(facts) for facts in recorded.stages)
-    length = patterns_of(recorded.sets[0][1]).lists
-    several = [(group.pattern, w) for w in group.where]
-    if group.where[0] and any(item not in _present(recorded.stages[0]) for item in several):
-        return None  # goes with its layer
-    if group.where[0] and len(length) and first and not last and len(several) == 1:
-        return None
+    first, last = (at in present for present in recorded.present)
     return {(True, True): "all", (True, False): "first", (False, True): "last"}.get((first, last))
 
 
@@ -582,8 +624,8 @@ def _stages(recorded: Recorded, patterns: Patterns) -> str:
     failed = [bool(facts.get("error")) for facts in recorded.stages]
     if any(failed):
         return "one" if all(failed) else "unknown"
-    whole = {at for at in _present(recorded.sets[0][1]) if at[1]}
-    all_in_one = any(whole <= _present(facts) for facts in recorded.stages)
+    whole = {at for at in recorded.whole if at[1]}
+    all_in_one = any(whole <= present for present in recorded.present)
     return "one" if all_in_one and recorded.stages else "many"
 
 
@@ -611,6 +653,8 @@ def _condensed(said: Mapping[str, str]) -> dict[str, str]:
     return {"": most} | {leaf: what for leaf, what in short.items() if what != most}
 
 
+# Sizes of an entry at set 0, while tables are joined.
+_NUMBERS = "numbers"
 # Settings of a config that change what is built.
 _MERGED = ("modules", "names")
 
@@ -628,34 +672,56 @@ def under_settings(
             json.dumps(entry, sort_keys=True): (entry, {}) for entry in base[key]
         }
         own = set(entries)
-        ranks = {entry.get("name"): entry for entry in base[key]}
         for changed, other in others:
             ((name, value),) = changed.items()
             was = values.get(name)
             there = {}
             for entry in other[key]:
-                entry = dict(entry)
-                like = ranks.get(entry.get("name"), {})
-                if like.get("kind") == entry.get("kind"):  # recorded of one rank
-                    entry |= {k: like[k] for k in ("cut", "stage", "whole") if k in like}
-                there[json.dumps(entry, sort_keys=True)] = entry
-            for text, (entry, when) in entries.items():
+                filled = _like(entry, base[key])
+                there[json.dumps(filled, sort_keys=True)] = filled
+            for text, (_, when) in entries.items():
                 if text not in there and text in own:
                     when[name] = was if isinstance(was, bool) else "set"
             for text, entry in there.items():
                 if text not in entries:
                     entries[text] = (entry, {})
                     entries[text][1][name] = value
-        found[key] = [e | ({"when": when} if when else {}) for e, when in entries.values()]
+        found[key] = [
+            {k: v for k, v in entry.items() if k != _NUMBERS} | ({"when": when} if when else {})
+            for entry, when in entries.values()
+        ]
     for changed, other in others:
         ((name, value),) = changed.items()
         for key in ("passed", "tied", "variants"):
             if other[key] != base[key]:
-                found.setdefault("otherwise", {}).setdefault(
-                    f"{name}={json.dumps(value)}", {}
-                )[key] = other[key]
+                found.setdefault("otherwise", {}).setdefault(f"{name}={json.dumps(value)}", {})[
+                    key
+                ] = other[key]
     found["flags"] = sorted({name for changed, _ in others for name in changed})
     return found
+
+
+def _like(entry: Entry, base: Sequence[Entry]) -> Entry:
+    """An entry of other settings with what was recorded of the base alone, where they are alike."""
+    same = [
+        other for other in base
+        if (other.get("name"), other.get("kind")) == (entry.get("name"), entry.get("kind"))
+    ]  # fmt: skip
+    if "name" not in entry or not same:
+        return entry
+    numbers = entry[_NUMBERS]
+    alike = next((other for other in same if other[_NUMBERS] == numbers), None)
+    of_ranks = ("cut", "stage", "whole", "parts")
+    if alike is not None:
+        return entry | {k: v for k, v in alike.items() if k in numbers or k in of_ranks}
+    return entry | {k: v for k, v in same[0].items() if k in of_ranks[:3]}
+
+
+def has_gaps(found: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Whether a table of one set of sizes has sizes that no entry of the base has."""
+    entries = (_like(entry, base["modules"]) for entry in found["modules"])
+    sizes = (entry[key] for entry in entries for key in entry[_NUMBERS])
+    return any(size == "" or (isinstance(size, list) and "" in size) for size in sizes)
 
 
 def written(record: Mapping[str, Any]) -> str:

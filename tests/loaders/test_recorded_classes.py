@@ -1,5 +1,5 @@
-"""Tables of the runtimes' classes are what the installed runtimes make: a sample is made anew and compared
-byte for byte. `make check` does some of them, QCONVERT_ALL=1 all that there are."""
+"""Tables of the runtimes' classes are what the installed runtimes make: a sample is made anew and
+compared byte for byte. `make check` does some of them, QCONVERT_ALL=1 all that there are."""
 
 from __future__ import annotations
 

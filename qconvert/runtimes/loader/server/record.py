@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def spy(base: type, linear: Any) -> Any:
         "get_name": lambda self: "recorded",
         "get_supported_act_dtypes": lambda self: [torch.bfloat16, torch.float32],
         "get_min_capability": classmethod(lambda cls: 0),
-        "get_config_filenames": staticmethod(lambda: []),
+        "get_config_filenames": staticmethod(list),
         "from_config": classmethod(lambda cls, config: cls()),
         "get_scaled_act_names": lambda self: [],
         "get_quant_method": get_quant_method,
@@ -128,7 +129,7 @@ def modules(model: torch.nn.Module, asked: Mapping[int, str]) -> Iterator[dict[s
 
 def stored(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a folder."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as at:
             header = json.loads(at.read(int.from_bytes(at.read(8), "little")))
@@ -173,7 +174,8 @@ def _box(mask: Array) -> list[list[int]]:
     """First and last + 1 of a mask in each dimension."""
     box = []
     for axis in range(mask.ndim):
-        at = mask.any(axis=tuple(other for other in range(mask.ndim) if other != axis)).nonzero()[0]
+        others = tuple(other for other in range(mask.ndim) if other != axis)
+        at = np.flatnonzero(mask.any(axis=others))
         box.append([int(at[0]), int(at[-1]) + 1])
     return box
 
@@ -213,11 +215,14 @@ def _piece(held: _Held, number: int, name: str, shape: tuple[int, ...]) -> dict[
 def _runs(places: Array, row: int) -> list[list[int]]:
     """Rows of a tensor in the order in which a parameter holds them, first and last + 1 of each run;
     none where rows are not whole, or are in many pieces."""
-    if (places.size % row) or (places.reshape(-1, row) != places.reshape(-1, row)[:, :1] + np.arange(row)).any():
+    if places.size % row:
         return []
-    rows = places.reshape(-1, row)[:, 0] // row
+    whole = places.reshape(-1, row)
+    if (whole != whole[:, :1] + np.arange(row)).any():
+        return []
+    rows = whole[:, 0] // row
     ends = [0, *(np.diff(rows) != 1).nonzero()[0] + 1, len(rows)]
-    runs = [[int(rows[a]), int(rows[b - 1]) + 1] for a, b in zip(ends, ends[1:], strict=False)]
+    runs = [[int(rows[a]), int(rows[b - 1]) + 1] for a, b in pairwise(ends)]
     return runs if len(runs) <= _MANY else []
 
 
