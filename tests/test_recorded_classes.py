@@ -3,12 +3,15 @@ says what the simulator says that knows the class by hand."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from class_tables import qwen3_moe
-from simulated_folders import LINEARS, folder, integers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_folders import JUNK, LINEARS, folder, integers, places
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.classes import record as records
@@ -190,6 +193,7 @@ def test_only_forms_that_were_compared_are_answered() -> None:
 
 def test_a_class_and_a_version_without_tables() -> None:
     assert recorded("vllm", "../Qwen3MoeForCausalLM") is None
+    assert recorded("vllm", "not_recorded") is None
     assert recorded("vllm", "Qwen3MoeForCausalLM", "0.1") is None
     config, tensors = folder("qwen3_moe")
     said = asked(
@@ -327,3 +331,18 @@ def test_convolutions_and_parameters_under_two_names() -> None:
     assert weight.shape == (3 * size // 2, 1, 4)
     assert weight.write(TensorType("BF16", (3 * size, 1, 4)), None) is None
     assert build.aliases["model.layers.1.other.norm"] == "model.layers.1.input_layernorm.weight"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_config_gets_an_answer_or_none(data: st.DataObject) -> None:
+    """No value of a config ends otherwise, nor takes long."""
+    config, tensors = folder("qwen3_moe", fp8=data.draw(st.booleans()))
+    *path, key = data.draw(st.sampled_from(places(config)))
+    inner = config
+    for part in path:
+        inner = inner[part]
+    inner[key] = data.draw(JUNK)
+    runtime, tp = data.draw(st.sampled_from(sorted(SIMULATE))), data.draw(st.sampled_from([1, 2]))
+    with suppress(NotSimulated):
+        by_table(runtime, config, tensors, Setting(tp=tp))

@@ -15,6 +15,7 @@ from qconvert.runtimes.loading.schemes import Scheme, Unquantized
 from qconvert.runtimes.loading.setting import NotSimulated
 
 _NUMBER = re.compile(r"(?<![^.])[0-9]{1,6}(?![^.])")
+_MOST_LAYERS = 4096
 # Types as torch calls them.
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32"}
 
@@ -72,6 +73,8 @@ def layers_of(
     """The layers of a model, each of the kind whose names the folder has in it. Raises NotSimulated for
     one of a kind that was not recorded."""
     counts = {name: sizes.of(count) for name, count in record.layers.items()}
+    if max(counts.values(), default=0) > _MOST_LAYERS:
+        raise NotSimulated(f"config.json states {max(counts.values())} layers, which no model has")
     staged = {
         name
         for name in counts

@@ -96,7 +96,7 @@ class Sizes:
 
 
 def _number(key: str, value: object) -> int:
-    if type(value) is not int:
+    if type(value) is not int or not 1 <= value <= _MOST:
         raise NotSimulated(f"config.json states no {key} that a model has")
     return value
 

@@ -189,7 +189,7 @@ class RecordedNames:
 
     def _expert(self, name: Name, tensor: str, numbers: Sequence[int], leaf: str) -> Found:
         """A matrix of one expert, or its scales."""
-        number = numbers[name.to.count("*")]
+        number = numbers[-1] if len(numbers) > name.to.count("*") else self.experts
         if number >= self.experts:
             raise NotSimulated(f"{tensor}: the config counts {self.experts} experts")
         shard, held = _matrix(number, name.shard), _HELD[str(name.shard)]

@@ -230,7 +230,8 @@ def recorded(runtime: str, architecture: str, version: str | None = None) -> Rec
 
 @lru_cache(maxsize=64)
 def _read(path: Path) -> Record | None:
-    return record_of(json.loads(path.read_bytes())) if path.exists() else None
+    table = json.loads(path.read_bytes()) if path.exists() else {}
+    return record_of(table) if "modules" in table else None  # there is a list of what has no table
 
 
 def reread() -> None:
