@@ -164,7 +164,7 @@ class Record:
         return replace(self, names=kept, **_facts(changed))
 
     def outcome(self, place: Place, leaf: str) -> Outcome:
-        """What a parameter that is not there does."""
+        """Consequence of a parameter that is not there."""
         said = self.unknown.get(place, {})
         return said.get(leaf, said.get("", "error"))
 
