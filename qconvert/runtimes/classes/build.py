@@ -137,8 +137,8 @@ def _stated(variant: Variant, layer: int, sizes: Sizes) -> bool:
 
 @dataclass(frozen=True)
 class Built:
-    """What a rank built: the modules of a record by the runtime's names, the record for the settings of
-    the config, and the number of routed experts of a layer."""
+    """Product of a table on a rank: the modules of a record by the runtime's names, the record for the
+    settings of the config, and the number of routed experts of a layer."""
 
     build: RankBuild
     modules: Mapping[str, Module]

@@ -127,7 +127,7 @@ def holds_codes(name: str, quantized: Sequence[str], fused: Fused) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """What a class's mapper replaces in names: `parts` anywhere, then `starts` (models/utils.py,
+    """Replacements of a class's mapper in names: `parts` anywhere, then `starts` (models/utils.py,
     WeightsMapper)."""
 
     starts: Sequence[tuple[str, str]] = ()
