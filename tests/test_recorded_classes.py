@@ -182,7 +182,12 @@ def test_only_forms_that_were_compared_are_answered() -> None:
         check_form(record, *folder("qwen3_moe"), Setting(tp=tp))
     with pytest.raises(NotSimulated, match="was not tried in vllm 0 with fp8 in blocks"):
         check_form(record, *folder("qwen3_moe", fp8=True), Setting())
-    one = replace(record, agrees={"unquantized": (1,)})
+    fp8 = "fp8 in blocks of linears and experts"
+    divided = replace(record, agrees={**record.agrees, fp8: (1,)})
+    check_form(divided, *folder("qwen3_moe", fp8=True), Setting(tp=8))
+    one = replace(record, agrees={"unquantized": (1,), fp8: (1,)})
+    with pytest.raises(NotSimulated, match="was not tried"):
+        check_form(one, *folder("qwen3_moe", fp8=True), Setting(tp=8))
     for setting in (Setting(tp=2), Setting(pp=2)):
         with pytest.raises(NotSimulated, match="was not tried"):
             check_form(one, *folder("qwen3_moe"), setting)

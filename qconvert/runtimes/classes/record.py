@@ -44,6 +44,7 @@ LINEARS: Mapping[str, Kind] = {
 _HEAD = re.compile(r"head_dim$|kv_channels$")
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
+UNQUANTIZED = "unquantized"
 Place = Literal["fused", "linear", "experts", "parameter", "draft", "next_layer", "rotary", "head"]
 Outcome = Literal["error", "warn", "silent"]
 
@@ -169,12 +170,14 @@ class Record:
         return said.get(leaf, said.get("", "error"))
 
     def agreed(self, form: str, setting: Setting) -> bool:
-        """Tell whether the loader was asked about a form at this size or, of more than one rank, at any:
-        how ranks divide a kind of layer is one rule for all classes, and so are stages."""
+        """Tell whether the loader was asked about a form at this size or, of more than one rank, about it
+        and any size of it or of none: how ranks divide a stored form is one rule for all classes, and
+        what a class divides is seen without one."""
         at = self.agrees.get(form, ())
-        if setting.pp > 1 and STAGES not in self.agrees:
+        if not at or (setting.pp > 1 and STAGES not in self.agrees):
             return False
-        return setting.tp in at or (setting.tp > 1 and any(size > 1 for size in at))
+        several = any(size > 1 for size in (*at, *self.agrees.get(UNQUANTIZED, ())))
+        return setting.tp in at or (setting.tp > 1 and several)
 
 
 def holds(condition: Condition, sizes: Sizes) -> bool:
@@ -358,7 +361,7 @@ _SCALES = ("weight_scale", "weight_scale_inv", "scales")
 
 def _method(block: Config | None) -> str:
     if block is None:
-        return "unquantized"
+        return UNQUANTIZED
     method = str(block.get("quant_method") or "modelopt")
     if method == "fp8":
         return "fp8 in blocks" if block.get("weight_block_size") else "fp8"
