@@ -216,7 +216,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
         try:
             made = _under(changed, writer, server, runtime, facts, found)
         except NotRecorded as why:
-            unbuilt[next(iter(changed))] = str(why)[:160]
+            unbuilt[next(iter(changed))] = str(why).replace(f"{writer.room}/", "")[:160]
         else:
             if made is not None:
                 others.append((changed, made))

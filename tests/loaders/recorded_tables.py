@@ -421,8 +421,8 @@ def table(recorded: Recorded) -> dict[str, Any]:
         modules.append(_entry(group, others, expressions, kinds, recorded))
     found_names = []
     for entry, where in names.values():
-        base = next((b for b in kinds if entry["to"].startswith(f"{b}.*.")), None)
-        found_names.append(entry | _variant_of(base, kinds, [w[0] for w in where if w]))
+        inside = next((b for b in kinds if entry["to"].startswith(f"{b}.*.")), None)
+        found_names.append(entry | _variant_of(inside, kinds, [w[0] for w in where if w]))
     layers = {base: _count_key(base, patterns.lists[base], config) for base in kinds}
     return {
         "layers": layers, "packed": facts["packed"], "renames": facts["renames"],
@@ -464,8 +464,8 @@ def _entry(
     }
     made: Entry = {"name": group.pattern, **entry, _NUMBERS: group.entry.get("sizes", {})}
     for key, value in group.entry.get("sizes", {}).items():
-        there = [other["sizes"].get(key) if other is not None else None for other in others]
-        if None in there:
+        there = [other["sizes"][key] for other in others if other and key in other["sizes"]]
+        if len(there) < len(others):
             made[key] = [""] * len(value) if isinstance(value, list) else ""
         elif isinstance(value, list):
             columns = zip(*there, strict=False)

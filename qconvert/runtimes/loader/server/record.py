@@ -296,7 +296,8 @@ def _renames(mapper: Any) -> dict[str, Any]:
     found = {}
     for key, table in vars(mapper).items():
         if key.startswith("orig_to_new") and table:
-            pairs = [[getattr(old, "pattern", old), new] for old, new in table.items()]
+            items = table.items() if isinstance(table, Mapping) else table
+            pairs = [[getattr(old, "pattern", old), new] for old, new in items]
             found[key.removeprefix("orig_to_new_")] = pairs
     return found
 

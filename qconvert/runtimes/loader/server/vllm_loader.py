@@ -206,9 +206,13 @@ def _dropped(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _spy() -> Any:
-    """A quantization config that notes what the class asks (record.py)."""
+    """A quantization config that notes what the class asks (record.py). Kernels of latent attention
+    take few sizes, and a recording needs several: none runs."""
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+    from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBackend
+
+    FlashAttnPrefillBackend.supports_mla_dimensions = classmethod(lambda cls, sizes: True)
 
     from . import record
 
