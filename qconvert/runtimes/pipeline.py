@@ -54,7 +54,7 @@ _ONE_STAGE: dict[str, frozenset[str]] = {
         "MambaForCausalLM", "MiniCPM3ForCausalLM", "MllamaForConditionalGeneration",
         "MuseGlimmerForConditionalGeneration", "Olmo2ForCausalLM", "OlmoForCausalLM",
         "OlmoeForCausalLM", "PaddleOCRVLForConditionalGeneration", "PersimmonForCausalLM",
-        "PhiForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen3NextForCausalLM",
+        "PhiForCausalLM", "Qwen2VLForConditionalGeneration",
         "StableLmForCausalLM", "Starcoder2ForCausalLM", "Step3p7ForConditionalGeneration",
     )),
     "vllm": frozenset((

@@ -170,9 +170,9 @@ class Record:
         return said.get(leaf, said.get("", "error"))
 
     def agreed(self, form: str, setting: Setting) -> bool:
-        """Tell whether the loader was asked about a form at this size; of more than one rank, at any size
-        of that or of no form: how ranks divide a stored form is one rule for all classes, and what a
-        class divides is seen without one."""
+        """Tell whether the loader was asked about a form at this size; of more than one rank, at any
+        size of that or of no form: how ranks divide a stored form is one rule for all classes, and what
+        a class divides is seen without one."""
         at = self.agrees.get(form, ())
         if not at or (setting.pp > 1 and STAGES not in self.agrees):
             return False
