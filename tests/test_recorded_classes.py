@@ -75,7 +75,10 @@ def test_patterns_of_names() -> None:
 
 def by_table(runtime: str, config: Any, tensors: Any, at: Setting) -> SimulatedLoad:
     """What the simulator says that has the class from a table alone."""
-    return SIMULATE[runtime].by_table(record_of(qwen3_moe(runtime)), config, tensors, at)
+    said: SimulatedLoad = SIMULATE[runtime].by_table(
+        record_of(qwen3_moe(runtime)), config, tensors, at
+    )
+    return said
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8", "int4"])
@@ -260,7 +263,9 @@ def test_a_table_under_settings_of_a_config() -> None:
 def test_layers_that_a_list_of_the_config_tells_apart() -> None:
     """Kinds of layers with the same names; without the list nothing is known."""
     table = qwen3_moe("vllm")
-    kinds = [{"names": [], "key": "layer_types", "value": value} for value in ("local", "full")]
+    kinds: list[dict[str, Any]] = [
+        {"names": [], "key": "layer_types", "value": value} for value in ("local", "full")
+    ]
     table["variants"] = {"model.layers": kinds}
     config, tensors = folder("qwen3_moe")
     config["layer_types"] = ["full", "local", "full", "local"][: config["num_hidden_layers"]]

@@ -63,12 +63,19 @@ def compared(
     stage = json.loads(manifest.read_bytes()).get("stage") if manifest.exists() else None
     form = STAGES if stage else form_of(config, tensors)
     table = class_record(runtime, architecture_of(config))
-    flags = {"disable_shared_experts_fusion": True} if table.fuses_shared else {}
+    apart = table.fuses_shared
+    flags = {"disable_shared_experts_fusion": True} if apart else {}
     for tp in (1,) if stage else sizes:
-        at, rank = Setting(tp=tp, rank=tp - 1, **flags), Rank(tp, tp - 1)
+        at, rank = (
+            Setting(tp=tp, rank=tp - 1, disable_shared_experts_fusion=apart),
+            Rank(tp, tp - 1),
+        )
         if stage:
             partition = tuple(stage["partition"])
-            at = Setting(pp=len(partition), stage=stage["number"], partition=partition, **flags)
+            at = Setting(
+                pp=len(partition), stage=stage["number"], partition=partition,
+                disable_shared_experts_fusion=apart,
+            )  # fmt: skip
             rank = Rank(1, 0, len(partition), stage["number"])
         try:
             simulation = _BY_TABLE[runtime](table, config, tensors, at)
