@@ -133,7 +133,7 @@ def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
         raise NotRecorded(_said(first))
     if first["class"].startswith("Transformers"):
         raise NotRecorded(f"the runtime has no class of its own, it takes {first['class']}")
-    sets = [(config_of(start), first)]
+    sets: list[tuple[Mapping[str, Any], Any]] = [(config_of(start), first)]
     for number in range(1, COUNT):
         sets.append(_with_sizes(writer, server, runtime, number))
     two = asked(server, runtime, start, Rank(2, 0))
@@ -194,7 +194,7 @@ def _under(
     new = set(other["parameters"]) - set(facts["parameters"])
     plain = any(not name.endswith(".bias") for name in new)
     two = asked(server, runtime, folder, Rank(2, 0)) if plain else None
-    sets = [(config_of(folder), {**other, "probes": {}})]
+    sets: list[tuple[Mapping[str, Any], Any]] = [(config_of(folder), {**other, "probes": {}})]
     made = table(Recorded(sets, two, []))
     if has_gaps(made, base):
         for number in range(1, COUNT):

@@ -27,9 +27,10 @@ _SIZES = (
     "inner",
     "rows",
 )
-# Keys that count what has nothing to do with a size, and those that come first where several fit.
+# Keys that count what has nothing to do with a size, or that published configs do not have, because it
+# follows from others; and those that come first where several fit.
 _NO_SIZES = re.compile(
-    r"(_token_id|_id|_ids|version|seed|max_position_embeddings|num_hidden_layers|max_window_layers"
+    r"(qk_head_dim|_token_id|_id|_ids|version|seed|max_position_embeddings|num_hidden_layers|max_window_layers"
     r"|_per_tok|topk|top_k|n_group|original_max|sliding_window|interval|window_size|period|offset)$"
 )
 _FIRST = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
