@@ -266,7 +266,7 @@ def _add(
     asked = None if module.asked is None else filled(module.asked, [] if layer is None else [layer])
     if build.quantization.name in module.unquantized:
         asked = None
-    plain = Unquantized(build.dtype) if asked is None else None
+    plain = Unquantized(_dtype(build, module)) if asked is None else None
     if module.kind == "parameter":
         _add_parameter(build, module, name, numbers, layer, sizes)
     elif module.kind == "convolution":
@@ -290,6 +290,10 @@ def _add(
         build.experts(name, routed, 0, hidden, inner, asked=asked or "", scheme=plain)
     else:
         _add_linear(build, module, name, numbers, asked, plain, sizes)
+
+
+def _dtype(build: RankBuild, module: Module) -> str:
+    return build.dtype if module.dtype == "model" else _DTYPES.get(module.dtype, module.dtype)
 
 
 def _add_linear(
@@ -328,7 +332,7 @@ def _add_parameter(
 ) -> None:
     """A parameter that every rank has all of, or that is divided along one dimension."""
     setting = build.setting
-    dtype = build.dtype if module.dtype == "model" else _DTYPES.get(module.dtype, module.dtype)
+    dtype = _dtype(build, module)
     if module.cut is None:
         made = Parameter(dtype, tuple(shape), Whole())
     else:
