@@ -8,7 +8,7 @@ PIP := $(BIN)/python $(PIP_INSTALL) -c constraints.txt
 # Tests start Python hundreds of times: modules are compiled once, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test collected docs picture peers loaders loaders-installed served lint check bench clean
+.PHONY: demo test collected docs picture peers loaders loaders-installed classes served lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -53,6 +53,10 @@ loaders: $(VENV)/installed-peers $(VENV)-loaders/installed
 
 # Their environment alone: it is downloaded while other things are installed.
 loaders-installed: $(VENV)-loaders/installed
+
+# Tables of the runtimes' classes, made by the installed runtimes: qconvert/runtimes/classes.
+classes: $(VENV)/installed-peers $(VENV)-loaders/installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m loaders.record_classes
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -109,7 +109,7 @@ def test_a_large_model_has_no_memory(tmp_path: Path) -> None:
     side = 1 << 24
 
     def load(model: Any, weights: Iterator[tuple[str, Any]]) -> None:
-        ((_, huge),) = weights
+        _, huge = next(weights)
         own = torch.empty(side, side, device="cpu")
         own.copy_(huge.view(torch.int16).view(torch.bfloat16).float().t().contiguous())
 

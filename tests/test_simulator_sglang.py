@@ -237,8 +237,8 @@ def test_stated_order_of_fused_rows(family: str, groups: int | None, wrong: int)
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "not simulated"),
-        ({}, "not simulated"),
+        ({"architectures": ["OtherForCausalLM"]}, "not recorded"),
+        ({}, "not recorded"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size"),
         ({"hidden_size": "256"}, "hidden_size"),

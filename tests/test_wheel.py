@@ -130,6 +130,12 @@ def test_what_the_wheel_says_of_itself(installed: Installed) -> None:
     (wheel,) = installed.folder.parent.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         assert "qconvert/py.typed" in packed.namelist()
+        tables = {
+            f"qconvert/runtimes/classes/{table.parent.name}/{table.name}"
+            for table in (ROOT / "qconvert/runtimes/classes").glob("*/*.json")
+        }
+        assert tables
+        assert tables <= set(packed.namelist())
         (name,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
         lines = packed.read(name).decode().partition("\n\n")[0].splitlines()
     said = [tuple(line.split(": ", 1)) for line in lines]

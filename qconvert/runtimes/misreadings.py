@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.runtimes.classes.record import architecture_of
 from qconvert.runtimes.loading.config_groups import block_of, pair_of
 
 Config = Mapping[str, Any]
@@ -81,11 +82,6 @@ def misread(runtime: str, config: Config, tensors: Tensors) -> Misread:
         if found:
             return found
     return Misread()
-
-
-def architecture_of(config: Config) -> str:
-    named = config.get("architectures")
-    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
 
 def _block_scales(name: str, config: Config, tensors: Tensors) -> Misread:

@@ -18,8 +18,8 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError, UsageError
 from qconvert.core.family import Place, RoleIndex
 from qconvert.core.shown import count
+from qconvert.runtimes.classes.record import architecture_of, recorded
 from qconvert.runtimes.consumers import parse_consumer
-from qconvert.runtimes.misreadings import architecture_of
 
 Runtime = Literal["sglang", "vllm"]
 VARIABLE: dict[str, str] = {
@@ -35,7 +35,7 @@ NORM_EVERYWHERE = frozenset((
     "hy_v3", "jamba", "mamba", "mixtral", "nemotron_h", "olmo_hybrid", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "stablelm",
 ))  # fmt: skip
-# Classes that run in one stage only: sglang asks whether a class's `forward` takes
+# Classes without a table that run in one stage only: sglang asks whether a class's `forward` takes
 # `pp_proxy_tensors` (`model_executor/model_runner.py`), vLLM for `SupportsPP` (`config/model.py`).
 _ONE_STAGE: dict[str, frozenset[str]] = {
     "sglang": frozenset((
@@ -54,7 +54,7 @@ _ONE_STAGE: dict[str, frozenset[str]] = {
         "MambaForCausalLM", "MiniCPM3ForCausalLM", "MllamaForConditionalGeneration",
         "MuseGlimmerForConditionalGeneration", "Olmo2ForCausalLM", "OlmoForCausalLM",
         "OlmoeForCausalLM", "PaddleOCRVLForConditionalGeneration", "PersimmonForCausalLM",
-        "PhiForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen3NextForCausalLM",
+        "PhiForCausalLM", "Qwen2VLForConditionalGeneration",
         "StableLmForCausalLM", "Starcoder2ForCausalLM", "Step3p7ForConditionalGeneration",
     )),
     "vllm": frozenset((
@@ -128,7 +128,9 @@ def check_runtime(name: str | None) -> Runtime | None:
 
 def one_stage(runtime: str, config: Mapping[str, Any]) -> bool:
     """Return whether a runtime's class of a model runs in one stage only."""
-    return architecture_of(config) in _ONE_STAGE.get(runtime, ())
+    name = architecture_of(config)
+    table = recorded(runtime, name) if runtime in _ONE_STAGE else None
+    return name in _ONE_STAGE.get(runtime, ()) if table is None else table.one_stage
 
 
 def parse_partition(text: str) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
 from qconvert.core.versions import RELEASES, SGLANG, VLLM, is_release
+from qconvert.runtimes.classes.record import versions
 from qconvert.runtimes.consumers import (
     RUNTIMES,
     Consumer,
@@ -166,19 +167,24 @@ def asked(
     try:
         if folder.alone:
             return draft_alone(folder, setting, every=every, runtime=name, loader=loader)
-        return served(folder, setting, every=every, runtime=name, loader=loader)
+        version = consumer.version
+        return served(folder, setting, every=every, runtime=name, version=version, loader=loader)
     except NotSimulated as reason:
         return NotKnown(class_of(folder.config), str(reason))
 
 
 def version_not_known(consumer: Consumer) -> NotKnown | None:
-    """The answer for a version whose loader is not the simulated one, None for that one and where none
-    is named."""
-    known = SIMULATED.get(consumer.name)
-    if known is None or consumer.version is None or is_release(consumer.version, known):
+    """The answer for a version of which nothing was recorded, None for a known one and where none is
+    named."""
+    if consumer.name not in SIMULATED or consumer.version is None:
         return None
-    which = f"{consumer.name} {consumer.version}"
-    return NotKnown(which, f"this version is not known; known is {consumer.name} {known}")
+    known = sorted({SIMULATED[consumer.name], *versions(consumer.name)})
+    if any(is_release(consumer.version, one) for one in known):
+        return None
+    which, are = f"{consumer.name} {consumer.version}", "is" if len(known) == 1 else "are"
+    return NotKnown(
+        which, f"this version is not known; known {are} {consumer.name} {' and '.join(known)}"
+    )
 
 
 def class_of(config: Mapping[str, Any]) -> str:
@@ -219,6 +225,7 @@ def served(
     every: bool = True,
     draft: bool = False,
     runtime: str = "sglang",
+    version: str | None = None,
     loader: RuntimeLoader | None = None,
 ) -> Answer:
     """Ask a runtime's simulator, or its own loader, for every kind of rank, or for the last alone; where
@@ -236,9 +243,13 @@ def served(
     if known:
         ranks = (SimulatedLoad(setting, None, misread=known.wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
-    simulate = partial(_SIMULATE[runtime], groups=folder.groups, draft=draft)
+    simulate = partial(_SIMULATE[runtime], groups=folder.groups, draft=draft, version=version)
     if loader is not None:
         simulate = partial(loader.load, groups=folder.groups, draft=draft, files=folder.files)
+    elif runtime == "sglang" and sglang.known_apart(folder.config, version):
+        split = replace(setting, disable_shared_experts_fusion=True)
+        answer = _served(simulate, folder, split, every=every)
+        return replace(answer, required_flag=NO_FUSION) if answer.whole else answer
     answer = _served(simulate, folder, setting, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
@@ -332,7 +343,7 @@ def _served(
 
 
 _SIZES = (1, 2, 4, 8)
-_MOST_WHY = 90
+_MOST_WHY, _MOST_UNKNOWN = 90, 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +481,7 @@ def _loading(runtime: str, folder: Offered, loader: RuntimeLoader | None = None)
         answer = asked(Consumer(runtime), folder, at, every=False, loader=loader)
         if isinstance(answer, NotKnown):
             which = f"at tp {tp} " if sizes else ""
-            unknown = f"{which}{_short(str(answer))}"
+            unknown = f"{which}{_short(str(answer), _MOST_UNKNOWN)}"
             break
         sizes.append(tp)
         if unread is None:
@@ -519,5 +530,5 @@ def _why(answer: Answer) -> str:
     return _short(text)
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _MOST_WHY else f"{text[: _MOST_WHY - 4]} ..."
+def _short(text: str, most: int = _MOST_WHY) -> str:
+    return text if len(text) <= most else f"{text[: most - 4]} ..."

@@ -99,6 +99,26 @@ class Server:
         said["parameters"] = {name: tuple(map(str, value)) for name, value in held.items()}
         return Loaded(**said)
 
+    def recorded(
+        self,
+        folder: Path,
+        rank: Rank | None = None,
+        *,
+        load: bool = True,
+        probes: bool = False,
+        draft: bool = False,
+        flags: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """What the class of a folder is at one rank (server/record.py), of which only headers are read;
+        with `load` also which tensors its parameters hold, with `probes` what its loader does with
+        names that lead nowhere."""
+        at = rank or Rank()
+        return self._asked({
+            "folder": str(folder), "tp": at.tp, "rank": at.rank, "pp": at.pp, "stage": at.stage,
+            "draft": draft, "flags": dict(flags or {}), "environment": {}, "probes": probes,
+            "load": load,
+        })  # fmt: skip
+
     def parsed(self, lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         """Ask the runtime's own parser about serving lines (parse_lines.py)."""
         found: list[dict[str, Any]] = self._asked({"lines": [*map(list, lines)]})["parsed"]

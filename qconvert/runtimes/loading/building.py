@@ -80,6 +80,10 @@ class Config:
         value = self._values.get(key)
         return [n for n in value if type(n) is int] if isinstance(value, list) else []
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self._values
+
     def replaced(self, **values: object) -> Config:
         """The same with other values."""
         return Config({**self._values, **values})
@@ -231,9 +235,10 @@ class RankBuild:
         asked: str = "",
         scheme: Scheme | None = None,
         bias: bool = False,
+        value: int = 0,
     ) -> None:
-        """The fused projection of queries, keys and values; ranks share a key-value head where there are
-        more of them."""
+        """The fused projection of queries, keys and values, in heads of `size` numbers, of values of
+        `value`; ranks share a key-value head where there are more of them."""
         tp = self.setting.tp
         divided(heads, tp, module)
         if kv_heads > tp:
@@ -242,7 +247,7 @@ class RankBuild:
             divided(tp, kv_heads, module)
         here = max(1, kv_heads // tp)
         replicas = max(1, tp // kv_heads)
-        outputs = heads * size, here * size * tp, here * size * tp
+        outputs = heads * size, here * size * tp, here * (value or size) * tp
         self.linear(
             module, "qkv", hidden, *outputs, asked=asked, scheme=scheme, bias=bias,
             replicas=replicas,
@@ -256,13 +261,22 @@ class RankBuild:
         self.linear(f"{module}.down_proj", "row", inner, hidden, asked=f"{at}.down_proj")
 
     def experts(
-        self, module: str, routed: int, fused: int, hidden: int, inner: int, *, asked: str = ""
+        self,
+        module: str,
+        routed: int,
+        fused: int,
+        hidden: int,
+        inner: int,
+        *,
+        asked: str = "",
+        scheme: Scheme | None = None,
     ) -> None:
         """All experts of a layer, `fused` shared ones behind the routed."""
         setting = self.setting
         divided(routed, setting.ep, module)
         divided(inner, setting.moe_tp, module)
-        scheme = self.quantization.experts(asked or module)
+        if scheme is None:
+            scheme = self.quantization.experts(asked or module)
         moe = Moe(routed, fused, hidden, inner, setting.ep, setting.ep_rank, setting.moe_tp)
         self.schemes[module] = scheme.experts_name
         self._add(module, scheme.experts(moe))

@@ -156,9 +156,14 @@ def _ends(
 
 
 def _layers(build: RankBuild, config: Config) -> range:
-    """The layers of the stage (utils/common.py, make_layers). Raises LoadRefused for more stages than
-    layers and for a stated partition of another count."""
-    setting, layers = build.setting, config.number("num_hidden_layers")
+    """The layers of the stage (utils/common.py, make_layers)."""
+    layers = config.number("num_hidden_layers")
+    check_stages(build.setting, layers)
+    return build.setting.layers(layers)
+
+
+def check_stages(setting: Setting, layers: int) -> None:
+    """Raise LoadRefused for more stages than layers and for a stated partition of another count."""
     if setting.pp > layers:
         raise LoadRefused(
             "AssertionError",
@@ -171,7 +176,6 @@ def _layers(build: RankBuild, config: Config) -> range:
             "ValueError", "does not match num_hidden_layers", "model.layers",
             f"the partition {list(setting.partition)} is not of {layers} layers",
         )  # fmt: skip
-    return setting.layers(layers)
 
 
 def _check_experts(config: Config, count: int, setting: Setting, where: str, *, moe: bool) -> None:

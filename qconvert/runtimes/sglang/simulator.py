@@ -9,15 +9,26 @@ from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
+from qconvert.core.versions import SGLANG, is_release
+from qconvert.runtimes.classes.build import built
+from qconvert.runtimes.classes.names import RecordedNames, check_draft
+from qconvert.runtimes.classes.record import (
+    Record,
+    architecture_of,
+    check_form,
+    class_record,
+    recorded,
+)
 from qconvert.runtimes.loading.building import Config, RankBuild, text_config
 from qconvert.runtimes.loading.load_weights import NameResolver, SimulatedLoad, offered
 from qconvert.runtimes.loading.schemes import NoQuantization, Quantization, Unquantized
-from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
+from qconvert.runtimes.loading.setting import HOPPER, LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.sglang.classes import (
     CLASSES,
     QWEN,
     QWEN35,
     ModelClass,
+    check_stages,
     deepseek_layer,
     deepseek_shared,
     fused_mla,
@@ -166,19 +177,12 @@ DRAFTS: dict[str, ModelClass] = {
 }  # fmt: skip
 
 
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """The class that a config names. Raises NotSimulated for one that the simulator does not know."""
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and named else None
-    if name not in CLASSES:
-        raise NotSimulated("its class is not simulated")
-    return str(name)
-
-
 def of_draft(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> dict[str, TensorType]:
     """Tensors of the draft model in a folder, and embeddings, which its class may read, too; none for a
     folder without one. Raises NotSimulated for an unknown class."""
     kind = architecture_of(config)
+    if kind not in CLASSES:
+        check_draft(text_config(config), tensors)
     if kind not in DRAFTS:
         return {}
     layer = layer_of(kind, text_config(config))
@@ -188,6 +192,20 @@ def of_draft(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> di
     return {n: one for n, one in tensors.items() if n.startswith(layer) or beside in n}
 
 
+def known_apart(config: Mapping[str, Any], version: str | None) -> bool:
+    """Tell whether the class of a config is known with its shared experts kept apart alone, as
+    --disable-shared-experts-fusion does."""
+    name = architecture_of(config)
+    if _is_by_hand(name, version):
+        return False
+    record = recorded("sglang", name, version)
+    return record is not None and record.fuses_shared
+
+
+def _is_by_hand(name: str, version: str | None) -> bool:
+    return name in CLASSES and (version is None or is_release(version, SGLANG.version))
+
+
 def simulate(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorType],
@@ -195,14 +213,22 @@ def simulate(
     *,
     groups: int | None = None,
     draft: bool = False,
+    version: str | None = None,
 ) -> SimulatedLoad:
     """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
     files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
     split ones, as its manifest states; headers cannot show it, and without it any order is taken for
-    right. `draft`: load the draft model that the folder holds. Raises NotSimulated for what the
+    right. `draft`: load the draft model that the folder holds. `version`: of sglang, whose table of the
+    class is asked, in forms that were compared with the loader. Raises NotSimulated for what the
     simulator has no rule for."""
     asked = setting or Setting()
     name = architecture_of(config)
+    if not _is_by_hand(name, version):
+        record = class_record("sglang", name, version)
+        check_form(record, config, tensors, asked)
+        if draft:
+            raise NotSimulated(f"a draft of {name}")
+        return by_table(record, config, tensors, asked)
     kind = CLASSES[name]
     setting = replace(asked, moe_runner=runner_of(kind, config, asked))
     if draft:
@@ -237,3 +263,29 @@ def simulate(
         if name not in unread and (".in_proj_qkvz." in name or ".in_proj_ba." in name)
     }
     return replace(done, misread={**done.misread, **wrong})
+
+
+def by_table(
+    record: Record, config: Mapping[str, Any], tensors: Mapping[str, TensorType], asked: Setting
+) -> SimulatedLoad:
+    """Load a folder on one rank by the table of its class, in whatever form."""
+    if asked.tp % asked.ep:
+        raise NotSimulated(f"tp {asked.tp} that ep {asked.ep} does not divide")
+    if asked.capability != HOPPER or asked.a2a != "none" or asked.moe_runner != "auto":
+        raise NotSimulated("another GPU than an H200, or other options")
+    if record.fuses_shared and not asked.disable_shared_experts_fusion:
+        raise NotSimulated("its shared experts, which it may load as routed ones")
+    numbers = text_config(config)
+    sizes, renames = (
+        record.sizes({**config, **numbers.values}),
+        Renames(record.parts, record.starts),
+    )
+    try:
+        stated = quantization_of(config, record.packed, asked, numbers.dtype, renames)
+        build = RankBuild(asked, stated, numbers.dtype)
+        for size in tuple(record.layers.values())[:1]:
+            check_stages(asked, sizes.of(size))
+        made = built(record, build, sizes, tensors)
+    except LoadRefused as refused:
+        return SimulatedLoad(asked, refused)
+    return offered(build, RecordedNames(made), tensors, asked)

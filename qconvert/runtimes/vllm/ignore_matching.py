@@ -9,6 +9,7 @@ own; a fused projection is asked for under its own name, then under those of its
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
 from re import Pattern
@@ -124,16 +125,26 @@ def holds_codes(name: str, quantized: Sequence[str], fused: Fused) -> bool:
     return _agreed(found, name, f"Detected some but not all shards of {name}")
 
 
-def renamed(entries: Iterable[str], renames: Sequence[tuple[str, str]]) -> list[str]:
-    """Names as a class with a mapper of prefixes rewrites them."""
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """Replacements of a class's mapper in names: `parts` anywhere, then `starts` (models/utils.py,
+    WeightsMapper)."""
 
-    def one(name: str) -> str:
-        for old, new in renames:
+    starts: Sequence[tuple[str, str]] = ()
+    parts: Sequence[tuple[str, str]] = ()
+
+    def of(self, name: str) -> str:
+        for old, new in self.parts:
+            name = name.replace(old, new, 1)
+        for old, new in self.starts:
             if name.startswith(old):
                 name = name.replace(old, new, 1)
         return name
 
-    return [one(entry) for entry in entries]
+
+def renamed(entries: Iterable[str], renames: Renames) -> list[str]:
+    """Names as a class with a mapper rewrites them."""
+    return [renames.of(entry) for entry in entries]
 
 
 def check_patterns(entries: Iterable[str]) -> None:

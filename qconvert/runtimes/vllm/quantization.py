@@ -25,6 +25,7 @@ from qconvert.runtimes.loading.schemes import (
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 from qconvert.runtimes.vllm.ignore_matching import (
     Fused,
+    Renames,
     check_patterns,
     excluded,
     holds_codes,
@@ -41,12 +42,11 @@ _ACTIVATIONS = (
     "naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized",
 )  # fmt: skip
 _FLOATS = ("F16", "BF16", "F32")
-Renames = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts that a class gives its quantization: names that it fuses and prefixes that it rewrites, the
+    """Facts that a class gives its quantization: names that it fuses and that it rewrites, the
     plain scheme, and the folder's tensors (GPTQ reads which modules have codes)."""
 
     fused: Fused

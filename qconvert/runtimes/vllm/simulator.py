@@ -9,6 +9,10 @@ from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
+from qconvert.core.versions import VLLM, is_release
+from qconvert.runtimes.classes.build import built
+from qconvert.runtimes.classes.names import RecordedNames, check_draft
+from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
 from qconvert.runtimes.loading.building import Config, RankBuild, text_config
 from qconvert.runtimes.loading.load_weights import (
     PASSED,
@@ -20,11 +24,11 @@ from qconvert.runtimes.loading.load_weights import (
 )
 from qconvert.runtimes.loading.schemes import NoQuantization, Unquantized
 from qconvert.runtimes.loading.setting import HOPPER, LoadRefused, NotSimulated, Setting
+from qconvert.runtimes.vllm.building import Rank
 from qconvert.runtimes.vllm.classes import (
     CLASSES,
     QWEN,
     ModelClass,
-    Rank,
     check_heads,
     deepseek_layer,
     drafts,
@@ -33,6 +37,7 @@ from qconvert.runtimes.vllm.classes import (
     head,
     walk,
 )
+from qconvert.runtimes.vllm.ignore_matching import Renames
 from qconvert.runtimes.vllm.quantization import GptqCodes, ModelFacts, quantization_of, refuse_forms
 from qconvert.runtimes.vllm.weight_mapping import (
     GATE_UP,
@@ -224,19 +229,13 @@ DRAFTS: dict[str, ModelClass] = {
 }
 
 
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """The class that a config names. Raises NotSimulated for one that the simulator does not know."""
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and named else None
-    if name not in CLASSES:
-        raise NotSimulated("its class is not simulated")
-    return str(name)
-
-
 def of_draft(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -> dict[str, TensorType]:
     """Tensors that the class of a folder's draft may read; none for a folder without one. Raises
     NotSimulated for an unknown class."""
-    return draft_tensors(architecture_of(config), text_config(config), tensors)
+    name, numbers = architecture_of(config), text_config(config)
+    if name not in CLASSES:
+        check_draft(numbers, tensors)
+    return draft_tensors(name, numbers, tensors)
 
 
 def simulate(
@@ -246,34 +245,41 @@ def simulate(
     *,
     groups: int | None = None,
     draft: bool = False,
+    version: str | None = None,
 ) -> SimulatedLoad:
     """Load a folder on one rank: its config.json and the headers of its tensors, in the order of its
     files. `groups`: in how many groups the rows of its fused linear-attention projections are, 0 for
     split ones, as its manifest states; headers cannot show it, and without it any order is taken for
-    right. `draft`: load the draft model that the folder holds. Raises NotSimulated for what the
-    simulator has no rule for, a class among it, unless vLLM refuses the quantization of any."""
+    right. `draft`: load the draft model that the folder holds. `version`: of vLLM, whose table of the
+    class is asked, in forms that were compared with the loader. Raises NotSimulated for what has no rule
+    here, a class among it, unless vLLM refuses the quantization of any."""
     asked = setting or Setting()
+    name = architecture_of(config)
     try:
         refuse_forms(config, tensors)
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused)
-    name = architecture_of(config)
-    kind = CLASSES[name]
     numbers = text_config(config)
+    if not (name in CLASSES and (version is None or is_release(version, VLLM.version))):
+        record = class_record("vllm", name, version)
+        check_form(record, config, tensors, asked)
+        if draft:
+            raise NotSimulated(f"a draft of {name}")
+        return by_table(record, config, tensors, asked)
+    kind = CLASSES[name]
     if draft:
         if name not in DRAFTS:
             raise NotSimulated(f"a draft of {name}")
         if asked.pp > 1:
             raise NotSimulated("a draft in pipeline stages")
         kind = DRAFTS[name]
-    if asked.capability != HOPPER or asked.a2a != "none" or asked.moe_runner != "auto":
-        raise NotSimulated("another GPU than an H200, or other options")
-    if asked.ep not in (1, asked.tp):
-        raise NotSimulated(f"ep {asked.ep}: vLLM divides all experts among its {asked.tp} ranks")
+    _check_setting(asked)
     try:
         at = _in_stages(asked, numbers.number("num_hidden_layers"))
         fused, plain = kind.fused(numbers), Unquantized(numbers.dtype)
-        quantization = quantization_of(config, ModelFacts(fused, kind.renames, plain, tensors))
+        quantization = quantization_of(
+            config, ModelFacts(fused, Renames(kind.renames), plain, tensors)
+        )
         rank = Rank(at, quantization, numbers.dtype)
         kind.build(rank, numbers)
     except LoadRefused as refused:
@@ -299,6 +305,43 @@ def simulate(
         if name not in unread and (".in_proj_qkvz." in name or ".in_proj_ba." in name)
     }
     return replace(done, misread={**done.misread, **wrong})
+
+
+def _check_setting(asked: Setting) -> None:
+    """Raise NotSimulated for a server that there are no rules for."""
+    if asked.capability != HOPPER or asked.a2a != "none" or asked.moe_runner != "auto":
+        raise NotSimulated("another GPU than an H200, or other options")
+    if asked.ep not in (1, asked.tp):
+        raise NotSimulated(f"ep {asked.ep}: vLLM divides all experts among its {asked.tp} ranks")
+
+
+def by_table(
+    record: Record, config: Mapping[str, Any], tensors: Mapping[str, TensorType], asked: Setting
+) -> SimulatedLoad:
+    """Load a folder on one rank by the table of its class, in whatever form."""
+    try:
+        refuse_forms(config, tensors)
+    except LoadRefused as refused:
+        return SimulatedLoad(asked, refused)
+    _check_setting(asked)
+    numbers = text_config(config)
+    plain, sizes = Unquantized(numbers.dtype), record.sizes({**config, **numbers.values})
+    facts = ModelFacts(record.packed, Renames(record.starts, record.parts), plain, tensors)
+    try:
+        layers = next((sizes.of(size) for size in record.layers.values()), 0)
+        rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)
+        check_heads(rank, numbers)
+        made = built(record, rank, sizes, tensors)
+    except LoadRefused as refused:
+        return SimulatedLoad(asked, refused)
+    quantized = bool(rank.quantization.name)
+    finder = RecordedNames(made, ("g_idx",) if quantized else ())
+
+    def after(build: RankBuild, tensors: Mapping[str, TensorType]) -> None:
+        if not quantized:
+            _all_written(build, tensors)
+
+    return offered(rank, finder, Tensors.of(tensors).by_name, asked, after=after)
 
 
 def _in_stages(setting: Setting, layers: int) -> Setting:

@@ -1,6 +1,6 @@
 """sglang's own loader as a server (serving.py).
 
-Checked with sglang 0.5.23. What is patched: torch's answers about devices (pretend_cuda.py), packages
+What is patched: torch's answers about devices (pretend_cuda.py), packages
 of kernels (stubs.py), versions of two of them, and the process group, which is torch's fake one.
 """
 
@@ -21,7 +21,7 @@ from . import held, stubs
 from .pretend_cuda import OnCpu, pretend
 from .serving import Told, Watch, serve
 
-# Of sglang 0.5.23's imports, those that have no build without a GPU, or are the server's.
+# Of sglang's imports, those that have no build without a GPU, or are the server's.
 _STUBBED = frozenset((
     "cuda", "cupy", "cutlass", "cutlass_library", "deep_ep", "deep_gemm", "flash_attn",
     "flash_attn_interface", "flash_mla", "flashinfer", "flashinfer_cubin", "humming", "numba",
@@ -106,6 +106,32 @@ def _after_its_model(config: Any) -> None:
         DeepseekV2ForCausalLM.packed_modules_mapping["fused_qkv_a_proj_with_mqa"] = parts
 
 
+def _record(config: Any, job: dict[str, Any], told: Told) -> None:
+    """The class, built with a quantization config that notes what it asks (record.py)."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.model_loader import loader
+    from sglang.srt.model_loader.utils import get_model_architecture, set_default_torch_dtype
+
+    from . import record
+
+    asks = record.spy(
+        QuantizationConfig,
+        lambda layer: UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None,
+    )
+    made, _ = get_model_architecture(config)
+    asks.packed_modules_mapping = getattr(made, "packed_modules_mapping", {})
+    renames = getattr(made, "get_hf_to_sglang_mapper", None)
+    mapper = renames(config.hf_config) if renames else getattr(made, "hf_to_sglang_mapper", None)
+    if mapper is not None:
+        asks.apply_weight_name_mapper(mapper)
+    with set_default_torch_dtype(config.dtype), torch.device("cpu"):
+        model = loader._initialize_model(config, LoadConfig(load_format="auto"), asks)
+    record.record(model, asks, job, told)
+
+
 def load(job: dict[str, Any], told: Told, watch: Watch) -> None:
     """Load a folder as a rank would; `told` hears of each fact as soon as it is known."""
     from sglang.srt.configs.device_config import DeviceConfig
@@ -136,6 +162,9 @@ def load(job: dict[str, Any], told: Told, watch: Watch) -> None:
             finally:
                 watch.tell(model, told)
 
+    if "probes" in job:
+        _record(config, job, told)
+        return
     loader = Loader(LoadConfig(load_format="auto"))
     loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))
     told("step", "done")

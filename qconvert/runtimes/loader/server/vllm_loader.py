@@ -1,6 +1,6 @@
 """vLLM's own loader as a server (serving.py).
 
-Checked with vLLM 0.33.0. What is patched: torch's answers about devices (pretend_cuda.py), packages of
+What is patched: torch's answers about devices (pretend_cuda.py), packages of
 kernels and vLLM's own compiled modules (stubs.py), what those say about the GPU, and the process group,
 which is torch's fake one. The platform is vLLM's class for CUDA, so schemes are chosen as on a GPU.
 """
@@ -25,7 +25,7 @@ from . import held, stubs
 from .pretend_cuda import OnCpu, pretend
 from .serving import Told, Watch, serve
 
-# Of vLLM 0.33.0's imports, those that have no build without a GPU, or are the server's.
+# Of vLLM's imports, those that have no build without a GPU, or are the server's.
 _STUBBED = frozenset((
     "cuda", "cutlass", "cv2", "deep_gemm", "fastsafetensors", "flash_attn", "flashinfer",
     "llguidance", "numba", "quack", "sentencepiece", "soxr", "tilelang", "torchaudio",
@@ -199,6 +199,23 @@ def _dropped(model: torch.nn.Module) -> Iterator[str]:
             yield from (f"{name}.{leaf}" for leaf in ("w13_bias", "w2_bias") if leaf not in came)
 
 
+def _spy() -> Any:
+    """A quantization config that notes what the class asks (record.py). Kernels of latent attention
+    take few sizes, and a recording needs several: none runs."""
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+    from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBackend
+
+    FlashAttnPrefillBackend.supports_mla_dimensions = classmethod(lambda cls, sizes: True)
+
+    from . import record
+
+    return record.spy(
+        QuantizationConfig,
+        lambda layer: UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None,
+    )
+
+
 def load(job: dict[str, Any], told: Told, watch: Watch) -> None:
     """Load a folder as a rank would; `told` hears of each fact as soon as it is known."""
     from vllm.config import set_current_vllm_config
@@ -220,8 +237,16 @@ def load(job: dict[str, Any], told: Told, watch: Watch) -> None:
         told("step", "groups")
         _become(job)
         told("step", "build")
+        recording = "probes" in job
+        if recording:
+            whole.quant_config = _spy()
         with set_default_torch_dtype(config.dtype), torch.device("cpu"):
             model = initialize_model(whole, model_config=config)
+        if recording:
+            from . import record
+
+            record.record(model, whole.quant_config, job, told)
+            return
         told("schemes", held.schemes(model))
         told("empty", held.empty(model))
         watch.begin(model)

@@ -1,0 +1,347 @@
+"""A rank's parameters, built from the table of a class, a config and the names of a folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.classes.expressions import Sizes
+from qconvert.runtimes.classes.record import LINEARS, Module, Record, Variant, holds
+from qconvert.runtimes.loading.building import RankBuild, divided
+from qconvert.runtimes.loading.parameters import Convolution, Parameter, Sharded, Whole
+from qconvert.runtimes.loading.schemes import Scheme, Unquantized
+from qconvert.runtimes.loading.setting import NotSimulated
+
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,6}(?![^.])")
+_MOST_LAYERS = 4096
+# Types as torch calls them.
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32"}
+
+
+def pattern_of(name: str) -> str:
+    """A dotted name with `*` for each of its numbers."""
+    return _NUMBER.sub("*", name)
+
+
+def numbers_of(name: str) -> list[int]:
+    """The numbers of a dotted name."""
+    return [int(number) for number in _NUMBER.findall(name)]
+
+
+def filled(pattern: str, numbers: Iterable[int]) -> str:
+    """A pattern with numbers for its `*`, as many as it has."""
+    left = iter(numbers)
+    return re.sub(r"\*", lambda _: str(next(left)), pattern)
+
+
+def captured(pattern: str, parts: Sequence[str]) -> list[int] | None:
+    """The numbers that stand for the `*` of a pattern in a name, given in parts; None where they do not
+    fit: a number that is no layer's stands in the pattern itself."""
+    found = []
+    for one, part in zip(pattern.split("."), parts, strict=True):
+        if one == "*":
+            found.append(int(part))
+        elif one != part:
+            return None
+    return found
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The numbered layers of a record's containers in one model: `counts` of each, the `kinds` of each
+    one's layers, and the numbers of those that the rank's stage `owns`."""
+
+    counts: Mapping[str, int]
+    kinds: Mapping[str, Mapping[int, int]]
+    owns: Mapping[str, range]
+
+    def container(self, name: str) -> str:
+        """The container that a module of a record lies in, "" for one outside."""
+        return next((one for one in self.counts if name.startswith(f"{one}.*")), "")
+
+    def has(self, container: str, layer: int | None, variants: tuple[int, ...]) -> bool:
+        """Tell whether a layer is of one of some kinds, if any are named."""
+        kinds = self.kinds.get(container)
+        return not variants or kinds is None or layer is None or kinds[layer] in variants
+
+
+def layers_of(
+    record: Record, sizes: Sizes, tensors: Mapping[str, TensorType], build: RankBuild
+) -> Layers:
+    """The layers of a model, each of the kind whose names the folder has in it. Raises NotSimulated for
+    one of a kind that was not recorded."""
+    counts = {name: sizes.of(count) for name, count in record.layers.items()}
+    if max(counts.values(), default=0) > _MOST_LAYERS:
+        raise NotSimulated(f"config.json states {max(counts.values())} layers, which no model has")
+    staged = {
+        name
+        for name in counts
+        if any(m.name.startswith(f"{name}.*") and not m.stage for m in record.modules)
+    }
+    owns = {
+        name: build.setting.layers(count) if name in staged else range(count)
+        for name, count in counts.items()
+    }
+    kinds = {
+        name: _kinds(record, name, variants, owns[name], tensors, sizes)
+        for name, variants in record.variants.items()
+    }
+    return Layers(counts, kinds, owns)
+
+
+def _kinds(
+    record: Record,
+    container: str,
+    variants: Sequence[Variant],
+    layers: range,
+    tensors: Mapping[str, TensorType],
+    sizes: Sizes,
+) -> dict[int, int]:
+    """The kind of each layer."""
+    inside = f"{container}.*"
+    places = {one.source.partition(".*")[0] for one in record.names if one.to.startswith(inside)}
+    met: dict[int, set[str]] = {layer: set() for layer in layers}
+    for name in tensors:
+        for place in places:
+            if name.startswith(f"{place}."):
+                number, _, rest = name[len(place) + 1 :].partition(".")
+                if number.isdecimal() and int(number) in met:
+                    inner = pattern_of(rest)
+                    met[int(number)] |= {inner, inner.rpartition(".")[0]}
+    return {
+        layer: _kind(found, variants, layer, f"{container}.{layer}", sizes)
+        for layer, found in met.items()
+    }
+
+
+def _kind(
+    found: set[str], variants: Sequence[Variant], layer: int, where: str, sizes: Sizes
+) -> int:
+    """The kind of layer of which all names are there; of several the one with most, or the config's."""
+    fits = [at for at, one in enumerate(variants) if found.issuperset(map(pattern_of, one.names))]
+    most = max((len(variants[at].names) for at in fits), default=0)
+    fits = [at for at in fits if len(variants[at].names) == most]
+    if len(fits) > 1:
+        fits = [at for at in fits if variants[at].key and _stated(variants[at], layer, sizes)]
+    if len(fits) != 1:
+        raise NotSimulated(f"{where} is of no kind of layer that its class was recorded with")
+    return fits[0]
+
+
+def _stated(variant: Variant, layer: int, sizes: Sizes) -> bool:
+    values = sizes.flag(variant.key)
+    return isinstance(values, list) and layer < len(values) and values[layer] == variant.value
+
+
+@dataclass(frozen=True)
+class Built:
+    """Product of a table on a rank: the modules of a record by the runtime's names, the record for the
+    settings of the config, and the number of routed experts of a layer."""
+
+    build: RankBuild
+    modules: Mapping[str, Module]
+    layers: Layers
+    record: Record
+    experts: int
+
+
+def built(
+    table: Record, build: RankBuild, sizes: Sizes, tensors: Mapping[str, TensorType]
+) -> Built:
+    """Fill a rank's build with what the class of a table builds. `tensors` are the folder's. Raises
+    LoadRefused where the runtime would, and NotSimulated for what the table does not show."""
+    record = table.under(sizes)
+    layers = layers_of(record, sizes, tensors, build)
+    made: dict[str, Module] = {}
+    stored = _stored_shapes(record, tensors)
+    for group in _groups(record, layers):
+        container = layers.container(group[0].name)
+        for number in layers.owns[container] if container else (None,):
+            for module in group:
+                here = _in_stage(module, build) and layers.has(container, number, module.variants)
+                if not here or not holds(module.when, sizes):
+                    continue
+                if module.name.count("*") != (number is not None):
+                    raise NotSimulated(f"{module.name}: layers in layers have no rule")
+                name = filled(module.name, [] if number is None else [number])
+                _add(build, module, name, number, sizes, stored)
+                made[name] = module
+                if number is None and not _is_used(module, layers, build, sizes):
+                    for parameter in _of(build, module, name):
+                        build.parameters[parameter].needed = False
+    _tie(record, build)
+    routed = [sizes.of(one.sizes[0]) for one in made.values() if one.kind == "experts"]
+    return Built(build, made, layers, record, max(routed, default=0))
+
+
+def _tie(record: Record, build: RankBuild) -> None:
+    """Give parameters that are one their other names."""
+    for first, *others in record.tied:
+        if "*" in first:
+            for name in [one for one in build.parameters if pattern_of(one) == first]:
+                for other in others:
+                    build.aliases[filled(other, numbers_of(name))] = name
+            continue
+        if build.setting.pp > 1:
+            raise NotSimulated(f"{first} under two names in pipeline stages")
+        held = next((name for name in (first, *others) if name in build.parameters), None)
+        if held is None:
+            raise NotSimulated(f"{first} under two names, of which none is a module's")
+        for name in {first, *others} - {held}:
+            build.parameters.pop(name, None)
+            build.aliases[name] = held
+
+
+def _stored_shapes(
+    record: Record, tensors: Mapping[str, TensorType]
+) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the folder's tensors that are plain parameters whose sizes follow from no key, by the
+    runtime's patterns."""
+    unknown = {one.name for one in record.modules if one.kind == "parameter" and "" in one.sizes}
+    if not unknown:
+        return {}
+    sources = {one.source: one.to for one in record.names if one.to in unknown}
+    return {
+        sources[pattern]: tensors[name].shape
+        for name in tensors
+        if (pattern := pattern_of(name)) in sources
+    }
+
+
+def _groups(record: Record, layers: Layers) -> Iterator[list[Module]]:
+    """Modules in the order of building: those of a container together, layer for layer."""
+    group: list[Module] = []
+    for module in record.modules:
+        at = layers.container(module.name)
+        if group and (not at or at != layers.container(group[0].name)):
+            yield group
+            group = []
+        group.append(module)
+    if group:
+        yield group
+
+
+def _in_stage(module: Module, build: RankBuild) -> bool:
+    setting = build.setting
+    at = {
+        "first": setting.first,
+        "last": setting.last,
+        "first and last": setting.first or setting.last,
+    }
+    return at.get(module.stage, True)
+
+
+def _is_used(module: Module, layers: Layers, build: RankBuild, sizes: Sizes) -> bool:
+    """Tell whether a stage computes with a module of no layer: what stands before the layers in the
+    first, what stands behind them, the head and what lies beside them, in the last."""
+    setting = build.setting
+    beside = tuple(f"{name.rpartition('.')[0]}." for name in layers.counts)[:1]
+    plain = module.kind not in ("embedding", "head")
+    if module.kind == "head" or (plain and module.name.startswith(beside)):
+        return setting.last
+    tied = module.kind == "embedding" and setting.last and bool(sizes.flag("tie_word_embeddings"))
+    return setting.first or tied
+
+
+def _of(build: RankBuild, module: Module, name: str) -> list[str]:
+    if module.kind == "parameter":
+        return [name]
+    return [one for one in build.parameters if one.startswith(f"{name}.")]
+
+
+def _add(
+    build: RankBuild,
+    module: Module,
+    name: str,
+    layer: int | None,
+    sizes: Sizes,
+    stored: Mapping[str, tuple[int, ...]],
+) -> None:
+    if module.name in stored:
+        numbers = list(stored[module.name])
+    else:
+        numbers = [sizes.of(size, layer) for size in module.sizes]
+    asked = None if module.asked is None else filled(module.asked, [] if layer is None else [layer])
+    if build.quantization.name in module.unquantized:
+        asked = None
+    plain = Unquantized(_dtype(build, module)) if asked is None else None
+    if module.kind == "parameter":
+        _add_parameter(build, module, name, numbers, layer, sizes)
+    elif module.kind == "convolution":
+        _add_parameter(build, replace(module, cut=0), f"{name}.weight", numbers, layer, sizes)
+        build.schemes[name] = Unquantized().linear_name
+    elif module.kind == "attention":
+        if asked is not None:
+            build.cache_scales(name)
+    elif module.kind in ("embedding", "head"):
+        rows, columns = numbers
+        quantized = module.kind == "head" and asked is not None
+        build.vocabulary(
+            name, rows, columns, build.quantization.head(str(asked)) if quantized else None
+        )
+        if holds(module.bias, sizes):
+            raise NotSimulated(f"{name} with a bias")
+    elif module.kind == "experts":
+        if not module.gated or holds(module.bias, sizes):
+            raise NotSimulated("experts with a bias or without a gate projection")
+        routed, hidden, inner = numbers
+        build.experts(name, routed, 0, hidden, inner, asked=asked or "", scheme=plain)
+    else:
+        _add_linear(build, module, name, numbers, asked, plain, sizes)
+
+
+def _dtype(build: RankBuild, module: Module) -> str:
+    return build.dtype if module.dtype == "model" else _DTYPES.get(module.dtype, module.dtype)
+
+
+def _add_linear(
+    build: RankBuild,
+    module: Module,
+    name: str,
+    numbers: list[int],
+    asked: str | None,
+    scheme: Scheme | None,
+    sizes: Sizes,
+) -> None:
+    bias = holds(module.bias, sizes)
+    if module.kind == "qkv":
+        if module.whole:
+            raise NotSimulated(f"{name}: a projection of queries, keys and values on every rank")
+        hidden, heads, kv_heads, size, *value = numbers
+        build.qkv(
+            name, hidden, heads, kv_heads, size, asked=asked or "", scheme=scheme, bias=bias,
+            value=value[0] if value else size,
+        )  # fmt: skip
+        return
+    inputs, *outputs = numbers
+    build.linear(
+        name, LINEARS[module.kind], inputs, *outputs, asked=asked or "", scheme=scheme, bias=bias,
+        whole=module.whole, wrapped="qwen3_5" if module.in_parts else "",
+    )  # fmt: skip
+
+
+def _add_parameter(
+    build: RankBuild,
+    module: Module,
+    name: str,
+    shape: list[int],
+    layer: int | None,
+    sizes: Sizes,
+) -> None:
+    """A parameter that every rank has all of, or that is divided along one dimension."""
+    setting = build.setting
+    dtype = _dtype(build, module)
+    if module.cut is None:
+        made = Parameter(dtype, tuple(shape), Whole())
+    else:
+        shape[module.cut] = divided(shape[module.cut], setting.tp, name)
+        if module.kind == "convolution" or module.parts:
+            parts = tuple(sizes.of(part, layer) for part in module.parts or module.sizes[:1])
+            slot = Convolution(parts, setting.tp, setting.rank)
+            made = Parameter(dtype, tuple(shape), slot)
+        else:
+            made = Parameter(dtype, tuple(shape), Sharded(setting.rank, setting.tp, module.cut))
+    made.needed = module.loads
+    build.parameters[name] = made

@@ -1,0 +1,388 @@
+"""The table of one class of a runtime: what it builds for a config, and where it puts the tensors of a
+checkpoint.
+
+A table was made by the runtime itself (tests/loaders/record_classes.py): the class was built at
+several sizes, and loaded tensors that told which and where they are. `*` stands for a number in a dotted
+name, of a layer or an expert. Sizes are expressions over the config (expressions.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.names import KV_SCALES
+from qconvert.core.versions import RELEASES, is_release
+from qconvert.runtimes.classes.expressions import Sizes
+from qconvert.runtimes.loading.config_groups import Group, block_of, is_group
+from qconvert.runtimes.loading.load_weights import Tensors
+from qconvert.runtimes.loading.parameters import Kind
+from qconvert.runtimes.loading.setting import NotSimulated, Setting
+
+_TABLES = Path(__file__).parent
+Config = Mapping[str, Any]
+# A size, or numbers known without a config.
+Size = str | int
+# What follows from flags of the config: always, never, or where each has a value.
+Condition = bool | Mapping[str, Any]
+ModuleKind = Literal[
+    "replicated", "column", "merged", "merged_replicated", "qkv", "row", "experts", "embedding",
+    "head", "attention", "convolution", "parameter",
+]  # fmt: skip
+# Linears, as ranks divide them.
+LINEARS: Mapping[str, Kind] = {
+    "replicated": "replicated", "column": "column", "merged": "merged", "merged_replicated": "merged",
+    "qkv": "qkv", "row": "row",
+}  # fmt: skip
+# Keys that classes ask for and take something else in place of, where a config does not state them.
+_HEAD = re.compile(r"head_dim$|kv_channels$")
+# Among the forms that agree: folders of pipeline stages.
+STAGES = "stages"
+UNQUANTIZED = "unquantized"
+Place = Literal["fused", "linear", "experts", "parameter", "draft", "next_layer", "rotary", "head"]
+Outcome = Literal["error", "warn", "silent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module that has a method of quantization, or one plain parameter. `sizes` are those of its kind:
+    inputs and outputs of a linear; inputs, heads, key-value heads and the sizes of a head of keys and of
+    values of qkv; routed, hidden and inner of experts; rows and columns of an embedding; the shape of a
+    parameter or of a convolution's weight. `asked`: the name for which the quantization config is asked,
+    None where it is not; `unquantized`: methods of quantization under which it is not, either. `stage`:
+    of the pipeline, "" where its layer decides; `variants`: kinds of layers that have it, if not all.
+    `whole`: a linear that every rank has all of; `cut`: the dimension along which ranks share a
+    parameter, in `parts`. `loads`: a checkpoint has it; `in_parts`: a tensor fills several parts of it,
+    which the class takes apart itself."""
+
+    name: str
+    kind: ModuleKind
+    sizes: tuple[Size, ...]
+    asked: str | None = None
+    unquantized: tuple[str, ...] = ()
+    bias: Condition = False
+    when: Condition = True
+    stage: str = ""
+    variants: tuple[int, ...] = ()
+    whole: bool = False
+    gated: bool = True
+    dtype: str = "model"
+    cut: int | None = None
+    parts: tuple[Size, ...] = ()
+    loads: bool = True
+    in_parts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Destination of a checkpoint's module, whose parameters keep their names; or of one parameter,
+    under another name if `leaf` says so. `shard`: the part of a fused module, or of experts ("w13": gate
+    and up); `stack`: all experts in one tensor; `rows`: what becomes of their order and numbers."""
+
+    source: str
+    to: str
+    shard: str | int | tuple[int, ...] | None = None
+    leaf: str = ""
+    parameter: bool = False
+    stack: bool = False
+    transposed: bool = False
+    rows: str = ""
+    variants: tuple[int, ...] = ()
+    when: Condition = True
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kind of layer: names that its checkpoint has and those of other kinds have not, and the value
+    that a list of the config has for it."""
+
+    names: tuple[str, ...]
+    key: str = ""
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A class. `layers`: containers of numbered layers and how many there are; `packed`: names that it
+    fuses, as a quantization config is asked; `starts` and `parts`: what it replaces in the names that
+    one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there does,
+    by place and name ("": any other); `tied`: parameters that are one; `agrees`: forms of folders, each
+    with the tensor-parallel sizes at which the loader itself did what the simulator says; `draft_of`:
+    the class whose draft it loads; `otherwise`: what else holds under a setting of the config;
+    `fuses_shared`: it may load shared experts as routed ones, which the table does not show. `keys`: of
+    the configs that it was recorded with; `also`: other names of keys."""
+
+    runtime: str
+    version: str
+    architecture: str
+    model_type: str
+    layers: Mapping[str, Size]
+    modules: tuple[Module, ...]
+    names: tuple[Name, ...]
+    packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    starts: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
+    renames_more: bool = False
+    one_stage: bool = False
+    variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
+    tied: tuple[tuple[str, ...], ...] = ()
+    passed: tuple[str, ...] = ()
+    unknown: Mapping[str, Mapping[str, Outcome]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    agrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    draft_of: str = ""
+    otherwise: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fuses_shared: bool = False
+    also: Mapping[str, str] = field(default_factory=dict)
+    keys: frozenset[str] = frozenset()
+
+    def sizes(self, values: Mapping[str, Any]) -> Sizes:
+        """Values of a config. Raises NotSimulated for one that states a size of heads that the class was
+        recorded without: it may be built by that."""
+        if self.renames_more:
+            raise NotSimulated("its class renames names by patterns, which there are no rules for")
+        for key, value in values.items():
+            if self.keys and type(value) is int and _HEAD.search(key) and key not in self.keys:
+                raise NotSimulated(
+                    f"config.json states {key}, and its class was recorded without it"
+                )
+        return Sizes(values, self.defaults, self.also)
+
+    def under(self, sizes: Sizes) -> Record:
+        """The table for the settings of a config."""
+        changed: dict[str, Any] = {}
+        for setting, other in self.otherwise.items():
+            key, _, value = setting.partition("=")
+            if sizes.has(key, json.loads(value)):
+                changed |= other
+        kept = tuple(name for name in self.names if holds(name.when, sizes))
+        return replace(self, names=kept, **_facts(changed))
+
+    def outcome(self, place: Place, leaf: str) -> Outcome:
+        """Consequence of a parameter that is not there."""
+        said = self.unknown.get(place, {})
+        return said.get(leaf, said.get("", "error"))
+
+    def agreed(self, form: str, setting: Setting) -> bool:
+        """Tell whether the loader was asked about a form at this size; of more than one rank, at any
+        size of that or of no form: how ranks divide a stored form is one rule for all classes, and what
+        a class divides is seen without one."""
+        at = self.agrees.get(form, ())
+        if not at or (setting.pp > 1 and STAGES not in self.agrees):
+            return False
+        several = any(size > 1 for size in (*at, *self.agrees.get(UNQUANTIZED, ())))
+        return setting.tp in at or (setting.tp > 1 and several)
+
+
+def holds(condition: Condition, sizes: Sizes) -> bool:
+    """Tell whether flags of the config have the values of a condition."""
+    if isinstance(condition, bool):
+        return condition
+    return all(sizes.has(key, value) for key, value in condition.items())
+
+
+def versions(runtime: str) -> tuple[str, ...]:
+    """The versions of a runtime whose classes were recorded."""
+    found = (path.name.partition("-") for path in _TABLES.glob(f"{runtime}-*") if path.is_dir())
+    return tuple(sorted(version for _, _, version in found))
+
+
+def architecture_of(config: Config) -> str:
+    """The class that a config names, "" where it names none."""
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
+def class_record(runtime: str, architecture: str, version: str | None = None) -> Record:
+    """The table of a class. Raises NotSimulated where there is none."""
+    found = recorded(runtime, architecture, version)
+    if found is None:
+        of = f"{runtime} {version or RELEASES[runtime].version}"
+        raise NotSimulated(f"its class was not recorded in {of}: ask that with --loader PYTHON")
+    return found
+
+
+def check_form(
+    record: Record, config: Config, tensors: Mapping[str, TensorType], setting: Setting
+) -> None:
+    """Raise NotSimulated for a form in which the loader was not seen to do what the table says."""
+    form = Tensors.of(tensors).once("form", config, form_of)
+    if not record.agreed(form, setting):
+        of = f"{record.runtime} {record.version}"
+        at = f"{form}, {setting.pp} stages" if setting.pp > 1 else form
+        raise NotSimulated(
+            f"its class was not tried in {of} with {at}: ask that with --loader PYTHON"
+        )
+
+
+def recorded(runtime: str, architecture: str, version: str | None = None) -> Record | None:
+    """The table of a class, None where there is none. `version`: of the runtime, by default the one that
+    everything here was checked with."""
+    wanted = version or RELEASES[runtime].version
+    known = next((one for one in versions(runtime) if is_release(wanted, one)), None)
+    if known is None or not architecture.isidentifier():
+        return None
+    return _read(_TABLES / f"{runtime}-{known}" / f"{architecture}.json")
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path) -> Record | None:
+    table = json.loads(path.read_bytes()) if path.exists() else {}
+    return record_of(table) if "modules" in table else None  # there is a list of what has no table
+
+
+def reread() -> None:
+    """Forget tables that were read: one was written."""
+    _read.cache_clear()
+
+
+def record_of(table: Mapping[str, Any]) -> Record:
+    """A record from its JSON. Raises KeyError and ValueError for a table that is none."""
+    fused = {one["to"] for one in table["names"] if isinstance(one.get("shard"), list)}
+    return Record(
+        table["runtime"], table["version"], table["architecture"], table["model_type"],
+        dict(table["layers"]),
+        tuple(_module(one, fused) for one in table["modules"]),
+        tuple(_name(one) for one in table["names"]),
+        packed={key: tuple(parts) for key, parts in table.get("packed", {}).items()},
+        **_renames(table.get("renames", ())), **_facts(table), defaults=table.get("defaults", {}),
+        agrees={form: tuple(sizes) for form, sizes in table.get("agrees", {}).items()},
+        draft_of=table.get("draft_of", ""), otherwise=table.get("otherwise", {}),
+        fuses_shared=table.get("fuses_shared", _has_shared(table)),
+        also=table.get("attribute_map", {}), keys=frozenset(table.get("keys", ())),
+    )  # fmt: skip
+
+
+def _has_shared(table: Mapping[str, Any]) -> bool:
+    """Tell whether a class may load shared experts as routed ones: one of sglang's that has any."""
+    shared = any(".shared_expert" in module["name"] for module in table["modules"])
+    return shared and table["runtime"] == "sglang"
+
+
+def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts that settings of a config may change, as fields of a record."""
+    found: dict[str, Any] = {}
+    if "passed" in table:
+        found["passed"] = tuple(table["passed"])
+    if "unknown" in table:
+        found["unknown"] = table["unknown"]
+    if "stages" in table:
+        found["one_stage"] = table["stages"] == "one"
+    if "tied" in table:
+        found["tied"] = tuple(map(tuple, table["tied"]))
+    if "variants" in table:
+        found["variants"] = {
+            key: tuple(
+                Variant(tuple(one["names"]), one.get("key", ""), one.get("value")) for one in kinds
+            )
+            for key, kinds in table["variants"].items()
+        }
+    return found
+
+
+def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rules of a mapper: what it replaces anywhere and at the start, and whether it does more."""
+    one: Mapping[str, Any] = tables[0] if tables else {}
+    return {
+        "parts": _pairs(one.get("substr", ())),
+        "starts": _pairs(one.get("prefix", ())),
+        "renames_more": len(tables) > 1 or not set(one) <= {"substr", "prefix"},
+    }
+
+
+def _pairs(pairs: Sequence[Sequence[str]]) -> tuple[tuple[str, str], ...]:
+    return tuple((old, new) for old, new in pairs)
+
+
+# Keys of a module's sizes, by its kind.
+_SIZES: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("inputs", "heads", "kv_heads", "head_size", "v_head_size"),
+    "experts": ("routed", "hidden", "inner"),
+}  # fmt: skip
+
+
+def _module(table: Mapping[str, Any], fused: Collection[str]) -> Module:
+    kind = cast("ModuleKind", table["kind"])
+    if kind in LINEARS and "shape" in table:
+        kind, sizes = "convolution", table["shape"]
+    elif kind in _SIZES:
+        sizes = [table[key] for key in _SIZES[kind] if key != "v_head_size" or key in table]
+    elif kind in LINEARS:
+        sizes = [table["inputs"], *table["outputs"]]
+    elif kind == "parameter":
+        sizes = table["shape"]
+    else:
+        sizes = [table["rows"], table["inputs"]] if "rows" in table else []
+    return Module(
+        table["name"], kind, tuple(sizes), table.get("asked"), tuple(table.get("unquantized", ())),
+        table.get("bias", False), table.get("when", True), table.get("stage", ""),
+        tuple(table.get("variant", ())), table.get("whole", kind == "merged_replicated"),
+        table.get("gated", True), table.get("dtype", "model"), table.get("cut"),
+        tuple(table.get("parts", ())), table.get("loads", True), table["name"] in fused,
+    )  # fmt: skip
+
+
+def _name(table: Mapping[str, Any]) -> Name:
+    shard = table.get("shard")
+    return Name(
+        table["from"], table["to"], tuple(shard) if isinstance(shard, list) else shard,
+        table.get("leaf", ""), table.get("parameter", False), table.get("stack", False),
+        table.get("transposed", False), table.get("rows", ""), tuple(table.get("variant", ())),
+        table.get("when", True),
+    )  # fmt: skip
+
+
+def form_of(config: Config, tensors: Mapping[str, TensorType]) -> str:
+    """The form of a folder as tables list those that were tried: the quantization that its config
+    states, which kinds of modules have codes, and whether experts are in stacks."""
+    experts = {name: type for name, type in tensors.items() if ".experts." in name}
+    scaled = [name for name in tensors if name.rpartition(".")[2] in _SCALES]
+    held = [
+        *(["linears"] if any(name not in experts for name in scaled) else []),
+        *(["experts"] if any(name in experts for name in scaled) else []),
+    ]
+    beside = [
+        *(["stacks"] if any(len(type.shape) > 2 for type in experts.values()) else []),
+        *(["scales of a cache"] if any(name.endswith(KV_SCALES) for name in tensors) else []),
+    ]
+    text = _method(block_of(config)) + (f" of {' and '.join(held)}" if held else "")
+    return text + (f" with {' and '.join(beside)}" if beside else "")
+
+
+# Parameters of which a quantized module has one.
+_SCALES = ("weight_scale", "weight_scale_inv", "scales")
+
+
+def _method(block: Config | None) -> str:
+    if block is None:
+        return UNQUANTIZED
+    method = str(block.get("quant_method") or "modelopt")
+    if method == "fp8":
+        return "fp8 in blocks" if block.get("weight_block_size") else "fp8"
+    if method == "modelopt":
+        return f"modelopt {block.get('quant_algo')}"
+    if method == "gptq":
+        return f"gptq of {block.get('bits')} bits"
+    groups = block.get("config_groups")
+    found = dict.fromkeys(
+        _group(Group(group["weights"], group.get("input_activations") or None, group.get("format")))
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping) and is_group(group)
+    )
+    beside = ["linear_fp8_config"] if "linear_fp8_config" in block else []
+    return f"{method} {' + '.join([*found, *beside])} in {block.get('format')}"
+
+
+def _group(group: Group) -> str:
+    kind = "int" if group.integers else "float"
+    words = [f"{kind}{group.bits} by {group.strategy}"]
+    words += [] if group.symmetric else ["asymmetric"]
+    words += ["ordered"] if group.actorder else []
+    words += [f"A{group.inputs.get('num_bits', 8)}"] if group.inputs else []
+    return " ".join(words)

@@ -1,0 +1,393 @@
+"""What a runtime's class is, told by building it and loading numbered tensors: its modules with the
+runtime's kinds of layers and sizes, which rows of which tensor each parameter holds, in which order, and
+what its loader does with names that lead nowhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .serving import Told
+
+# Kinds of layers by the names of the runtimes' classes, the first of a class's ancestors that is here.
+_KINDS = {
+    "QKVParallelLinear": "qkv", "MergedColumnParallelLinear": "merged",
+    "MergedReplicatedLinear": "merged_replicated", "ColumnParallelLinear": "column",
+    "RowParallelLinear": "row", "ReplicatedLinear": "replicated", "FusedMoE": "experts",
+    "RoutedExperts": "experts", "ParallelLMHead": "head", "VocabParallelEmbedding": "embedding",
+}  # fmt: skip
+# Modules that a runtime puts where another pipeline stage has the real one.
+_ABSENT = ("PPMissingLayer", "StageMissingLayer")
+# What sglang's classes have that may load a shared expert as one more routed expert.
+_FUSES_SHARED = ("shared_experts_fusion_disable_reason", "num_fusable_shared_experts")
+_SIZES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "qkv": {
+        "inputs": ("hidden_size", "input_size"), "heads": ("total_num_heads",),
+        "kv_heads": ("total_num_kv_heads",), "head_size": ("head_size",),
+        "v_head_size": ("v_head_size",),
+    },
+    "experts": {
+        "routed": ("global_num_experts", "num_experts"), "hidden": ("hidden_size",),
+        "inner": ("intermediate_size_per_partition",),
+    },
+    "head": {"rows": ("org_vocab_size",), "inputs": ("embedding_dim",)},
+    "embedding": {"rows": ("org_vocab_size",), "inputs": ("embedding_dim",)},
+    "": {"inputs": ("input_size",), "outputs": ("output_sizes", "output_size")},
+}  # fmt: skip
+# A tensor's numbers lie between two multiples of this, so that a number tells the tensor and the element
+# in it, also after a norm's + 1 and after -exp.
+_STEP = 2.0**-16
+_OFF = 0.25
+# How far from an element's place its number may be: as it was, and after an exp in single precision.
+_EXACT, _ROUGH = 1e-3, 0.4
+# Runs of rows that are told one by one.
+_MANY = 16
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def spy(base: type, linear: Any) -> Any:
+    """A quantization config of the runtime that notes what is asked of it, and quantizes nothing.
+    `linear` makes the runtime's method for a layer, None for its own default."""
+
+    def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str = "") -> Any:
+        self.asked[id(layer)] = prefix
+        self.held.append(layer)  # another layer would get a freed one's id
+        return linear(layer)
+
+    def note_renames(self: Any, mapper: Any) -> None:
+        self.mappers.append(mapper)
+
+    body = {
+        "get_name": lambda self: "recorded",
+        "get_supported_act_dtypes": lambda self: [torch.bfloat16, torch.float32],
+        "get_min_capability": classmethod(lambda cls: 0),
+        "get_config_filenames": staticmethod(list),
+        "from_config": classmethod(lambda cls, config: cls()),
+        "get_scaled_act_names": lambda self: [],
+        "get_quant_method": get_quant_method,
+        "apply_vllm_mapper": note_renames,
+        "apply_weight_name_mapper": note_renames,
+    }  # fmt: skip
+    made = type("RecordingConfig", (base,), body)()
+    made.asked, made.held, made.mappers = {}, [], []
+    return made
+
+
+def _kind(module: torch.nn.Module) -> str:
+    names = (ancestor.__name__ for ancestor in type(module).__mro__)
+    return next((_KINDS[name] for name in names if name in _KINDS), "")
+
+
+def _sizes(module: Any, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, attributes in _SIZES.get(kind, _SIZES[""]).items():
+        values = (getattr(module, attribute, None) for attribute in attributes)
+        value = next((value for value in values if value is not None), None)
+        if value is not None:
+            found[name] = list(value) if isinstance(value, list | tuple) else value
+    if kind == "experts":
+        found["gated"] = _is_gated(module)
+    return found
+
+
+def _is_gated(module: Any) -> bool:
+    """Whether its first matrix holds gate and up."""
+    return bool(module.w13_weight.numel() == 2 * module.w2_weight.numel())
+
+
+def modules(model: torch.nn.Module, asked: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    """Layers of a kind that the runtime names, and lists of modules; what is left are parameters."""
+    for name, module in model.named_modules():
+        kind = _kind(module)
+        if type(module).__name__ in _ABSENT:
+            yield {"name": name, "kind": "absent"}
+        elif isinstance(module, torch.nn.ModuleList):
+            yield {"name": name, "kind": "list", "length": len(module)}
+        elif not kind and id(module) in asked:
+            yield {"name": name, "kind": "attention", "class": type(module).__name__,
+                   "asked": asked[id(module)]}  # fmt: skip
+        elif kind:
+            own = dict(module.named_parameters(recurse=False))
+            bias = next((own[n] for n in ("bias", "w13_bias") if own.get(n) is not None), None)
+            yield {
+                "name": name, "kind": kind, "class": type(module).__name__,
+                "asked": asked.get(id(module)), **_sizes(module, kind), "bias": bias is not None,
+                "shapes": {leaf: list(value.shape) for leaf, value in own.items()},
+            }  # fmt: skip
+
+
+def stored(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a folder."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as at:
+            header = json.loads(at.read(int.from_bytes(at.read(8), "little")))
+        header.pop("__metadata__", None)
+        found |= {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return found
+
+
+def _numbers(number: int, shape: tuple[int, ...]) -> Array:
+    """Elements that tell that they are of tensor `number`, counted from 1, and their place in it."""
+    count = max(1, math.prod(shape))
+    made: Array = (number + (np.arange(count) + _OFF) / count) * _STEP
+    return made.reshape(shape)
+
+
+def numbered(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors whose elements tell their tensor and their place in it."""
+    for number, (name, shape) in enumerate(shapes.items(), 1):
+        yield name, torch.from_numpy(_numbers(number, shape))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter's numbers with what was done to them undone, and the tensor of each, 0 for none."""
+
+    values: Array
+    undone: Array
+    tensor: Array
+
+
+def _held(values: Array, last: int) -> _Held:
+    undone = np.where(values >= 1, values - 1, values)
+    negative = values < 0
+    if negative.any():
+        undone[negative] = np.log(-values[negative])
+    tensor = np.nan_to_num(undone / _STEP).astype(np.int64)
+    tensor[(tensor < 1) | (tensor > last) | np.isnan(values)] = 0
+    return _Held(values, undone, tensor)
+
+
+def _box(mask: Array) -> list[list[int]]:
+    """First and last + 1 of a mask in each dimension."""
+    box = []
+    for axis in range(mask.ndim):
+        others = tuple(other for other in range(mask.ndim) if other != axis)
+        at = np.flatnonzero(mask.any(axis=others))
+        box.append([int(at[0]), int(at[-1]) + 1])
+    return box
+
+
+def _slices(box: list[list[int]]) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in box)
+
+
+def _piece(held: _Held, number: int, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """What a parameter holds of one tensor."""
+    mask = held.tensor == number
+    into = _box(mask)
+    inside = _slices(into)
+    piece: dict[str, Any] = {"tensor": name, "into": into}
+    first = held.values[inside].flat[0]
+    if first < 0 or first >= 1:
+        piece["computed"] = "minus exp" if first < 0 else "plus one"
+    if not mask[inside].all():
+        return piece | {"order": "scattered"}
+    count = max(1, math.prod(shape))
+    real = (held.undone[inside].reshape(-1) / _STEP - number) * count - _OFF
+    places = np.rint(real).astype(np.int64)
+    if (np.abs(real - places) > (_ROUGH if first < 0 else _EXACT)).any():
+        return piece | {"order": "computed"}
+    out, left = list[list[int]](), places
+    for size in reversed(shape):
+        index = left % size
+        out.insert(0, [int(index.min()), int(index.max()) + 1])
+        left = left // size
+    grid = np.arange(count).reshape(shape)[_slices(out)]
+    order = _order(places, grid)
+    if order == "moved":
+        piece["runs"] = _runs(places.reshape(mask[inside].shape), count // max(1, shape[0]))
+    return piece | {"out": out, "order": order}
+
+
+def _runs(places: Array, row: int) -> list[list[int]]:
+    """Rows of a tensor in the order in which a parameter holds them, first and last + 1 of each run;
+    none where rows are not whole, or are in many pieces."""
+    if places.size % row:
+        return []
+    whole = places.reshape(-1, row)
+    if (whole != whole[:, :1] + np.arange(row)).any():
+        return []
+    rows = whole[:, 0] // row
+    ends = [0, *(np.diff(rows) != 1).nonzero()[0] + 1, len(rows)]
+    runs = [[int(rows[a]), int(rows[b - 1]) + 1] for a, b in pairwise(ends)]
+    return runs if len(runs) <= _MANY else []
+
+
+def _order(places: Array, grid: Array) -> str:
+    """How the elements `grid` of a tensor lie in a parameter."""
+    if grid.size != places.size:
+        return "moved"
+    if (grid.reshape(-1) == places).all():
+        return "same"
+    if grid.ndim >= 2 and (grid.swapaxes(-1, -2).reshape(-1) == places).all():
+        return "transposed"
+    return "moved"
+
+
+def pieces(value: Array, names: list[str], shapes: Shapes) -> list[dict[str, Any]]:
+    """What a parameter holds, tensor by tensor; with what of it is no tensor's."""
+    held = _held(value.reshape(value.shape or (1,)), len(names))
+    present = [int(n) for n in np.bincount(held.tensor.reshape(-1)).nonzero()[0] if n]
+    found: list[dict[str, Any]] = []
+    if held.values.ndim >= 3 and len(present) > 1:  # an expert at a time is much faster
+        for at, inner in enumerate(held.values):
+            one = _held(inner, len(names))
+            for number in np.bincount(one.tensor.reshape(-1)).nonzero()[0]:
+                if number:
+                    piece = _piece(one, int(number), names[number - 1], shapes[names[number - 1]])
+                    found.append(piece | {"into": [[at, at + 1], *piece["into"]]})
+    else:
+        found += [_piece(held, n, names[n - 1], shapes[names[n - 1]]) for n in present]
+    unknown = (held.tensor == 0) & ~np.isnan(held.values) & (held.values != 0)
+    if unknown.any():
+        found.append({"tensor": None, "into": _box(unknown), "order": "computed"})
+    return found
+
+
+def _widen(model: torch.nn.Module) -> None:
+    """Make room for numbers, and mark what no byte comes to."""
+    for parameter in model.parameters():
+        parameter.data = torch.full(parameter.shape, math.nan, dtype=torch.float64)
+    for buffer in model.buffers():
+        if buffer.is_floating_point() and buffer.numel():
+            buffer.data = buffer.data.to(torch.float64)
+
+
+class _Warned(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def probe(model: Any, name: str, shape: tuple[int, ...]) -> str:
+    """What a loader does with one more tensor: "error", "warn" or "silent"."""
+    watch = _Warned()
+    logging.getLogger().addHandler(watch)
+    try:
+        done = model.load_weights(iter([(name, torch.ones(shape, dtype=torch.float64))]))
+        if done is not None and not isinstance(done, set | list | tuple | bool):
+            for _ in done:
+                pass
+    except Exception as error:  # what a loader raises is the answer
+        return f"error {type(error).__name__}: {str(error)[:160]}"
+    finally:
+        logging.getLogger().removeHandler(watch)
+    return f"warn {watch.lines[0][:160]}" if watch.lines else "silent"
+
+
+def _renames(mapper: Any) -> dict[str, Any]:
+    """Tables of a mapper of names."""
+    found = {}
+    for key, table in vars(mapper).items():
+        if key.startswith("orig_to_new") and table:
+            items = table.items() if isinstance(table, Mapping) else table
+            pairs = [[getattr(old, "pattern", old), new] for old, new in items]
+            found[key.removeprefix("orig_to_new_")] = pairs
+    return found
+
+
+# Names that no class has, offered beside a tensor that it has: parameters of quantized forms, a bias.
+_LEAVES = ("weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "weight_zero_point",
+           "input_scale", "bias", "k_scale", "g_idx", "qweight")  # fmt: skip
+_PLACES = {"qkv": "fused", "merged": "fused", "merged_replicated": "fused", "experts": "experts"}
+
+
+def places(kinds: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str, str]:
+    """A module of the checkpoint for each kind of place that its tensors go to."""
+    found: dict[str, str] = {}
+    for name, facts in parameters.items():
+        kind = kinds.get(name.rpartition(".")[0], "")
+        for piece in facts["pieces"]:
+            base, _, leaf = (piece["tensor"] or "").rpartition(".")
+            if leaf == "weight":
+                place = _PLACES.get(kind, "linear" if kind else "parameter")
+                found.setdefault(place, base)
+    return found
+
+
+def probes(model: Any, at: Mapping[str, str], names: list[str], lists: Mapping[str, int]) -> Any:
+    """What a loader does with names that lead nowhere, by the place where they stand."""
+    found: dict[str, dict[str, str]] = {}
+    for place, base in at.items():
+        leaves = (leaf for leaf in _LEAVES if f"{base}.{leaf}" not in names)
+        found[place] = {leaf: probe(model, f"{base}.{leaf}", (1,)) for leaf in leaves}
+    single = {"top": "nothing.weight", "draft": "mtp.layers.0.nothing.weight"}
+    inner = next((name for name in names if ".0." in name and "layers" in name), None)
+    if inner is not None:
+        before, _, after = inner.partition(".0.")
+        count = max(lists.values(), default=0)
+        single |= {
+            "module": f"{before}.0.nothing.weight", "next_layer": f"{before}.{count}.{after}",
+            "rotary": f"{before}.0.self_attn.rotary_emb.inv_freq",
+        }  # fmt: skip
+    if "lm_head.weight" not in names:
+        single["head"] = "lm_head.weight"
+    return found | {place: {"": probe(model, name, (1,))} for place, name in single.items()}
+
+
+def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
+    """Tell all of a built model; `config` is the spy that it was built with."""
+    torch.set_num_threads(1)
+    shapes = stored(Path(job["folder"]))
+    told("class", type(model).__name__)
+    told("fuses_shared", any(hasattr(type(model), name) for name in _FUSES_SHARED))
+    found = [*modules(model, config.asked)]
+    told("modules", found)
+    told("renames", [_renames(mapper) for mapper in config.mappers])
+    told("packed", {key: list(value) for key, value in _packed(model, config).items()})
+    told("dtypes", _dtypes(model))
+    same: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        same.setdefault(id(parameter), []).append(name)
+    told("aliases", [names for names in same.values() if len(names) > 1])
+    names = list(shapes)
+    if job["load"]:
+        _widen(model)
+        told("step", "load")
+        model.load_weights(numbered(shapes))
+    told("step", "read")
+    parameters, read = {}, set()
+    for name, parameter in model.named_parameters():
+        held = pieces(parameter.data.numpy(), names, shapes) if job["load"] else []
+        read |= {piece["tensor"] for piece in held}
+        parameters[name] = {"shape": list(parameter.shape), "pieces": held}
+    told("parameters", parameters)
+    told("unread", [name for name in names if name not in read])
+    if job["probes"]:
+        told("step", "probe")
+        kinds = {module["name"]: module["kind"] for module in found}
+        lists = {module["name"]: module["length"] for module in found if "length" in module}
+        told("probes", probes(model, places(kinds, parameters), names, lists))
+    told("step", "done")
+
+
+def _packed(model: Any, config: Any) -> Mapping[str, Any]:
+    own: Any = getattr(config, "packed_modules_mapping", None) or getattr(
+        model, "packed_modules_mapping", None
+    )
+    return own or {}
+
+
+def _dtypes(model: torch.nn.Module) -> dict[str, str]:
+    """Types of parameters that are not the model's own."""
+    return {
+        name: str(parameter.dtype).removeprefix("torch.")
+        for name, parameter in model.named_parameters()
+        if parameter.dtype != torch.bfloat16
+    }

@@ -1,0 +1,738 @@
+"""Tables of a runtime's class made of what its loader's server recorded
+(qconvert/runtimes/loader/server/record.py) at several sets of sizes, several ranks, and with single
+settings of the config changed: names become patterns, sizes expressions over the config's keys."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations_with_replacement, product
+from typing import Any
+
+Facts = Mapping[str, Any]
+Entry = dict[str, Any]
+# Kinds whose weight a rank has a part of.
+_CUT = ("qkv", "merged", "column", "row")
+_SIZES = (
+    "inputs",
+    "heads",
+    "kv_heads",
+    "head_size",
+    "v_head_size",
+    "routed",
+    "hidden",
+    "inner",
+    "rows",
+)
+# Keys that count what has nothing to do with a size, or that published configs do not have, because it
+# follows from others; and those that come first where several fit.
+_NO_SIZES = re.compile(
+    r"(qk_head_dim|_token_id|_id|_ids|version|seed|max_position_embeddings|num_hidden_layers|max_window_layers"
+    r"|_per_tok|topk|top_k|n_group|original_max|sliding_window|interval|window_size|period|offset)$"
+)
+_FIRST = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+          "intermediate_size", "moe_intermediate_size")  # fmt: skip
+
+
+def keys_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """Whole numbers of a config, those of its text model without a prefix."""
+    found: dict[str, int] = {}
+
+    def add(values: Mapping[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict) and key.endswith("_config"):
+                add(value, "" if key == "text_config" else f"{prefix}{key}.")
+            elif type(value) is int and value > 0 and not _NO_SIZES.search(key):
+                found[f"{prefix}{key}"] = value
+
+    add(config, "")
+    return found
+
+
+@dataclass
+class Expressions:
+    """Expressions over keys of configs, found by their values at each of several sets of sizes."""
+
+    keys: Sequence[Mapping[str, int]]
+    _known: dict[tuple[int, ...], str] = field(default_factory=dict)
+    _products: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    # Of keys that differ by set: what sums of three are made of.
+    _telling: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    _found: dict[tuple[int, ...], str | int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shared = set(self.keys[0]).intersection(*self.keys)
+        order = sorted(
+            shared,
+            key=lambda k: ("." in k, _FIRST.index(k) if k in _FIRST else len(_FIRST), k),
+        )
+        single = [(tuple(keys[name] for keys in self.keys), name) for name in order]
+        pairs = []
+        for (one, left), (two, right) in combinations_with_replacement(single, 2):
+            values = tuple(a * b for a, b in zip(one, two, strict=True))
+            pairs.append((values, f"{left}*{right}"))
+            if len(set(one)) > 1 and len(set(two)) > 1:
+                self._telling.append(pairs[-1])
+        self._products = [*single, *pairs]
+        self._telling[:0] = [(values, text) for values, text in single if len(set(values)) > 1]
+        several = [
+            (tuple(times * v for v in values), f"{times}*{text}")
+            for times in (2, 3, 4)
+            for values, text in single
+        ]
+        parts = [
+            (tuple(v // by for v in values), f"{text}//{by}")
+            for by in (2, 4)
+            for values, text in single
+            if not any(v % by for v in values)
+        ]
+        quotients = [
+            (tuple(a // b for a, b in zip(one, two, strict=True)), f"{left}//{right}")
+            for one, left in single
+            for two, right in single
+            if not any(a % b for a, b in zip(one, two, strict=True))
+        ]
+        more = [
+            (tuple(times * v for v in values), f"{times}*{text}")
+            for values, text in pairs
+            for times in (2, 3, 4)
+        ]
+        for values, text in (*single, *several, *pairs, *parts, *quotients, *more):
+            self._known.setdefault(values, text)
+
+    def find(self, values: Sequence[int]) -> str | int:
+        """An expression, a constant number, or "" where none fits."""
+        wanted = tuple(values)
+        if wanted not in self._found:
+            self._found[wanted] = self._searched(wanted)
+        return self._found[wanted]
+
+    def _searched(self, wanted: tuple[int, ...]) -> str | int:
+        known = self._known.get(wanted)
+        if known is not None and (len(set(wanted)) > 1 or len(wanted) == 1):
+            return known
+        if len(set(wanted)) == 1:
+            return known if known is not None and wanted[0] > 16 and "*" not in known else wanted[0]
+        for one, text in self._products:
+            rest = tuple(w - a for w, a in zip(wanted, one, strict=True))
+            if rest in self._known:
+                return f"{text}+{self._known[rest]}"
+            if len(set(rest)) == 1 and 0 < rest[0] <= 4:
+                return f"{text}+{rest[0]}"
+        for one, left in self._telling:
+            for two, right in self._telling:
+                rest = tuple(w - a - b for w, a, b in zip(wanted, one, two, strict=True))
+                if rest in self._known:
+                    return f"{left}+{right}+{self._known[rest]}"
+        return ""
+
+    def split(self, total: Sequence[int], first: Sequence[int]) -> list[str]:
+        """Expressions that are `first` at set 0 and together `total` at each, none where none fit."""
+        fitting = [[(v, text) for v, text in self._products if v[0] == part] for part in first]
+        for chosen in product(*fitting):
+            if tuple(map(sum, zip(*(values for values, _ in chosen), strict=True))) == tuple(total):
+                return [text for _, text in chosen]
+        return []
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """Names with `*` for numbers of lists of modules. `lists`: their names and lengths."""
+
+    lists: Mapping[str, int]
+
+    def of(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The pattern of a module's or parameter's name, and the numbers in it."""
+        parts, numbers = name.split("."), list[int]()
+        for at, part in enumerate(parts):
+            if part.isdigit() and ".".join(name.split(".")[:at]) in self.lists:
+                numbers.append(int(part))
+                parts[at] = "*"
+        return ".".join(parts), tuple(numbers)
+
+
+def starred(name: str, numbers: Iterable[int]) -> str:
+    """A name with `*` for these numbers, in their order; others stay."""
+    left, parts = list(numbers), name.split(".")
+    for at, part in enumerate(parts):
+        if left and part == str(left[0]):
+            parts[at] = "*"
+            left.pop(0)
+    return ".".join(parts)
+
+
+def patterns_of(facts: Facts) -> Patterns:
+    lists = {m["name"]: m["length"] for m in facts["modules"] if m["kind"] == "list"}
+    return Patterns({name: length for name, length in lists.items() if length})
+
+
+def _module_sizes(module: Facts) -> dict[str, Any]:
+    found = {key: module[key] for key in _SIZES if key in module}
+    if "outputs" in module:
+        outputs = module["outputs"]
+        found["outputs"] = outputs if isinstance(outputs, list) else [outputs]
+    if found.get("v_head_size") == found.get("head_size"):
+        found.pop("v_head_size", None)
+    return found
+
+
+def _things(facts: Facts) -> dict[str, Entry]:
+    """Modules and plain parameters by name, in the order of the model, sizes as numbers."""
+    found: dict[str, Entry] = {}
+    shapes = facts["parameters"]
+    for module in facts["modules"]:
+        if module["kind"] in ("list", "absent"):
+            continue
+        entry: Entry = {"kind": module["kind"], "asked": module["asked"], "name": module["name"]}
+        if module["kind"] != "attention":
+            entry |= {"sizes": _module_sizes(module), "bias": module["bias"]}
+            if "gated" in module:
+                entry["gated"] = module["gated"]
+            weight = module["shapes"].get("weight", [])
+            if len(weight) > 2:
+                entry["sizes"]["shape"] = weight
+        found[module["name"]] = entry
+    for name, held in shapes.items():
+        module = name.rpartition(".")[0]
+        owner = found.get(module)
+        known = ("weight", "bias", "w13_weight", "w2_weight", "w13_bias", "w2_bias")
+        if owner is not None and owner["kind"] not in ("attention",) and name.endswith(known):
+            continue
+        entry = {
+            "kind": "parameter", "name": name, "sizes": {"shape": held["shape"]},
+            "dtype": facts["dtypes"].get(name, "model"), "loads": bool(held["pieces"]),
+        }  # fmt: skip
+        found[name] = entry
+    return found
+
+
+def _layer(numbers: tuple[int, ...]) -> int | None:
+    return numbers[0] if numbers else None
+
+
+@dataclass
+class _Group:
+    """Things of one pattern that are alike but for their number: `where` are the numbers."""
+
+    pattern: str
+    entry: Entry
+    where: list[tuple[int, ...]]
+
+
+def _groups(facts: Facts) -> list[_Group]:
+    patterns = patterns_of(facts)
+    found: dict[str, _Group] = {}
+    for name, thing in _things(facts).items():
+        pattern, numbers = patterns.of(name)
+        entry = {**thing, "name": pattern}
+        if entry.get("asked") is not None:
+            entry["asked"] = starred(entry["asked"], numbers)
+        key = pattern + json.dumps(entry, sort_keys=True)
+        found.setdefault(key, _Group(pattern, entry, [])).where.append(numbers)
+    return list(found.values())
+
+
+def _containers(patterns: Patterns) -> list[str]:
+    """Lists of modules that stand in no other list."""
+    return [name for name in patterns.lists if "*" not in patterns.of(f"{name}.x")[0]]
+
+
+def _kinds_of_layers(groups: Sequence[_Group], length: int, base: str) -> list[list[int]]:
+    """Layers of a list that are built alike, kind by kind."""
+    signatures: dict[frozenset[int], list[int]] = {}
+    for layer in range(length):
+        has = frozenset(
+            at
+            for at, group in enumerate(groups)
+            if group.pattern.startswith(f"{base}.*.") and any(w[0] == layer for w in group.where)
+        )
+        signatures.setdefault(has, []).append(layer)
+    return list(signatures.values())
+
+
+# Names of a checkpoint.
+
+
+def _shard(kind: str, module: Facts, name: str, piece: Facts, pieces: Sequence[Facts]) -> Any:
+    """Which part of a fused module a tensor is: by the rows that it fills."""
+    leaf = name.rpartition(".")[2]
+    if kind == "experts":
+        first, last = piece["into"][-2] if len(piece["into"]) > 1 else piece["into"][0]
+        if leaf.startswith("w2"):
+            return "w2"
+        width = module["shapes"][leaf]
+        rows = width[1]
+        if leaf.endswith("bias"):
+            first, last = piece["into"][-1]
+        elif (
+            piece["into"][-1][1] - piece["into"][-1][0] < width[2]
+        ):  # rows and columns changed places
+            first, last = piece["into"][-1]
+            rows = width[2]
+        if (first, last) == (0, rows):
+            return "w13" if module["gated"] else "w1"
+        return "w1" if first == 0 else "w3"
+    rows = piece["into"][0]
+    if kind == "qkv":
+        heads, kv, size = module["heads"], module["kv_heads"], module["head_size"]
+        ends = [heads * size, kv * size, kv * module.get("v_head_size", size)]
+        names: Sequence[Any] = ("q", "k", "v")
+    elif kind in ("merged", "merged_replicated"):
+        ends = list(module["outputs"])
+        names = range(len(ends))
+    else:
+        starts = sorted(other["into"][0][0] for other in pieces)
+        return starts.index(rows[0]) if len(starts) > 1 else None
+    total, parts = 0, []
+    for part, size in zip(names, ends, strict=True):
+        if rows[0] <= total and total + size <= rows[1]:
+            parts.append(part)
+        elif rows[0] < total + size and total < rows[1]:
+            return "across"
+        total += size
+    if len(parts) == len(names):
+        return "all"
+    return parts[0] if len(parts) == 1 else parts
+
+
+def _names(facts: Facts) -> dict[str, tuple[Entry, list[tuple[int, ...]]]]:
+    """Where tensors of the checkpoint go, pattern by pattern, each with the numbers of its modules."""
+    patterns = patterns_of(facts)
+    modules = {
+        m["name"]: m for m in facts["modules"] if m["kind"] not in ("list", "absent", "attention")
+    }
+    found: dict[str, tuple[Entry, list[tuple[int, ...]]]] = {}
+    for name, held in facts["parameters"].items():
+        owner, _, leaf = name.rpartition(".")
+        module = modules.get(owner)
+        for piece in held["pieces"]:
+            if piece["tensor"] is None:
+                continue
+            entry, numbers = _name(name, leaf, owner, module, piece, held["pieces"], patterns)
+            key = json.dumps(entry, sort_keys=True)
+            found.setdefault(key, (entry, []))[1].append(numbers)
+    return found
+
+
+def _name(
+    name: str,
+    leaf: str,
+    owner: str,
+    module: Facts | None,
+    piece: Facts,
+    pieces: Sequence[Facts],
+    patterns: Patterns,
+) -> tuple[Entry, tuple[int, ...]]:
+    tensor: str = piece["tensor"]
+    entry: Entry = {}
+    if module is None:
+        to, numbers = patterns.of(name)
+        entry = {"from": starred(tensor, numbers), "to": to, "parameter": True}
+    else:
+        to, numbers = patterns.of(owner)
+        base, _, own = tensor.rpartition(".")
+        kind = module["kind"]
+        kept = own == leaf or (kind == "experts" and own == leaf.partition("_")[2])
+        source = starred(base if kept else tensor, numbers)
+        if kind == "experts":
+            source = _without_expert(source, piece)
+        entry = {"from": source, "to": to}
+        if not kept:
+            entry["leaf"] = leaf
+        shard = _shard(kind, module, name, piece, pieces)
+        one = kind in ("merged", "merged_replicated") and len(module["outputs"]) == 1
+        if shard is not None and not one:
+            entry["shard"] = shard
+        if kind == "experts" and "*" not in source.rpartition(".experts.")[2]:
+            into = piece["into"][0]
+            if into[1] - into[0] > 1:
+                entry |= {"stack": True, "transposed": piece["order"] == "transposed"}
+    if piece["order"] == "transposed" and "stack" not in entry:
+        entry["rows"] = "transposed"
+    elif piece["order"] in ("moved", "scattered", "computed"):
+        entry["rows"] = "moved" if piece["order"] != "computed" else "computed"
+    if "computed" in piece:
+        entry["computed"] = piece["computed"]
+    return entry, numbers
+
+
+def _without_expert(source: str, piece: Facts) -> str:
+    """The name of an expert's matrix with `*` for its number."""
+    into = piece["into"][0]
+    if into[1] - into[0] != 1:
+        return source
+    head, dot, rest = source.rpartition(".experts.")
+    number, _, leaf = rest.partition(".")
+    return f"{head}{dot}*.{leaf}" if number == str(into[0]) else source
+
+
+# The whole table.
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was recorded of a class. `sets`: config and facts at each set of sizes; `tp2`, `stages`:
+    facts of set 0 as one of two ranks, and as each of two stages, or why there are none."""
+
+    sets: Sequence[tuple[Mapping[str, Any], Facts]]
+    tp2: Facts | None
+    stages: Sequence[Facts]
+
+    @cached_property
+    def whole(self) -> set[tuple[str, tuple[int, ...]]]:
+        """Patterns and numbers of all things."""
+        return _present(self.sets[0][1])
+
+    @cached_property
+    def present(self) -> list[set[tuple[str, tuple[int, ...]]]]:
+        """The same of each stage."""
+        return [_present(facts) for facts in self.stages]
+
+
+class _Unknown:
+    """No expressions: of a build at one set of sizes, whose things are those of others but for few."""
+
+    def find(self, values: Sequence[int]) -> str | int:
+        return ""
+
+
+def table(recorded: Recorded) -> dict[str, Any]:
+    """The record of a class, but for its name and version. Of one set of sizes no expression is known;
+    what joins tables (`under_settings`) takes those of things that are alike."""
+    config, facts = recorded.sets[0]
+    keys = [keys_of(config) for config, _ in recorded.sets]
+    expressions = Expressions(keys) if len(keys) > 1 else _Unknown()
+    every = [_groups(facts) for _, facts in recorded.sets]
+    groups = every[0]
+    patterns = patterns_of(facts)
+    variants: dict[str, Any] = {}
+    kinds: dict[str, list[list[int]]] = {}
+    names = _names(facts)
+    for base in _containers(patterns):
+        found = _kinds_of_layers(groups, patterns.lists[base], base)
+        kinds[base] = found
+        if len(found) > 1:
+            variants[base] = [*_variants(base, found, names, config)]
+    modules = []
+    for at, group in enumerate(groups):
+        others = [_counterpart(group, at, some) for some in every]
+        modules.append(_entry(group, others, expressions, kinds, recorded))
+    found_names = []
+    for entry, where in names.values():
+        inside = next((b for b in kinds if entry["to"].startswith(f"{b}.*.")), None)
+        found_names.append(entry | _variant_of(inside, kinds, [w[0] for w in where if w]))
+    layers = {base: _count_key(base, patterns.lists[base], config) for base in kinds}
+    return {
+        "layers": layers, "packed": facts["packed"], "renames": facts["renames"],
+        "fuses_shared": facts["fuses_shared"], "stages": _stages(recorded, patterns), "modules": modules,
+        "variants": variants, "names": found_names,
+        "passed": sorted({_passed(name, patterns) for name in facts["unread"]}),
+        "unknown": {place: _condensed(said) for place, said in facts["probes"].items()},
+        "tied": _tied(facts, patterns),
+    }  # fmt: skip
+
+
+def _tied(facts: Facts, patterns: Patterns) -> list[list[str]]:
+    """Names of parameters that are one parameter."""
+    found = {tuple(patterns.of(name)[0] for name in same): None for same in facts["aliases"]}
+    return [[*names] for names in found]
+
+
+def _passed(name: str, patterns: Patterns) -> str:
+    return re.sub(r"(layers|experts|blocks)\.[0-9]+\.", r"\1.*.", name)
+
+
+def _counterpart(group: _Group, at: int, some: Sequence[_Group]) -> Entry | None:
+    """The same thing at another set of sizes."""
+    if at < len(some) and some[at].pattern == group.pattern:
+        return some[at].entry
+    same = [other for other in some if other.pattern == group.pattern]
+    return same[0].entry if len(same) == 1 else None
+
+
+def _entry(
+    group: _Group,
+    others: Sequence[Entry | None],
+    expressions: Expressions | _Unknown,
+    kinds: Mapping[str, list[list[int]]],
+    recorded: Recorded,
+) -> Entry:
+    entry: Entry = {
+        key: value for key, value in group.entry.items() if key not in ("sizes", "name")
+    }
+    made: Entry = {"name": group.pattern, **entry, _NUMBERS: group.entry.get("sizes", {})}
+    for key, value in group.entry.get("sizes", {}).items():
+        there = [other["sizes"][key] for other in others if other and key in other["sizes"]]
+        if len(there) < len(others):
+            made[key] = [""] * len(value) if isinstance(value, list) else ""
+        elif isinstance(value, list):
+            columns = zip(*there, strict=False)
+            made[key] = [expressions.find(column) for column in columns]
+        else:
+            made[key] = expressions.find(there)
+    made |= _cut(group, recorded)
+    if isinstance(expressions, Expressions) and group.entry["kind"] in (
+        "replicated",
+        "column",
+        "row",
+    ):
+        made |= _joined(group, recorded, others, expressions)
+    shapes = [
+        other.get("sizes", {}).get("shape") if other is not None else None for other in others
+    ]
+    if isinstance(expressions, Expressions) and all(shapes):
+        made |= _parts(group, recorded, [shape[0] for shape in shapes if shape], expressions)
+    base = next((b for b in kinds if group.pattern.startswith(f"{b}.*")), None)
+    made |= _variant_of(base, kinds, [w[0] for w in group.where if w])
+    stage = _stage(group, recorded)
+    return made | ({"stage": stage} if stage else {})
+
+
+def _variant_of(
+    base: str | None, kinds: Mapping[str, list[list[int]]], layers: Sequence[int]
+) -> Entry:
+    if base is None or len(kinds[base]) == 1:
+        return {}
+    has = [at for at, kind in enumerate(kinds[base]) if set(kind) & set(layers)]
+    return {} if len(has) == len(kinds[base]) else {"variant": has}
+
+
+def _variants(
+    base: str,
+    kinds: Sequence[Sequence[int]],
+    names: Mapping[str, tuple[Entry, list[tuple[int, ...]]]],
+    config: Mapping[str, Any],
+) -> Iterator[Entry]:
+    """What tells each kind of layers: names that its checkpoint has, and a list of the config."""
+    of: list[set[str]] = []
+    for layers in kinds:
+        has = set()
+        for entry, where in names.values():
+            if entry["to"].startswith(f"{base}.*.") and any(w[0] in layers for w in where if w):
+                has.add(entry["from"].partition(".*.")[2])
+        of.append(has)
+    everywhere = set.intersection(*of)
+    text = config.get("text_config", config)
+    key = next((
+        key for key, value in text.items()
+        if isinstance(value, list) and len(value) == sum(map(len, kinds))
+        and all(len({json.dumps(value[layer]) for layer in layers}) == 1 for layers in kinds)
+        and len({json.dumps(value[layers[0]]) for layers in kinds}) == len(kinds)
+    ), None)  # fmt: skip
+    for layers, has in zip(kinds, of, strict=True):
+        told: Entry = {"names": sorted(has - everywhere), "recorded": list(layers)}
+        if key is not None:
+            told |= {"key": key, "value": text[key][layers[0]]}
+        yield told
+
+
+def _cut(group: _Group, recorded: Recorded) -> Entry:
+    """How a rank's share is cut where it is not by the kind of layer."""
+    whole, two = recorded.sets[0][1], recorded.tp2
+    if two is None or two.get("error"):
+        return {}
+    patterns = patterns_of(whole)
+    kind = group.entry["kind"]
+    if kind == "parameter":
+        name = next(
+            n for n in whole["parameters"] if patterns.of(n) == (group.pattern, group.where[0])
+        )
+        if name not in two["parameters"]:
+            return {"cut": None}
+        pairs = zip(
+            whole["parameters"][name]["shape"], two["parameters"][name]["shape"], strict=True
+        )
+        return {"cut": next((at for at, (one, other) in enumerate(pairs) if one != other), None)}
+    if kind in _CUT or kind in ("head", "embedding", "experts"):
+        modules = ({m["name"]: m for m in facts["modules"]} for facts in (whole, two))
+        one, other = (
+            next(
+                (m for n, m in some.items() if patterns.of(n) == (group.pattern, group.where[0])),
+                None,
+            )
+            for some in modules
+        )
+        if one is not None and other is not None and one["shapes"] == other["shapes"]:
+            return {"whole": True}
+    return {}
+
+
+def _joined(
+    group: _Group, recorded: Recorded, others: Sequence[Entry | None], expressions: Expressions
+) -> Entry:
+    """Rows of a linear that several tensors of the checkpoint fill, one after another."""
+    facts = recorded.sets[0][1]
+    patterns = patterns_of(facts)
+    at = (f"{group.pattern}.weight", group.where[0])
+    name = next((name for name in facts["parameters"] if patterns.of(name) == at), None)
+    pieces = facts["parameters"][name]["pieces"] if name else []
+    if len(pieces) < 2 or None in others:
+        return {}
+    firsts = [last - first for first, last in sorted(piece["into"][0] for piece in pieces)]
+    total = [other["sizes"]["outputs"][0] for other in others if other is not None]
+    return {"parts": expressions.split(total, firsts)}
+
+
+def _parts(
+    group: _Group, recorded: Recorded, total: Sequence[int], expressions: Expressions
+) -> Entry:
+    """Parts of a parameter's rows that are each cut by themselves: rank 0 of two holds a run of each."""
+    two = recorded.tp2
+    if two is None or two.get("error"):
+        return {}
+    patterns = patterns_of(two)
+    for name, held in two["parameters"].items():
+        at = patterns.of(name)
+        if (
+            at[0].removesuffix(".weight") == group.pattern.removesuffix(".weight")
+            and at[1] == group.where[0]
+        ):
+            runs = held["pieces"][0].get("runs", []) if len(held["pieces"]) == 1 else []
+            if len(runs) > 1:
+                sizes = [2 * (last - first) for first, last in runs]
+                return {"parts": expressions.split(total, sizes)}
+    return {}
+
+
+def _present(facts: Facts) -> set[tuple[str, tuple[int, ...]]]:
+    patterns = patterns_of(facts)
+    return {patterns.of(name) for name in _things(facts)}
+
+
+def _stage(group: _Group, recorded: Recorded) -> str | None:
+    """The stages that have a thing of no layer, or of a list that no stage divides."""
+    if len(recorded.stages) != 2 or any(facts.get("error") for facts in recorded.stages):
+        return None
+    base = group.pattern.partition(".*")[0]
+    if group.where[0]:
+        layers = [
+            {numbers[0] for pattern, numbers in present if pattern.startswith(f"{base}.*")}
+            for present in (recorded.whole, *recorded.present)
+        ]
+        if layers[1] != layers[0] and layers[2] != layers[0]:
+            return None  # goes with its layer
+    at = (group.pattern, group.where[0])
+    first, last = (at in present for present in recorded.present)
+    return {(True, True): "all", (True, False): "first", (False, True): "last"}.get((first, last))
+
+
+def _stages(recorded: Recorded, patterns: Patterns) -> str:
+    """Whether the class runs in several stages: "many", "one" where it refuses or has all layers in
+    each, "unknown" where a stage of so few layers does not build."""
+    failed = [bool(facts.get("error")) for facts in recorded.stages]
+    if any(failed):
+        return "one" if all(failed) else "unknown"
+    whole = {at for at in recorded.whole if at[1]}
+    all_in_one = any(whole <= present for present in recorded.present)
+    return "one" if all_in_one and recorded.stages else "many"
+
+
+def _count_key(base: str, length: int, config: Mapping[str, Any]) -> str | int:
+    """The key that counts the layers of a list."""
+    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers")
+    text = config.get("text_config", config)
+    places: list[tuple[str, Mapping[str, Any]]] = [
+        (f"{key}.", value) for key, value in config.items()
+        if isinstance(value, dict) and key.endswith("_config") and key != "text_config"
+    ]  # fmt: skip
+    tower = re.search(r"vis|tower|image|audio", base) is not None
+    for prefix, values in [*places, ("", text)] if tower else [("", text), *places]:
+        for name in names:
+            if values.get(name) == length:
+                return f"{prefix}{name}"
+    return length
+
+
+def _condensed(said: Mapping[str, str]) -> dict[str, str]:
+    """What most names of a place meet with as "", and the others."""
+    short = {leaf: what.partition(" ")[0] for leaf, what in said.items()}
+    counts = {what: list(short.values()).count(what) for what in dict.fromkeys(short.values())}
+    most = max(counts, key=lambda what: counts[what])
+    return {"": most} | {leaf: what for leaf, what in short.items() if what != most}
+
+
+# Sizes of an entry at set 0, while tables are joined.
+_NUMBERS = "numbers"
+# Settings of a config that change what is built.
+_MERGED = ("modules", "names")
+
+
+def under_settings(
+    base: Mapping[str, Any],
+    others: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    values: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A table joined with those of other settings: what is not in both says when it is so. `values`:
+    the settings of the base."""
+    found = dict(base)
+    for key in _MERGED:
+        entries: dict[str, tuple[Entry, Entry]] = {
+            json.dumps(entry, sort_keys=True): (entry, {}) for entry in base[key]
+        }
+        own = set(entries)
+        for changed, other in others:
+            ((name, value),) = changed.items()
+            was = values.get(name)
+            there = {}
+            for entry in other[key]:
+                filled = _like(entry, base[key])
+                there[json.dumps(filled, sort_keys=True)] = filled
+            for text, (_, when) in entries.items():
+                if text not in there and text in own:
+                    when[name] = was if isinstance(was, bool) else "set"
+            for text, entry in there.items():
+                if text not in entries:
+                    entries[text] = (entry, {})
+                    entries[text][1][name] = value
+        found[key] = [
+            {k: v for k, v in entry.items() if k != _NUMBERS} | ({"when": when} if when else {})
+            for entry, when in entries.values()
+        ]
+    for changed, other in others:
+        ((name, value),) = changed.items()
+        for key in ("passed", "tied", "variants"):
+            if other[key] != base[key]:
+                found.setdefault("otherwise", {}).setdefault(f"{name}={json.dumps(value)}", {})[
+                    key
+                ] = other[key]
+    found["flags"] = sorted({name for changed, _ in others for name in changed})
+    return found
+
+
+def _like(entry: Entry, base: Sequence[Entry]) -> Entry:
+    """An entry of other settings with what was recorded of the base alone, where they are alike."""
+    same = [
+        other for other in base
+        if (other.get("name"), other.get("kind")) == (entry.get("name"), entry.get("kind"))
+    ]  # fmt: skip
+    if "name" not in entry or not same:
+        return entry
+    numbers = entry[_NUMBERS]
+    alike = next((other for other in same if other[_NUMBERS] == numbers), None)
+    of_ranks = ("cut", "stage", "whole", "parts")
+    if alike is not None:
+        return entry | {k: v for k, v in alike.items() if k in numbers or k in of_ranks}
+    return entry | {k: v for k, v in same[0].items() if k in of_ranks[:3]}
+
+
+def has_gaps(found: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Whether a table of one set of sizes has sizes that no entry of the base has."""
+    entries = (_like(entry, base["modules"]) for entry in found["modules"])
+    sizes = (entry[key] for entry in entries for key in entry[_NUMBERS])
+    return any(size == "" or (isinstance(size, list) and "" in size) for size in sizes)
+
+
+def written(record: Mapping[str, Any]) -> str:
+    """A record as JSON, an entry a line."""
+    lines = []
+    for key in sorted(record):
+        value = record[key]
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = ",\n  ".join(json.dumps(row, sort_keys=True) for row in value)
+            lines.append(f' "{key}": [\n  {rows}\n ]')
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, sort_keys=True)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"

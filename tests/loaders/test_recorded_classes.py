@@ -1,0 +1,47 @@
+"""Tables of the runtimes' classes are what the installed runtimes make: a sample is made anew and
+compared byte for byte. `make check` does some of them, QCONVERT_ALL=1 all that there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loaders.client import PYTHON, Server
+from loaders.record_classes import TABLES, VERSIONS, Writer, folder_of, record_of
+from loaders.recorded_tables import written
+
+pytestmark = [
+    pytest.mark.loader,
+    pytest.mark.skipif(
+        not (PYTHON.parent.parent / "vllm").is_dir(), reason="needs the loaders: make loaders"
+    ),
+]
+_TABLES = sorted(
+    (runtime, file.stem)
+    for runtime in VERSIONS
+    for file in folder_of(runtime).glob("*.json")
+    if file.stem != "not_recorded"
+)
+
+
+@pytest.mark.parametrize(("runtime", "architecture"), _TABLES)
+def test_a_table_is_made_anew(
+    runtime: str, architecture: str, hopper: Server, vllm: Server, tmp_path: Path
+) -> None:
+    file = folder_of(runtime) / f"{architecture}.json"
+    there = json.loads(file.read_bytes())
+    there.pop("agrees", None)
+    server = {"sglang": hopper, "vllm": vllm}[runtime]
+    made = record_of(Writer(tmp_path, there["model_type"]), server, runtime)
+    assert written(made) == written(there)
+
+
+def test_what_is_not_recorded_has_a_cause() -> None:
+    for runtime in VERSIONS:
+        causes = json.loads((folder_of(runtime) / "not_recorded.json").read_bytes())
+        recorded = {file.stem for file in folder_of(runtime).glob("*.json")}
+        assert all(causes.values())
+        assert not recorded & set(causes)
+    assert TABLES.is_dir()

@@ -1,0 +1,358 @@
+"""Tables of classes: sizes, what is built from them, where names go; and that a simulator fed with one
+says what the simulator says that knows the class by hand."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from class_tables import qwen3_moe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_folders import JUNK, LINEARS, folder, integers, places
+
+from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.classes import record as records
+from qconvert.runtimes.classes.build import built, filled, numbers_of, pattern_of
+from qconvert.runtimes.classes.expressions import Sizes, parsed
+from qconvert.runtimes.classes.names import RecordedNames
+from qconvert.runtimes.classes.record import STAGES, check_form, form_of, record_of, recorded
+from qconvert.runtimes.consumers import Consumer
+from qconvert.runtimes.loading.building import RankBuild
+from qconvert.runtimes.loading.load_weights import SimulatedLoad
+from qconvert.runtimes.loading.schemes import NoQuantization, Unquantized
+from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
+from qconvert.runtimes.serving import NotKnown, Offered, asked, served
+from qconvert.runtimes.sglang import simulator as sglang
+from qconvert.runtimes.vllm import simulator as vllm
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 4, "sizes": [3, 5], "vision_config": {"depth": 7},
+    "text": "x",
+}  # fmt: skip
+SIMULATE = {"sglang": sglang, "vllm": vllm}
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("hidden_size", 64), ("2 * hidden_size + 1", 129), ("hidden_size // num_attention_heads", 16),
+        ("vision_config.depth - 2", 5), ("sizes[layer]", 5), ("head_dim", 16),
+        ("num_key_value_heads * (head_dim + 1)", 68), ("given", 9), (12, 12),
+    ],
+)  # fmt: skip
+def test_sizes(expression: str, value: int) -> None:
+    assert Sizes(CONFIG, {"given": 9}).of(expression, layer=1) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        ("other", "config.json states no other"), ("text", "states no text that a model has"),
+        ("sizes[layer]", "states no sizes of each layer"), ("1 - hidden_size", "which is no size"),
+        ("hidden_size // (2 - 2)", "states 0 for 2 - 2"),
+    ],
+)  # fmt: skip
+def test_sizes_that_a_config_does_not_state(expression: str, says: str) -> None:
+    with pytest.raises(NotSimulated, match=says.replace("(", r"\(")):
+        Sizes(CONFIG, {}).of(expression, layer=2)
+
+
+@pytest.mark.parametrize("expression", ["f(1)", "a ** 2", "a[0]", "a +", "'x'", "1.5"])
+def test_what_is_no_expression(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"expected keys|asked for its number|no expression"):
+        parsed(expression)
+
+
+def test_patterns_of_names() -> None:
+    name = "model.layers.12.mlp.experts.3.w1.weight_scale_2"
+    assert pattern_of(name) == "model.layers.*.mlp.experts.*.w1.weight_scale_2"
+    assert numbers_of(name) == [12, 3]
+    assert filled("layers.*.experts", [12, 3]) == "layers.12.experts"
+
+
+def by_table(runtime: str, config: Any, tensors: Any, at: Setting) -> SimulatedLoad:
+    """What the simulator says that has the class from a table alone."""
+    said: SimulatedLoad = SIMULATE[runtime].by_table(
+        record_of(qwen3_moe(runtime)), config, tensors, at
+    )
+    return said
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int4"])
+@pytest.mark.parametrize("at", [Setting(), Setting(tp=2, rank=1), Setting(pp=2, stage=1)], ids=str)
+@pytest.mark.parametrize("runtime", SIMULATE)
+def test_a_table_says_what_the_class_by_hand_does(runtime: str, at: Setting, form: str) -> None:
+    config, tensors = folder("qwen3_moe", fp8=form == "fp8")
+    if form == "int4":
+        config, tensors = integers(config, tensors, ".experts.", 32, ignore=LINEARS)
+    hand = SIMULATE[runtime].simulate(config, tensors, at)
+    said = by_table(runtime, config, tensors, at)
+    assert said.whole
+    assert said.parameters == hand.parameters
+    assert said.schemes == hand.schemes
+    assert said.unread == hand.unread
+    # The class by hand counts the embeddings of another stage among those that it looked for.
+    assert replace(said, ignored=()) == replace(hand, ignored=())
+    assert set(said.ignored) <= set(hand.ignored) <= {"model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(("runtime", "refused"), [("vllm", True), ("sglang", False)])
+def test_a_parameter_that_is_not_there(runtime: str, refused: bool) -> None:
+    config, tensors = folder("qwen3_moe")
+    name = "model.layers.1.self_attn.q_proj.weight_scale_inv"
+    tensors[name] = TensorType("F32", (1, 1))
+    said = by_table(runtime, config, tensors, Setting())
+    assert (said.refused is not None and said.refused.where == name) is refused
+    assert (name in said.ignored) is not refused
+
+
+def names_in(table: dict[str, Any], tensors: dict[str, TensorType]) -> RecordedNames:
+    config, _ = folder("qwen3_moe")
+    record, plain = record_of(table), Unquantized("BF16")
+    build = RankBuild(Setting(), NoQuantization(plain), "BF16")
+    made = built(record, build, Sizes(config, record.defaults), tensors)
+    return RecordedNames(made)
+
+
+def test_names_beside_the_usual() -> None:
+    """Stacks of experts, names that are passed over, rows that the class moves, and other names."""
+    table = qwen3_moe("vllm")
+    at = "model.layers.*.mlp.experts"
+    stack = {"stack": True, "to": f"{at}.routed_experts"}
+    table["names"] += [
+        {"from": f"{at}.gate_up_proj", "shard": "w13", "transposed": True, **stack},
+        {"from": f"{at}.down_proj", "shard": "w2", **stack},
+    ]
+    table["names"][0]["rows"] = "moved"
+    table["passed"] = ["tower.*", "model.layers.*.masked_bias"]
+    _, tensors = folder("qwen3_moe")
+    finder = names_in(table, tensors)
+    up = list(
+        finder.find("model.layers.1.mlp.experts.gate_up_proj", TensorType("BF16", (4, 8, 12)))
+    )
+    assert [one.shard for one in up[3:5]] == [(3, "w1"), (0, "w3")]
+    assert {one.part for one in up} == {(6, 8)}
+    down = list(finder.find("model.layers.1.mlp.experts.down_proj", TensorType("BF16", (4, 8, 12))))
+    assert [one.part for one in down] == [(8, 12)] * 4
+    one = TensorType("BF16", (4,))
+    with pytest.raises(LoadRefused, match="expected 4 experts"):
+        finder.find("model.layers.1.mlp.experts.down_proj", one)
+    for name in (
+        "tower.0.weight", "model.layers.3.masked_bias", "mtp.layers.0.fc.weight",
+        "model.layers.3.rotary_emb.inv_freq",
+    ):  # fmt: skip
+        assert finder.find(name, one) == ()
+    with pytest.raises(LoadRefused, match="builds no parameter"):
+        finder.find("model.layers.9.self_attn.q_proj.weight", one)
+    for name, says in (
+        ("model.layers.1.other.weight", "is not among the names"),
+        ("model.layers.1.mlp.experts.4.up_proj.weight", "the config counts 4 experts"),
+    ):
+        with pytest.raises(NotSimulated, match=says):
+            finder.find(name, one)
+    query = "model.layers.1.self_attn.q_proj"
+    assert [found.shard for found in finder.find(f"{query}.weight", one)] == ["q"]
+    with pytest.raises(NotSimulated, match="moves rows"):
+        finder.find(f"{query}.weight", TensorType("F8_E4M3", (4,)))
+
+
+def test_a_layer_of_no_recorded_kind() -> None:
+    _, tensors = folder("qwen3_moe")
+    kept = {name: one for name, one in tensors.items() if ".1.mlp." not in name}
+    with pytest.raises(NotSimulated, match=r"model\.layers\.1 is of no kind of layer"):
+        names_in(qwen3_moe("vllm"), kept)
+
+
+@pytest.mark.parametrize(
+    ("how", "form"),
+    [
+        ({}, "unquantized"), ({"fp8": True}, "fp8 in blocks of linears and experts"),
+        ({"stacked": True}, "unquantized with stacks"),
+    ],
+)  # fmt: skip
+def test_forms(how: dict[str, bool], form: str) -> None:
+    assert form_of(*folder("qwen3_5_moe", **how)) == form
+    made = integers(*folder("qwen3_moe"), ".experts.", 32, ignore=LINEARS)
+    assert form_of(*made) == "compressed-tensors int4 by group in pack-quantized of experts"
+
+
+def test_only_forms_that_were_compared_are_answered() -> None:
+    record = record_of(qwen3_moe("vllm"))
+    for tp in (1, 2, 8):
+        check_form(record, *folder("qwen3_moe"), Setting(tp=tp))
+    with pytest.raises(NotSimulated, match="was not tried in vllm 0 with fp8 in blocks"):
+        check_form(record, *folder("qwen3_moe", fp8=True), Setting())
+    fp8 = "fp8 in blocks of linears and experts"
+    divided = replace(record, agrees={**record.agrees, fp8: (1,)})
+    check_form(divided, *folder("qwen3_moe", fp8=True), Setting(tp=8))
+    one = replace(record, agrees={"unquantized": (1,), fp8: (1,)})
+    with pytest.raises(NotSimulated, match="was not tried"):
+        check_form(one, *folder("qwen3_moe", fp8=True), Setting(tp=8))
+    for setting in (Setting(tp=2), Setting(pp=2)):
+        with pytest.raises(NotSimulated, match="was not tried"):
+            check_form(one, *folder("qwen3_moe"), setting)
+    check_form(
+        replace(one, agrees={**one.agrees, STAGES: (1,)}), *folder("qwen3_moe"), Setting(pp=2)
+    )
+
+
+def test_a_class_and_a_version_without_tables() -> None:
+    assert recorded("vllm", "../Qwen3MoeForCausalLM") is None
+    assert recorded("vllm", "not_recorded") is None
+    assert recorded("vllm", "Qwen3MoeForCausalLM", "0.1") is None
+    config, tensors = folder("qwen3_moe")
+    said = asked(
+        Consumer("vllm"), Offered({**config, "architectures": ["OtherModel"]}, tensors), Setting()
+    )
+    assert isinstance(said, NotKnown)
+    assert "its class was not recorded in vllm 0.33.0" in said.why
+    said = asked(Consumer("vllm", "0.1"), Offered(config, tensors), Setting())
+    assert isinstance(said, NotKnown)
+    assert "known" in said.why
+
+
+def test_versions_are_folders(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_TABLES", tmp_path)
+    for name in ("vllm-0.32.0", "vllm-0.33.0", "sglang-0.5.23"):
+        (tmp_path / name).mkdir()
+    assert records.versions("vllm") == ("0.32.0", "0.33.0")
+
+
+def test_shared_experts_are_known_apart_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class that may load them as routed ones; the answer names the option."""
+    config, tensors = folder("qwen3_moe")
+    fuses = {"fuses_shared": True, "agrees": {"unquantized": [1]}}
+    table = record_of({**qwen3_moe("sglang"), **fuses})
+    monkeypatch.setattr(sglang, "CLASSES", {})
+    monkeypatch.setattr(sglang, "recorded", lambda *_: table)
+    monkeypatch.setattr(sglang, "class_record", lambda *_: table)
+    with pytest.raises(NotSimulated, match="may load as routed ones"):
+        sglang.simulate(config, tensors)
+    answer = served(Offered(config, tensors), Setting())
+    assert answer.whole
+    assert answer.required_flag == "--disable-shared-experts-fusion"
+    assert answer.setting.disable_shared_experts_fusion
+
+
+def test_a_table_under_settings_of_a_config() -> None:
+    """Names, what is passed over and what is tied, each where a setting says so."""
+    table = qwen3_moe("vllm")
+    table["names"][-1]["when"] = {"tie_word_embeddings": False}
+    table["otherwise"] = {
+        "tie_word_embeddings=true": {"tied": [["model.embed_tokens.weight", "lm_head.weight"]]}
+    }
+    record = record_of(table)
+    config, tensors = folder("qwen3_moe")
+    apart = record.under(Sizes({**config, "tie_word_embeddings": False}, {}))
+    assert (apart.tied, len(apart.names)) == ((), len(record.names))
+    tied = {**config, "tie_word_embeddings": True}
+    one = record.under(Sizes(tied, {}))
+    assert len(one.names) == len(record.names) - 1
+    build = RankBuild(Setting(), NoQuantization(Unquantized("BF16")), "BF16")
+    built(record, build, Sizes(tied, record.defaults), tensors)
+    assert build.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    with pytest.raises(NotSimulated, match="does not state tie_word_embeddings"):
+        record.under(Sizes({}, {}))
+    assert Sizes({"q_lora_rank": 8}, {}).has("q_lora_rank", "set")
+    assert not Sizes({}, {}).has("q_lora_rank", "set")
+
+
+def test_layers_that_a_list_of_the_config_tells_apart() -> None:
+    """Kinds of layers with the same names; without the list nothing is known."""
+    table = qwen3_moe("vllm")
+    kinds: list[dict[str, Any]] = [
+        {"names": [], "key": "layer_types", "value": value} for value in ("local", "full")
+    ]
+    table["variants"] = {"model.layers": kinds}
+    config, tensors = folder("qwen3_moe")
+    config["layer_types"] = ["full", "local", "full", "local"][: config["num_hidden_layers"]]
+    build = RankBuild(Setting(), NoQuantization(Unquantized("BF16")), "BF16")
+    record = record_of(table)
+    made = built(record, build, Sizes(config, record.defaults), tensors)
+    assert made.layers.kinds["model.layers"][0] == 1
+    assert "model.layers.0.mlp.experts.routed_experts" in made.modules
+    assert "model.layers.1.mlp.gate_up_proj" in made.modules
+    del config["layer_types"]
+    with pytest.raises(NotSimulated, match="is of no kind of layer"):
+        built(record, build, Sizes(config, record.defaults), tensors)
+
+
+def test_keys_under_other_names_and_keys_that_nobody_recorded() -> None:
+    table = {**qwen3_moe("vllm"), "attribute_map": {"num_local_experts": "num_experts"}}
+    table["keys"] = ["hidden_size", "num_local_experts", "head_dim"]
+    record = record_of(table)
+    for key in ("num_experts", "num_local_experts"):
+        assert record.sizes({key: 4, "eos_token_id": 5, "head_dim": 1}).of("num_experts") == 4
+    with pytest.raises(NotSimulated, match="states v_head_dim, and its class was recorded without"):
+        record.sizes({"v_head_dim": 4})
+
+
+def test_two_tensors_that_a_class_concatenates() -> None:
+    table = qwen3_moe("sglang")
+    gate = next(one for one in table["modules"] if one["name"].endswith("mlp.gate"))
+    gate["parts"] = ["num_experts // 2"] * 2
+    gone = [one for one in table["names"] if not one["from"].endswith("mlp.gate")]
+    halves = [
+        {"from": f"model.layers.*.mlp.gate.{side}", "to": gate["name"], "shard": shard}
+        for shard, side in enumerate(("left", "right"))
+    ]
+    table["names"] = [*gone, *halves]
+    _, tensors = folder("qwen3_moe")
+    finder = names_in(table, tensors)
+    gate_name, half = "model.layers.1.mlp.gate", TensorType("BF16", (2, 8))
+    assert finder.find(f"{gate_name}.left.weight", half) == ()
+    (both,) = finder.find(f"{gate_name}.right.weight", half)
+    assert (both.name, both.part) == (f"{gate_name}.weight", (4, 8))
+    assert both.beside == f"{gate_name}.left.weight"
+    finder.find(f"{gate_name}.left.weight", half)
+    with pytest.raises(LoadRefused, match="cannot be concatenated"):
+        finder.find(f"{gate_name}.right.weight", TensorType("BF16", (2, 4)))
+
+
+def test_what_agrees_is_what_was_loaded() -> None:
+    """A form that differs at any size is none; several ranks count where some folder was loaded."""
+    from loaders.agree_classes import Compared, agreed
+
+    found = [
+        Compared("a", "same", 1, (), loaded=True), Compared("a", "same", 2, (), loaded=True),
+        Compared("a", "same", 8, ()), Compared("b", "refused", 1, ()), Compared("b", "refused", 2, ()),
+        Compared("c", "differs", 1, ("unread",), loaded=True), Compared("c", "differs", 2, ()),
+    ]  # fmt: skip
+    assert agreed(found) == {"same": [1, 2], "refused": [1, 2]}
+
+
+def test_convolutions_and_parameters_under_two_names() -> None:
+    table = qwen3_moe("sglang")
+    conv = {
+        "name": "model.layers.*.conv1d", "kind": "column", "asked": None, "inputs": "1",
+        "outputs": ["1"], "shape": ["3 * head_dim", 1, 4], "parts": ["head_dim", "2 * head_dim"],
+    }  # fmt: skip
+    table["modules"].insert(1, conv)
+    norm = "model.layers.*.input_layernorm.weight"
+    table["tied"] = [[norm, "model.layers.*.other.norm"]]
+    config, tensors = folder("qwen3_moe")
+    record, size = record_of(table), config["head_dim"]
+    build = RankBuild(Setting(tp=2, rank=1), NoQuantization(Unquantized("BF16")), "BF16")
+    built(record, build, record.sizes(config), tensors)
+    weight = build.parameters["model.layers.1.conv1d.weight"]
+    assert weight.shape == (3 * size // 2, 1, 4)
+    assert weight.write(TensorType("BF16", (3 * size, 1, 4)), None) is None
+    assert build.aliases["model.layers.1.other.norm"] == "model.layers.1.input_layernorm.weight"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_config_gets_an_answer_or_none(data: st.DataObject) -> None:
+    """No value of a config ends otherwise, nor takes long."""
+    config, tensors = folder("qwen3_moe", fp8=data.draw(st.booleans()))
+    *path, key = data.draw(st.sampled_from(places(config)))
+    inner = config
+    for part in path:
+        inner = inner[part]
+    inner[key] = data.draw(JUNK)
+    runtime, tp = data.draw(st.sampled_from(sorted(SIMULATE))), data.draw(st.sampled_from([1, 2]))
+    with suppress(NotSimulated):
+        by_table(runtime, config, tensors, Setting(tp=tp))

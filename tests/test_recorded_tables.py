@@ -1,0 +1,148 @@
+"""Tables of a runtime's class: what is read back of numbered tensors, and how sizes, names and settings
+become patterns and expressions (tests/loaders/test_recorded_classes.py makes real ones)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from loaders.recorded_tables import (
+    Expressions,
+    Patterns,
+    Recorded,
+    has_gaps,
+    starred,
+    table,
+    under_settings,
+    written,
+)
+
+from qconvert.runtimes.loader.server.record import Shapes, numbered, pieces, probe
+
+_CONFIGS = (
+    {"hidden_size": 8, "num_attention_heads": 4, "head_dim": 6, "num_hidden_layers": 2},
+    {"hidden_size": 12, "num_attention_heads": 2, "head_dim": 10, "num_hidden_layers": 2},
+    {"hidden_size": 20, "num_attention_heads": 5, "head_dim": 14, "num_hidden_layers": 2},
+)
+
+
+def _held(shapes: Shapes, value: torch.Tensor) -> list[dict[str, Any]]:
+    return pieces(value.numpy(), list(shapes), shapes)
+
+
+def test_a_parameter_tells_its_tensors_and_their_rows() -> None:
+    shapes = {"q": (4, 3), "k": (2, 3), "norm": (5,)}
+    tensors = dict(numbered(shapes))
+    first, second = _held(shapes, torch.cat([tensors["q"], tensors["k"][1:]]))
+    assert (first["tensor"], first["into"], first["order"]) == ("q", [[0, 4], [0, 3]], "same")
+    assert (second["tensor"], second["out"]) == ("k", [[1, 2], [0, 3]])
+    (norm,) = _held(shapes, tensors["norm"] + 1)
+    assert (norm["computed"], norm["order"]) == ("plus one", "same")
+    (decay,) = _held(shapes, -torch.exp(tensors["norm"].float()).double())
+    assert (decay["tensor"], decay["computed"], decay["order"]) == ("norm", "minus exp", "same")
+
+
+def test_moved_rows_and_changed_sides_are_told() -> None:
+    shapes = {"w": (4, 3)}
+    ((_, w),) = numbered(shapes)
+    (moved,) = _held(shapes, w[[0, 2, 1, 3]].contiguous())
+    assert (moved["order"], moved["runs"]) == ("moved", [[0, 1], [2, 3], [1, 2], [3, 4]])
+    (turned,) = _held(shapes, w.T.contiguous())
+    assert turned["order"] == "transposed"
+    (unknown,) = _held(shapes, w * 3.7 + 2)
+    assert unknown == {"tensor": None, "into": [[0, 4], [0, 3]], "order": "computed"}
+    stacked = torch.stack([w, torch.zeros_like(w)])
+    (expert,) = _held(shapes, stacked)
+    assert expert["into"] == [[0, 1], [0, 4], [0, 3]]
+
+
+def test_what_a_loader_does_with_one_more_name() -> None:
+    class Strict(torch.nn.Module):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, _ in weights:
+                if not name.endswith(".bias"):
+                    raise KeyError(name)
+
+    assert probe(Strict(), "a.bias", (1,)) == "silent"
+    assert probe(Strict(), "a.scale", (1,)).startswith("error KeyError")
+
+
+def test_sizes_become_expressions() -> None:
+    keys = [{k: v for k, v in config.items() if k != "num_hidden_layers"} for config in _CONFIGS]
+    find = Expressions(keys).find
+    assert find((8, 12, 20)) == "hidden_size"
+    assert find((24, 20, 70)) == "num_attention_heads*head_dim"
+    assert find((2, 6, 4)) == "hidden_size//num_attention_heads"
+    assert find((16, 24, 40)) == "2*hidden_size"
+    assert find((32, 32, 90)) == "hidden_size+num_attention_heads*head_dim"
+    assert find((1, 1, 1)) == 1
+    assert find((17, 3, 1)) == ""
+    assert Expressions(keys).split((14, 22, 34), (8, 6)) == ["hidden_size", "head_dim"]
+
+
+def test_numbers_of_lists_become_stars() -> None:
+    patterns = Patterns({"model.layers": 4, "model.layers.0.mixers": 2})
+    assert patterns.of("model.layers.3.mlp.0.weight") == ("model.layers.*.mlp.0.weight", (3,))
+    assert patterns.of("model.layers.0.mixers.1.w") == ("model.layers.*.mixers.*.w", (0, 1))
+    assert starred("lm.layers.3.experts.3.w1", (3,)) == "lm.layers.*.experts.3.w1"
+
+
+def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:
+    """A class of two layers, each with a linear, and a norm before and a head behind them."""
+    hidden, rows = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    modules: list[dict[str, Any]] = [{"name": "layers", "kind": "list", "length": 2}]
+    parameters: dict[str, Any] = {
+        "norm.weight": {"shape": [hidden], "pieces": [
+            {"tensor": "norm.weight", "into": [[0, hidden]], "order": "same"}]},
+    }  # fmt: skip
+    for layer in range(2):
+        name = f"layers.{layer}.proj"
+        shapes = {"weight": [rows, hidden], **({"bias": [rows]} if bias else {})}
+        modules.append({
+            "name": name, "kind": "column", "asked": name, "inputs": hidden, "outputs": rows,
+            "bias": bias, "shapes": shapes,
+        })  # fmt: skip
+        for leaf, shape in shapes.items():
+            parameters[f"{name}.{leaf}"] = {"shape": shape, "pieces": [{
+                "tensor": f"{name}.{leaf}", "into": [[0, size] for size in shape], "order": "same",
+            }]}  # fmt: skip
+    return {
+        "modules": modules, "parameters": parameters, "dtypes": {}, "aliases": [], "unread": [],
+        "packed": {}, "renames": [], "fuses_shared": False, "error": None,
+        "probes": {
+            "top": {"": "error KeyError: 'x'"},
+            "linear": {"bias": "silent", "a": "warn b", "c": "warn d"},
+        },
+    }  # fmt: skip
+
+
+def test_a_table_has_an_entry_for_each_kind_of_module() -> None:
+    sets = [(config, _facts(config)) for config in _CONFIGS]
+    found = table(Recorded(sets, _facts(_CONFIGS[0]), []))
+    linear, norm = found["modules"]
+    assert linear["name"] == linear["asked"] == "layers.*.proj"
+    assert (linear["inputs"], linear["outputs"]) == (
+        "hidden_size",
+        ["num_attention_heads*head_dim"],
+    )
+    assert (norm["kind"], norm["shape"], norm["cut"]) == ("parameter", ["hidden_size"], None)
+    assert {"from": "layers.*.proj", "to": "layers.*.proj"} in found["names"]
+    assert found["layers"] == {"layers": "num_hidden_layers"}
+    assert found["unknown"] == {"top": {"": "error"}, "linear": {"": "warn", "bias": "silent"}}
+    assert json.loads(written(found)) == found
+
+
+def test_what_a_setting_changes_says_when() -> None:
+    base = Recorded([(config, _facts(config)) for config in _CONFIGS], None, [])
+    other = Recorded([(_CONFIGS[0], _facts(_CONFIGS[0], bias=True))], None, [])
+    changed = {"attention_bias": True}
+    found = under_settings(table(base), [(changed, table(other))], {"attention_bias": False})
+    linears = [entry for entry in found["modules"] if entry["kind"] == "column"]
+    assert [(entry["bias"], entry["when"]) for entry in linears] == [
+        (False, {"attention_bias": False}), (True, {"attention_bias": True}),
+    ]  # fmt: skip
+    assert [entry["inputs"] for entry in linears] == ["hidden_size", "hidden_size"]
+    assert not has_gaps(table(other), table(base))
+    assert found["flags"] == ["attention_bias"]
