@@ -104,7 +104,7 @@ def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:
             "name": name, "kind": "column", "asked": name, "inputs": hidden, "outputs": rows,
             "bias": bias, "shapes": shapes,
         })  # fmt: skip
-        for leaf, shape in shapes.items():
+        for leaf, shape in {**shapes, "score_bias": [rows]}.items():
             parameters[f"{name}.{leaf}"] = {"shape": shape, "pieces": [{
                 "tensor": f"{name}.{leaf}", "into": [[0, size] for size in shape], "order": "same",
             }]}  # fmt: skip
@@ -121,7 +121,8 @@ def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:
 def test_a_table_has_an_entry_for_each_kind_of_module() -> None:
     sets = [(config, _facts(config)) for config in _CONFIGS]
     found = table(Recorded(sets, _facts(_CONFIGS[0]), []))
-    linear, norm = found["modules"]
+    linear, norm, score = found["modules"]
+    assert (score["name"], score["kind"]) == ("layers.*.proj.score_bias", "parameter")
     assert linear["name"] == linear["asked"] == "layers.*.proj"
     assert (linear["inputs"], linear["outputs"]) == (
         "hidden_size",
@@ -129,6 +130,8 @@ def test_a_table_has_an_entry_for_each_kind_of_module() -> None:
     )
     assert (norm["kind"], norm["shape"], norm["cut"]) == ("parameter", ["hidden_size"], None)
     assert {"from": "layers.*.proj", "to": "layers.*.proj"} in found["names"]
+    own = "layers.*.proj.score_bias"
+    assert {"from": own, "to": own, "parameter": True} in found["names"]
     assert found["layers"] == {"layers": "num_hidden_layers"}
     assert found["unknown"] == {"top": {"": "error"}, "linear": {"": "warn", "bias": "silent"}}
     assert json.loads(written(found)) == found

@@ -129,10 +129,10 @@ def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
     except Exception as error:  # what transformers raises for a config is the cause
         raise NotRecorded(f"no small model: {type(error).__name__}: {str(error)[:200]}") from error
     first = asked(server, runtime, start, Rank(), probes=True)
+    if first.get("class", "").startswith("Transformers"):
+        raise NotRecorded(f"the runtime has no class of its own, it takes {first['class']}")
     if first["error"]:
         raise NotRecorded(_said(first))
-    if first["class"].startswith("Transformers"):
-        raise NotRecorded(f"the runtime has no class of its own, it takes {first['class']}")
     sets: list[tuple[Mapping[str, Any], Any]] = [(config_of(start), first)]
     for number in range(1, COUNT):
         sets.append(_with_sizes(writer, server, runtime, number))

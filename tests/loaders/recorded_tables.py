@@ -27,12 +27,16 @@ _SIZES = (
     "inner",
     "rows",
 )
+# Parameters that a kind of layers has; what a class adds to one is a parameter by itself.
+_LEAVES = ("weight", "bias", "w13_weight", "w2_weight", "w13_bias", "w2_bias")
 # Keys that count what has nothing to do with a size, or that published configs do not have, because it
 # follows from others; and those that come first where several fit.
 _NO_SIZES = re.compile(
     r"(qk_head_dim|_token_id|_id|_ids|version|seed|max_position_embeddings|num_hidden_layers|max_window_layers"
     r"|_per_tok|topk|top_k|n_group|original_max|sliding_window|interval|window_size|period|offset)$"
 )
+# The largest size that a class may have whatever its config says: 1 row of a gate, taps, channels.
+_CONSTANT = 16
 _FIRST = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
           "intermediate_size", "moe_intermediate_size")  # fmt: skip
 
@@ -115,7 +119,9 @@ class Expressions:
         if known is not None and (len(set(wanted)) > 1 or len(wanted) == 1):
             return known
         if len(set(wanted)) == 1:
-            return known if known is not None and wanted[0] > 16 and "*" not in known else wanted[0]
+            if wanted[0] <= _CONSTANT:
+                return wanted[0]
+            return known if known is not None and "*" not in known else ""
         for one, text in self._products:
             rest = tuple(w - a for w, a in zip(wanted, one, strict=True))
             if rest in self._known:
@@ -131,7 +137,14 @@ class Expressions:
 
     def split(self, total: Sequence[int], first: Sequence[int]) -> list[str]:
         """Expressions that are `first` at set 0 and together `total` at each, none where none fit."""
-        fitting = [[(v, text) for v, text in self._products if v[0] == part] for part in first]
+        single = [(values, text) for values, text in self._products if "*" not in text]
+        sums = [
+            (tuple(a + b for a, b in zip(one, two, strict=True)), f"{left}+{right}")
+            for (one, left), (two, right) in combinations_with_replacement(single, 2)
+        ]
+        fitting = [
+            [item for item in (*self._products, *sums) if item[0][0] == part] for part in first
+        ]
         for chosen in product(*fitting):
             if tuple(map(sum, zip(*(values for values, _ in chosen), strict=True))) == tuple(total):
                 return [text for _, text in chosen]
@@ -196,10 +209,9 @@ def _things(facts: Facts) -> dict[str, Entry]:
                 entry["sizes"]["shape"] = weight
         found[module["name"]] = entry
     for name, held in shapes.items():
-        module = name.rpartition(".")[0]
+        module, _, leaf = name.rpartition(".")
         owner = found.get(module)
-        known = ("weight", "bias", "w13_weight", "w2_weight", "w13_bias", "w2_bias")
-        if owner is not None and owner["kind"] not in ("attention",) and name.endswith(known):
+        if owner is not None and owner["kind"] != "attention" and leaf in _LEAVES:
             continue
         entry = {
             "kind": "parameter", "name": name, "sizes": {"shape": held["shape"]},
@@ -207,10 +219,6 @@ def _things(facts: Facts) -> dict[str, Entry]:
         }  # fmt: skip
         found[name] = entry
     return found
-
-
-def _layer(numbers: tuple[int, ...]) -> int | None:
-    return numbers[0] if numbers else None
 
 
 @dataclass
@@ -307,7 +315,7 @@ def _names(facts: Facts) -> dict[str, tuple[Entry, list[tuple[int, ...]]]]:
     found: dict[str, tuple[Entry, list[tuple[int, ...]]]] = {}
     for name, held in facts["parameters"].items():
         owner, _, leaf = name.rpartition(".")
-        module = modules.get(owner)
+        module = modules.get(owner) if leaf in _LEAVES else None
         for piece in held["pieces"]:
             if piece["tensor"] is None:
                 continue

@@ -297,7 +297,7 @@ def _renames(mapper: Any) -> dict[str, Any]:
     for key, table in vars(mapper).items():
         if key.startswith("orig_to_new") and table:
             items = table.items() if isinstance(table, Mapping) else table
-            pairs = [[getattr(old, "pattern", old), new] for old, new in items]
+            pairs = [[getattr(old, "pattern", old), new] for old, new in filter(_is_pair, items)]
             found[key.removeprefix("orig_to_new_")] = pairs
     return found
 
@@ -339,6 +339,11 @@ def probes(model: Any, at: Mapping[str, str], names: list[str], lists: Mapping[s
     if "lm_head.weight" not in names:
         single["head"] = "lm_head.weight"
     return found | {place: {"": probe(model, name, (1,))} for place, name in single.items()}
+
+
+def _is_pair(item: object) -> bool:
+    """Whether it is an old name and a new one: classes that wrap one of transformers have its own."""
+    return isinstance(item, tuple) and len(item) == 2
 
 
 def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
