@@ -9,6 +9,7 @@ inputs, so that activations keep their size through the layers and quantization 
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -67,6 +68,11 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "sliding_window": 64, "max_position_embeddings": 131072,
     }),
 }  # fmt: skip
+# Keys that published configs state, which sglang asks for and transformers 5 does not save.
+_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "next": {"full_attention_interval": 4}, "q35": {"full_attention_interval": 4},
+    "ds": {"moe_layer_freq": 1}, "oss": {"swiglu_limit": 7.0},
+}  # fmt: skip
 
 
 def build(name: str, folder: Path) -> None:
@@ -83,6 +89,8 @@ def build(name: str, folder: Path) -> None:
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder, max_shard_size="1GB")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(_PUBLISHED.get(name, {}))))
 
 
 def build_real(gguf: Path, folder: Path) -> None:

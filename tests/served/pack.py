@@ -51,7 +51,7 @@ _VLLM = Part(
 )
 _SGLANG = Part(
     "sglang==0.5.23",
-    (".py", ".json", ".jinja", ".cu", ".cuh", ".h", ".cpp",
+    (".py", ".json", ".jinja", ".cu", ".cuh", ".h", ".hpp", ".cpp",
      "/mem_cache.cpython-312-x86_64-linux-gnu.so"),
     ("sglang/test/", "sglang/multimodal_gen/", "sglang/kernels/jit/csrc/diffusion/",
      "sglang/kernels/jit/benchmark/"),

@@ -191,7 +191,8 @@ MARLIN: tuple[str, ...] = (
     *(f"dense-{kind}" for kind in _DENSE_MARLIN),
     *(f"moe-{kind}" for kind in _EXPERTS_MARLIN),
     *("control-rows", "control-experts"),
-    *(f"{model}-{kind}" for kind in ("w4-linears", "nvfp4-modelopt") for model in _OTHERS),
+    # GLM's class refuses packed shared experts where they are kept apart, as they are here.
+    *("ds-w4-linears", *(f"{model}-nvfp4-modelopt" for model in _OTHERS)),
     *(f"{model}-w4-linears" for model in _HYBRIDS),
     "moe-gptq-to-ct",
 )

@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
+from qconvert.core.shown import count
 from qconvert.core.versions import RELEASES, is_release
 from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group
@@ -215,7 +216,7 @@ def check_form(
     form = Tensors.of(tensors).once("form", config, form_of)
     if not record.agreed(form, setting):
         of = f"{record.runtime} {record.version}"
-        at = f"{form}, {setting.pp} stages" if setting.pp > 1 else form
+        at = f"{form}, {count(setting.pp, 'stage')}" if setting.pp > 1 else form
         raise NotSimulated(
             f"its class was not tried in {of} with {at}: ask that with --loader PYTHON"
         )

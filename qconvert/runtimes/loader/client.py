@@ -109,7 +109,7 @@ class Server:
         draft: bool = False,
         flags: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """What the class of a folder is at one rank (server/record.py), of which only headers are read;
+        """Record the class of a folder at one rank (server/record.py), of which only headers are read;
         with `load` also which tensors its parameters hold, with `probes` what its loader does with
         names that lead nowhere."""
         at = rank or Rank()

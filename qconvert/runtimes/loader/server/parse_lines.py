@@ -1,6 +1,6 @@
 """Serving lines parsed by a runtime's own argument parser, in its server (serving.py): sglang's
-`ServerArgs.add_cli_args`, and vLLM's `AsyncEngineArgs.add_cli_args`, what `vllm serve` builds on (the
-model is its positional argument)."""
+`ServerArgs.add_cli_args`, and vLLM's `AsyncEngineArgs.add_cli_args`, on which its command is
+built (the model is its positional argument)."""
 
 from __future__ import annotations
 

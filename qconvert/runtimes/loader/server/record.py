@@ -1,4 +1,4 @@
-"""What a runtime's class is, told by building it and loading numbered tensors: its modules with the
+"""Record of a runtime's class, made by building it and loading numbered tensors: its modules with the
 runtime's kinds of layers and sizes, which rows of which tensor each parameter holds, in which order, and
 what its loader does with names that lead nowhere."""
 
@@ -102,7 +102,7 @@ def _sizes(module: Any, kind: str) -> dict[str, Any]:
 
 
 def _is_gated(module: Any) -> bool:
-    """Whether its first matrix holds gate and up."""
+    """Tell whether its first matrix holds gate and up."""
     return bool(module.w13_weight.numel() == 2 * module.w2_weight.numel())
 
 
@@ -185,7 +185,7 @@ def _slices(box: list[list[int]]) -> tuple[slice, ...]:
 
 
 def _piece(held: _Held, number: int, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """What a parameter holds of one tensor."""
+    """Part of one tensor that a parameter holds."""
     mask = held.tensor == number
     into = _box(mask)
     inside = _slices(into)
@@ -227,7 +227,7 @@ def _runs(places: Array, row: int) -> list[list[int]]:
 
 
 def _order(places: Array, grid: Array) -> str:
-    """How the elements `grid` of a tensor lie in a parameter."""
+    """Place of the elements `grid` of a tensor in a parameter."""
     if grid.size != places.size:
         return "moved"
     if (grid.reshape(-1) == places).all():
@@ -238,7 +238,7 @@ def _order(places: Array, grid: Array) -> str:
 
 
 def pieces(value: Array, names: list[str], shapes: Shapes) -> list[dict[str, Any]]:
-    """What a parameter holds, tensor by tensor; with what of it is no tensor's."""
+    """Parts that a parameter holds, tensor by tensor; with what of it is no tensor's."""
     held = _held(value.reshape(value.shape or (1,)), len(names))
     present = [int(n) for n in np.bincount(held.tensor.reshape(-1)).nonzero()[0] if n]
     found: list[dict[str, Any]] = []
@@ -276,7 +276,7 @@ class _Warned(logging.Handler):
 
 
 def probe(model: Any, name: str, shape: tuple[int, ...]) -> str:
-    """What a loader does with one more tensor: "error", "warn" or "silent"."""
+    """Answer of a loader to one more tensor: "error", "warn" or "silent"."""
     watch = _Warned()
     logging.getLogger().addHandler(watch)
     try:
@@ -322,7 +322,7 @@ def places(kinds: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str,
 
 
 def probes(model: Any, at: Mapping[str, str], names: list[str], lists: Mapping[str, int]) -> Any:
-    """What a loader does with names that lead nowhere, by the place where they stand."""
+    """Answers of a loader to names that lead nowhere, by the place where they stand."""
     found: dict[str, dict[str, str]] = {}
     for place, base in at.items():
         leaves = (leaf for leaf in _LEAVES if f"{base}.{leaf}" not in names)
@@ -342,7 +342,7 @@ def probes(model: Any, at: Mapping[str, str], names: list[str], lists: Mapping[s
 
 
 def _is_pair(item: object) -> bool:
-    """Whether it is an old name and a new one: classes that wrap one of transformers have its own."""
+    """Tell whether it is an old name and a new one: classes that wrap one of transformers have such."""
     return isinstance(item, tuple) and len(item) == 2
 
 
