@@ -56,7 +56,7 @@ loaders-installed: $(VENV)-loaders/installed
 
 # Tables of the runtimes' classes, made by the installed runtimes: qconvert/runtimes/classes.
 classes: $(VENV)/installed-peers $(VENV)-loaders/installed
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m loaders.record_classes
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/loaders/record_classes.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

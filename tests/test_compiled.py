@@ -587,12 +587,33 @@ def ops_with_loops() -> set[str]:
         used = {n.id for n in ast.walk(own[name]) if isinstance(n, ast.Name)}
         return any(reaches(known[one], seen) for one in sorted(used & set(known)))
 
+    def runs(at: tuple[str, str]) -> bool:
+        """Of itself, or as one of its bases does."""
+        module, name = at
+        known, own = scopes.get(module, ({}, {}))
+        node = own.get(name)
+        return isinstance(node, ast.ClassDef) and (
+            _runs(node) or any(runs(known[base]) for base in _bases(node) if base in known)
+        )
+
+    bases = {
+        known[base]
+        for known, own in scopes.values()
+        for node in own.values()
+        if isinstance(node, ast.ClassDef)
+        for base in _bases(node)
+        if base in known
+    }
     return {
         name
         for module, (_, own) in scopes.items()
-        for name, node in own.items()
-        if isinstance(node, ast.ClassDef) and _runs(node) and reaches((module, name), set())
+        for name in own
+        if (module, name) not in bases and runs((module, name)) and reaches((module, name), set())
     }
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [base.id for base in node.bases if isinstance(base, ast.Name)]
 
 
 def _scope(module: str, tree: ast.Module) -> tuple[dict[str, tuple[str, str]], dict[str, ast.stmt]]:

@@ -179,6 +179,8 @@ def _is_safe(call: ast.Call, within: tuple[str, ...]) -> bool:
         return True
     if name == "get_context":  # what it makes is named `context`, and looked for
         return True
+    if call.args and "_SERVER" in ast.unparse(call.args[0]):
+        return True  # a file of ours by another interpreter: its folder stands for the current one
     given = [ast.unparse(one.value) for one in call.keywords if one.arg is None]
     return not call.args and any("own_process.python(" in one or one == "start" for one in given)
 

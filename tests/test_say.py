@@ -173,8 +173,8 @@ def test_nobody_else_prints() -> None:
     root = Path(qconvert.__file__).parent
     files = [*root.rglob("*.py")]
     for file in files:
-        if file == root / "say.py":
-            continue
+        if file == root / "say.py" or file.parent == root / "runtimes/loader/server":
+            continue  # the second prints in a runtime's process
         text = file.read_text(encoding="utf-8")
         if not re.search(r"print|echo|\.show|sys\.std", text):
             continue  # parsing takes most of the time

@@ -368,7 +368,7 @@ def test_options_that_name_a_place_are_not_taken_from_a_journal() -> None:
             for param in command.params:
                 if isinstance(param, click.Option) and not str(param.name).endswith("_out"):
                     kind = type(param.type).__name__
-                    if kind in ("Folder", "File", "Path", "Address") or kind.endswith("File"):
+                    if kind in ("FolderPath", "File", "Path", "Address") or kind.endswith("File"):
                         found.update(param.opts)
 
     walk(cli)

@@ -63,7 +63,7 @@ _BAD: dict[str, list[str]] = {
     "name": ["", "nope"],
 }  # fmt: skip
 # Any text says something: a pattern, a message, a column, a file that may or may not be there.
-_FREE = {"tensors", "commit_message", "column", "recipe", "hotness"}
+_FREE = {"tensors", "commit_message", "column", "recipe", "hotness", "loader"}
 # What a command line must have beside the value that is tried.
 _REST: dict[tuple[str, ...], tuple[str, ...]] = {
     ("amx",): ("--method", "int4", "--numa", "1"),

@@ -141,9 +141,11 @@ def split_parameter(name: str) -> tuple[str, str]:
 def _stored_as() -> tuple[tuple[str, ...], ...]:
     """Parameters of each format that is read, the codes' first: of ours and of other packages. Formats
     are asked when the first name is split, since each may import what is above this package."""
-    ours = modules_within("qconvert.formats", "format")
-    every = formats_of([*ours, *discover(group=FORMATS)])
-    return tuple(one.parameters for one in every if one.read is not None)
+    ours = formats_of(modules_within("qconvert.formats", "format"))
+    others = formats_of(discover(group=FORMATS))  # which may have validators alone
+    return tuple(one.parameters for one in ours if one.read is not None) + tuple(
+        one.parameters for one in others if one.parameters
+    )
 
 
 @cache

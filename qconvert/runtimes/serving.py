@@ -343,7 +343,8 @@ def _served(
 
 
 _SIZES = (1, 2, 4, 8)
-_MOST_WHY, _MOST_UNKNOWN = 90, 160
+# Letters of a reason in a plan's line, and of what is not known, which names the class.
+_MOST_WHY, _MOST_UNKNOWN = 90, 82
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Write tables of the runtimes' classes, made by building each class in its own runtime:
 
     make classes                                      # all
-    PYTHONPATH=tests python -m loaders.record_classes --runtime vllm llama mixtral
+    PYTHONPATH=tests python tests/loaders/record_classes.py --runtime vllm llama mixtral
 
 Needs the loaders (make loaders). Without names it records every class of transformers that generates
 text and that the runtime has; what cannot be recorded stands in not_recorded.json with its cause.

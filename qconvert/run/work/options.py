@@ -153,9 +153,8 @@ class RunOptions:
     )  # fmt: skip
     private: bool = option(False, "Make the repo private if it is created.", rare=True)
     loader: str | None = option(
-        None, "Ask the runtimes of this Python, that of the environment that serves, whether they load "
-        "the result, before anything is read: each builds the model without memory and loads from "
-        "headers. This runs the runtime's code.",
+        None, "Ask the runtime itself, by the Python of the environment that serves: it builds the "
+        "model without memory and loads from headers. This runs the runtime's code.",
         kind="interpreter", parse=str, metavar="PYTHON", rare=True, planning=True,
     )  # fmt: skip
     for_run: bool = option(
