@@ -183,16 +183,16 @@ def test_only_forms_that_were_compared_are_answered() -> None:
     record = record_of(qwen3_moe("vllm"))
     for tp in (1, 2, 8):
         check_form(record, *folder("qwen3_moe"), Setting(tp=tp))
-    with pytest.raises(NotSimulated, match="was not tried in vllm 0 with fp8 in blocks"):
+    with pytest.raises(NotSimulated, match="not tried with fp8 in blocks"):
         check_form(record, *folder("qwen3_moe", fp8=True), Setting())
     fp8 = "fp8 in blocks of linears and experts"
     divided = replace(record, agrees={**record.agrees, fp8: (1,)})
     check_form(divided, *folder("qwen3_moe", fp8=True), Setting(tp=8))
     one = replace(record, agrees={"unquantized": (1,), fp8: (1,)})
-    with pytest.raises(NotSimulated, match="was not tried"):
+    with pytest.raises(NotSimulated, match="not tried with"):
         check_form(one, *folder("qwen3_moe", fp8=True), Setting(tp=8))
     for setting in (Setting(tp=2), Setting(pp=2)):
-        with pytest.raises(NotSimulated, match="was not tried"):
+        with pytest.raises(NotSimulated, match="not tried with"):
             check_form(one, *folder("qwen3_moe"), setting)
     check_form(
         replace(one, agrees={**one.agrees, STAGES: (1,)}), *folder("qwen3_moe"), Setting(pp=2)
@@ -208,7 +208,7 @@ def test_a_class_and_a_version_without_tables() -> None:
         Consumer("vllm"), Offered({**config, "architectures": ["OtherModel"]}, tensors), Setting()
     )
     assert isinstance(said, NotKnown)
-    assert "its class was not recorded in vllm 0.33.0" in said.why
+    assert "not recorded" in said.why
     said = asked(Consumer("vllm", "0.1"), Offered(config, tensors), Setting())
     assert isinstance(said, NotKnown)
     assert "known" in said.why

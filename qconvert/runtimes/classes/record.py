@@ -204,8 +204,7 @@ def class_record(runtime: str, architecture: str, version: str | None = None) ->
     """The table of a class. Raises NotSimulated where there is none."""
     found = recorded(runtime, architecture, version)
     if found is None:
-        of = f"{runtime} {version or RELEASES[runtime].version}"
-        raise NotSimulated(f"its class was not recorded in {of}: ask that with --loader PYTHON")
+        raise NotSimulated("not recorded: --loader PYTHON asks it")
     return found
 
 
@@ -215,11 +214,8 @@ def check_form(
     """Raise NotSimulated for a form in which the loader was not seen to do what the table says."""
     form = Tensors.of(tensors).once("form", config, form_of)
     if not record.agreed(form, setting):
-        of = f"{record.runtime} {record.version}"
         at = f"{form}, {count(setting.pp, 'stage')}" if setting.pp > 1 else form
-        raise NotSimulated(
-            f"its class was not tried in {of} with {at}: ask that with --loader PYTHON"
-        )
+        raise NotSimulated(f"not tried with {at}: --loader PYTHON asks it")
 
 
 def recorded(runtime: str, architecture: str, version: str | None = None) -> Record | None:
