@@ -362,7 +362,6 @@ _READERS = {
     "core/discovery.py": "what installed packages add",
     "runtimes/classes/record.py": "tables of our package",
     "runtimes/loader/ask.py": "writes config and headers into a folder of its own",
-    "runtimes/loader/client.py": "the lock beside the socket of a runtime's process",
     "runtimes/loader/process.py": "what a runtime's process printed",
     "runtimes/loader/server/from_headers.py": "runs in the runtime's process",
     "runtimes/loader/server/record.py": "runs in the runtime's process",
@@ -407,7 +406,7 @@ _PARSERS = {
     "validators/amx/kt_forward.py", "client/retries.py",  # our own job; answers of the Hub
     "layouts/derived/transformers_class.py",  # what find.py asks it
     # What a runtime's process answers to what it is asked, and tables of our package.
-    "runtimes/loader/client.py", "runtimes/loader/process.py", "runtimes/classes/record.py",
+    "runtimes/loader/process.py", "runtimes/classes/record.py",
     *(f"runtimes/loader/server/{name}.py" for name in ("from_headers", "record", "serving")),
 }  # fmt: skip
 _ROOT = Path(qconvert.__file__).parent

@@ -115,7 +115,7 @@ def agreed(found: Sequence[Compared]) -> dict[str, list[int]]:
 
 
 def table_of(runtime: str, architecture: str) -> Path:
-    """Where the table of a class lies."""
+    """The file of a class's table."""
     version = RELEASES[runtime].version
     return Path(records.__file__).parent / f"{runtime}-{version}" / f"{architecture}.json"
 

@@ -232,7 +232,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
 
 
 def defaults(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the class of a config takes where config.json does not state a key that a table uses; null
+    """Values that the class of a config takes for keys that a table uses and config.json leaves out; null
     where it follows from other keys."""
     import transformers
 
@@ -291,7 +291,7 @@ def folder_of(runtime: str, tables: Path = TABLES) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a class: its table, or why there is none. `name`: the architecture, or the
+    """Outcome for a class: its table, or why there is none. `name`: the architecture, or the
     model_type where transformers makes no small model."""
 
     runtime: str

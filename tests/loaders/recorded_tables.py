@@ -265,7 +265,7 @@ def _kinds_of_layers(groups: Sequence[_Group], length: int, base: str) -> list[l
 
 
 def _shard(kind: str, module: Facts, name: str, piece: Facts, pieces: Sequence[Facts]) -> Any:
-    """Which part of a fused module a tensor is: by the rows that it fills."""
+    """The part of a fused module that a tensor is: by the rows that it fills."""
     leaf = name.rpartition(".")[2]
     if kind == "experts":
         first, last = piece["into"][-2] if len(piece["into"]) > 1 else piece["into"][0]
@@ -307,7 +307,7 @@ def _shard(kind: str, module: Facts, name: str, piece: Facts, pieces: Sequence[F
 
 
 def _names(facts: Facts) -> dict[str, tuple[Entry, list[tuple[int, ...]]]]:
-    """Where tensors of the checkpoint go, pattern by pattern, each with the numbers of its modules."""
+    """Destinations of the checkpoint's tensors by pattern, each with the numbers of its modules."""
     patterns = patterns_of(facts)
     modules = {
         m["name"]: m for m in facts["modules"] if m["kind"] not in ("list", "absent", "attention")
@@ -382,7 +382,7 @@ def _without_expert(source: str, piece: Facts) -> str:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was recorded of a class. `sets`: config and facts at each set of sizes; `tp2`, `stages`:
+    """Records of a class. `sets`: config and facts at each set of sizes; `tp2`, `stages`:
     facts of set 0 as one of two ranks, and as each of two stages, or why there are none."""
 
     sets: Sequence[tuple[Mapping[str, Any], Facts]]
@@ -514,7 +514,7 @@ def _variants(
     names: Mapping[str, tuple[Entry, list[tuple[int, ...]]]],
     config: Mapping[str, Any],
 ) -> Iterator[Entry]:
-    """What tells each kind of layers: names that its checkpoint has, and a list of the config."""
+    """Marks of each kind of layers: names that its checkpoint has, and a list of the config."""
     of: list[set[str]] = []
     for layers in kinds:
         has = set()
@@ -538,7 +538,7 @@ def _variants(
 
 
 def _cut(group: _Group, recorded: Recorded) -> Entry:
-    """How a rank's share is cut where it is not by the kind of layer."""
+    """The dimension along which a rank's share is cut where it is not by the kind of layer."""
     whole, two = recorded.sets[0][1], recorded.tp2
     if two is None or two.get("error"):
         return {}
@@ -628,7 +628,7 @@ def _stage(group: _Group, recorded: Recorded) -> str | None:
 
 
 def _stages(recorded: Recorded, patterns: Patterns) -> str:
-    """Whether the class runs in several stages: "many", "one" where it refuses or has all layers in
+    """Tell whether the class runs in several stages: "many", "one" where it refuses or has all layers in
     each, "unknown" where a stage of so few layers does not build."""
     failed = [bool(facts.get("error")) for facts in recorded.stages]
     if any(failed):
@@ -655,7 +655,7 @@ def _count_key(base: str, length: int, config: Mapping[str, Any]) -> str | int:
 
 
 def _condensed(said: Mapping[str, str]) -> dict[str, str]:
-    """What most names of a place meet with as "", and the others."""
+    """Answers to names of a place: to most as "", and the others."""
     short = {leaf: what.partition(" ")[0] for leaf, what in said.items()}
     counts = {what: list(short.values()).count(what) for what in dict.fromkeys(short.values())}
     most = max(counts, key=lambda what: counts[what])
@@ -727,7 +727,7 @@ def _like(entry: Entry, base: Sequence[Entry]) -> Entry:
 
 
 def has_gaps(found: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
-    """Whether a table of one set of sizes has sizes that no entry of the base has."""
+    """Tell whether a table of one set of sizes has sizes that no entry of the base has."""
     entries = (_like(entry, base["modules"]) for entry in found["modules"])
     sizes = (entry[key] for entry in entries for key in entry[_NUMBERS])
     return any(size == "" or (isinstance(size, list) and "" in size) for size in sizes)

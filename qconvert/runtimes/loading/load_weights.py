@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.shown import count
 from qconvert.runtimes.loading.building import RankBuild
 from qconvert.runtimes.loading.parameters import Experts, Parameter, Shard
 from qconvert.runtimes.loading.setting import LoadRefused, Setting
@@ -83,6 +84,14 @@ class SimulatedLoad:
         """Tell whether it loads, and right: every parameter that counts is written, and as it was
         stored."""
         return self.refused is None and not (self.missing or self.misread or self.empty)
+
+    def in_groups(self, groups: int, wanted: int, names: Iterable[str]) -> SimulatedLoad:
+        """The same for fused rows of linear attention in `groups` groups, where the class takes them in
+        `wanted`: those of `names` that it reads are misread."""
+        order = f"rows in {count(groups, 'group')}, and the class takes {count(wanted, 'group')}"
+        read = frozenset(names) - frozenset(self.unread)
+        fused = (n for n in read if ".in_proj_qkvz." in n or ".in_proj_ba." in n)
+        return replace(self, misread={**self.misread, **dict.fromkeys(fused, order)})
 
 
 class Tensors(dict[str, TensorType]):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.shown import count
 from qconvert.core.versions import SGLANG, is_release
 from qconvert.runtimes.classes.build import built
 from qconvert.runtimes.classes.names import RecordedNames, check_draft
@@ -255,14 +254,7 @@ def simulate(
     wanted = kind.groups(numbers) if kind.groups is not None and groups else None
     if wanted is None or groups == wanted:
         return done
-    order = f"rows in {count(groups or 0, 'group')}, and the class takes {count(wanted, 'group')}"
-    unread = frozenset(done.unread)
-    wrong = {
-        name: order
-        for name in tensors
-        if name not in unread and (".in_proj_qkvz." in name or ".in_proj_ba." in name)
-    }
-    return replace(done, misread={**done.misread, **wrong})
+    return done.in_groups(groups or 0, wanted, tensors)
 
 
 def by_table(

@@ -297,14 +297,7 @@ def simulate(
     wanted = kind.groups(numbers) if kind.groups is not None and groups else None
     if not wanted or groups == wanted:
         return done
-    order = f"rows in {count(groups or 0, 'group')}, and the class takes {count(wanted, 'group')}"
-    unread = frozenset(done.unread)
-    wrong = {
-        name: order
-        for name in tensors
-        if name not in unread and (".in_proj_qkvz." in name or ".in_proj_ba." in name)
-    }
-    return replace(done, misread={**done.misread, **wrong})
+    return done.in_groups(groups or 0, wanted, tensors)
 
 
 def _check_setting(asked: Setting) -> None:
