@@ -232,7 +232,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
 
 
 def defaults(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that the class of a config takes for keys that a table uses and config.json leaves out; null
+    """Values that the class of a config takes for keys of a table that config.json leaves out; null
     where it follows from other keys."""
     import transformers
 
