@@ -7,10 +7,12 @@ import json
 import os
 import random
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faults
@@ -33,12 +35,13 @@ from qconvert.run.engines import ray
 from qconvert.run.engines.base import Engine
 from qconvert.run.engines.local import LocalEngine
 from qconvert.run.engines.ray import RayEngine
-from qconvert.run.engines.scheduler import Node
+from qconvert.run.engines.scheduler import Node, WorkerLost, WorkerReady
 from qconvert.run.engines.shard import ShardEngine
 from qconvert.run.executor import engine_of, execute
 from qconvert.run.folder.prepare import prepare
 from qconvert.run.work import cluster_node
 from qconvert.run.work.cluster_node import (
+    BatchResult,
     BlockSink,
     NodeCheck,
     aligned_blocks,
@@ -50,7 +53,7 @@ from qconvert.run.work.files import Files
 from qconvert.run.work.memory import RAY_PROCESS_BYTES
 from qconvert.run.work.options import RunOptions
 from qconvert.run.work.unit_runner import Place
-from qconvert.run.work.worker import Batch
+from qconvert.run.work.worker import Batch, WorkerSetup
 
 KINDS = sorted(faults.SHARD_SIZES)
 MACHINES = (Node("a", "machine a", 1), Node("b", "machine b", 2), Node("c", "machine c", 1))
@@ -190,7 +193,77 @@ def test_one_engine_finishes_what_another_began(
         assert differing(tree(out), one["sharded"]) == []
 
 
+class _LateRay:
+    """Ray's calls of a worker, with the answers that are there given last one first, and those of
+    `lost` gone with their node."""
+
+    def __init__(self, lost: Sequence[str]) -> None:
+        self.exceptions = SimpleNamespace(RayTaskError=KeyError, RayError=OSError)
+        self._lost, self._asked = lost, 0
+
+    def put(self, setup: WorkerSetup) -> WorkerSetup:
+        return setup
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "here")
+
+    def remote(self, _: type) -> Any:
+        called = SimpleNamespace(remote=self._ask)
+        actor = SimpleNamespace(begin=called, run=called)
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: actor))
+
+    def _ask(self, _: object) -> str:
+        self._asked += 1
+        return f"answer {self._asked}"
+
+    def wait(self, refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        return refs[-num_returns:], refs[:-num_returns]
+
+    def get(self, ref: str) -> BatchResult | None:
+        if ref in self._lost:
+            raise OSError("its node is gone")
+        return None if ref == "answer 1" else BatchResult(made=int(ref.split()[1]))
+
+    def kill(self, _: object) -> None: ...
+
+
+def test_answers_of_a_ray_worker_come_in_the_order_of_its_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer that Ray holds does not come before one that is lost with its node: that one's batch
+    would count as done."""
+    for lost, wanted in (
+        ((), [WorkerReady(), BatchResult(made=2), BatchResult(made=3)]),
+        (("answer 2",), [WorkerReady(), WorkerLost("OSError: its node is gone")]),
+    ):
+        setup, sizes = WorkerSetup((), (), 0, 0), ray._Sizes(1, 0, None)
+        workers = ray._RayWorkers(
+            _LateRay(lost), setup, NodeCheck(__version__, (), ()), sizes, Heard()
+        )
+        monkeypatch.setattr(workers, "_on", lambda node: node.key)
+        assert workers.start_worker(MACHINES[0]) == 1
+        for _ in range(2):
+            workers.send(1, Batch(0, (), {}))
+        assert [workers.next(1.0) for _ in wanted] == [(1, each) for each in wanted]
+        assert workers._awaited.get(1, ()) == (() if lost else deque())
+
+
 # --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_an_engine_that_ends_too_early_publishes_nothing(
+    source: Path, one: dict[str, Tree], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, how = tmp_path / "out", faults.options("single")
+    engine = CrewEngine(MACHINES)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "run", lambda work: islice(CrewEngine.run(engine, work), 3))
+        _by(engine, patch)
+        with pytest.raises(RunError, match=r"workers ended before 'model.* more units were made"):
+            execute(plan_of(source), out, how)
+    assert os.listdir(out) == [WORK_DIR]
+    execute(plan_of(source), out, how)
+    assert differing(tree(out), one["single"]) == []
 
 
 def _broken(folder: Path) -> Path:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import WORK_DIR
-from qconvert.core.errors import QConvertError
+from qconvert.core.errors import QConvertError, RunError
 from qconvert.core.profiling import heard, phase, recording, working
+from qconvert.core.shown import count
 from qconvert.models.calibrated import calibrated_in
 from qconvert.plan.units import Unit
 from qconvert.run.engines.base import Engine, UnitBatches
@@ -99,6 +100,8 @@ def run_units(
             assert backend is not None, "checked before anything was claimed"
             backend.get_ready(job)
         stopped = _by_engine(engine, targets, by_engine, writing, progress)
+        if not stopped:
+            _check_all_done(by_engine, progress)
         if job is not None and not stopped:
             assert backend is not None, "checked before anything was claimed"
             progress.remarks.extend(_by_backend(job, backend, solved, writing))
@@ -155,6 +158,16 @@ def _by_engine(
                 if until is not None and until.over:
                     return True
     return False
+
+
+def _check_all_done(asked: Sequence[Numbered], progress: RunProgress) -> None:
+    """Raise RunError where an engine ended, its time not over, and a unit is not done."""
+    missing = [unit for number, unit in asked if number not in progress.kept]
+    if missing:
+        raise RunError(
+            f"workers ended before {missing[0].names[0]!r} and {count(len(missing) - 1, 'more unit')} were "
+            "made; nothing is published: run the same command again to go on"
+        )
 
 
 def calibrated_left(ready: Prepared, progress: RunProgress) -> dict[int, Unit]:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -134,7 +135,9 @@ class _RayWorkers:
         self._here = ray.get_runtime_context().get_node_id()
         self._known: dict[str, str | None] = {}  # nodes that were asked, and what they lack
         self._actors: dict[int, Any] = {}
-        self._awaited: dict[Any, int] = {}
+        # Of each worker what it was asked, in that order. Only the first is waited for: Ray may hold a later
+        # answer while an earlier one is lost with its node.
+        self._awaited: dict[int, deque[Any]] = {}
         self._started = 0
         self._first = True
 
@@ -211,18 +214,19 @@ class _RayWorkers:
             scheduling_strategy=self._on(node),
         ).remote()  # fmt: skip
         self._actors[self._started] = actor
-        self._awaited[actor.begin.remote(self._setup)] = self._started
+        self._awaited[self._started] = deque([actor.begin.remote(self._setup)])
         return self._started
 
     def send(self, worker: int, batch: Batch) -> None:
-        self._awaited[self._actors[worker].run.remote(batch)] = worker
+        self._awaited[worker].append(self._actors[worker].run.remote(batch))
 
     def next(self, seconds: float) -> tuple[int, WorkerReady | BatchResult | WorkerLost] | None:
-        refs = list(self._awaited)
-        ready, _ = self._ray.wait(refs, num_returns=1, timeout=seconds)
+        first = {asked[0]: worker for worker, asked in self._awaited.items() if asked}
+        ready, _ = self._ray.wait(list(first), num_returns=1, timeout=seconds)
         if not ready:
             return None
-        worker = self._awaited.pop(ready[0])
+        worker = first[ready[0]]
+        self._awaited[worker].popleft()
         try:
             found = self._ray.get(ready[0])
         except self._ray.exceptions.RayTaskError as error:
@@ -234,7 +238,7 @@ class _RayWorkers:
 
     def _dismiss(self, worker: int) -> None:
         """End a worker. What Ray takes for lost may go on otherwise."""
-        self._awaited = {ref: other for ref, other in self._awaited.items() if other != worker}
+        del self._awaited[worker]
         self._ray.kill(self._actors.pop(worker))
 
     def stop(self) -> None:

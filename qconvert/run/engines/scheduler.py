@@ -63,7 +63,8 @@ class RemoteWorkers(Protocol):
         """Send a batch; `next` brings what it left."""
 
     def next(self, seconds: float) -> tuple[int, WorkerReady | BatchResult | WorkerLost] | None:
-        """Return what comes next of any worker; None when nothing did for that long."""
+        """Return what comes next of any worker, in the order in which it was sent batches; None when
+        nothing did for that long."""
 
 
 @dataclass
