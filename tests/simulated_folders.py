@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -12,9 +12,32 @@ from hypothesis import strategies as st
 from loaders.published import published
 
 from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.classes.record import architecture_of, class_record
+from qconvert.runtimes.loading.load_weights import SimulatedLoad
+from qconvert.runtimes.loading.setting import Setting
+from qconvert.runtimes.sglang import simulator as sglang
+from qconvert.runtimes.vllm import simulator as vllm
 
 Config = dict[str, Any]
 Tensors = dict[str, TensorType]
+
+
+def in_any_form(runtime: str) -> Callable[..., SimulatedLoad]:
+    """The simulator of a runtime, also in forms that were not compared with its loader."""
+    by_table = {"sglang": sglang.by_table, "vllm": vllm.by_table}[runtime]
+
+    def simulate(
+        config: Config,
+        tensors: Mapping[str, TensorType],
+        setting: Setting | None = None,
+        *,
+        groups: int | None = None,
+        draft: bool = False,
+    ) -> SimulatedLoad:
+        record = class_record(runtime, architecture_of(config), draft=draft)
+        return by_table(record, config, tensors, setting or Setting(), groups)
+
+    return simulate
 
 
 def folder(family: str, **how: Any) -> tuple[Config, Tensors]:

@@ -15,7 +15,7 @@ from simulated_folders import JUNK, LINEARS, folder, integers, places
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.classes import record as records
-from qconvert.runtimes.classes.build import built, filled, numbers_of, pattern_of
+from qconvert.runtimes.classes.build import built, filled, numbers_of, pattern_of, with_shared_routed
 from qconvert.runtimes.classes.expressions import Sizes, parsed
 from qconvert.runtimes.classes.names import RecordedNames
 from qconvert.runtimes.classes.record import STAGES, check_form, form_of, record_of, recorded
@@ -24,7 +24,7 @@ from qconvert.runtimes.loading.building import RankBuild
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.schemes import NoQuantization, Unquantized
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
-from qconvert.runtimes.serving import NotKnown, Offered, asked, served
+from qconvert.runtimes.serving import NotKnown, Offered, asked
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
 
@@ -33,6 +33,7 @@ CONFIG: dict[str, Any] = {
     "text": "x",
 }  # fmt: skip
 SIMULATE = {"sglang": sglang, "vllm": vllm}
+TWICE = tuple(f"model.layers.{layer}.mlp.experts.gate.weight" for layer in range(3))
 
 
 @pytest.mark.parametrize(
@@ -84,19 +85,19 @@ def by_table(runtime: str, config: Any, tensors: Any, at: Setting) -> SimulatedL
 @pytest.mark.parametrize("form", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("at", [Setting(), Setting(tp=2, rank=1), Setting(pp=2, stage=1)], ids=str)
 @pytest.mark.parametrize("runtime", SIMULATE)
-def test_a_table_says_what_the_class_by_hand_does(runtime: str, at: Setting, form: str) -> None:
+def test_a_table_by_hand_says_what_the_recorded_one_does(
+    runtime: str, at: Setting, form: str
+) -> None:
     config, tensors = folder("qwen3_moe", fp8=form == "fp8")
     if form == "int4":
         config, tensors = integers(config, tensors, ".experts.", 32, ignore=LINEARS)
-    hand = SIMULATE[runtime].simulate(config, tensors, at)
+    seen = SIMULATE[runtime].simulate(config, tensors, at)
     said = by_table(runtime, config, tensors, at)
     assert said.whole
-    assert said.parameters == hand.parameters
-    assert said.schemes == hand.schemes
-    assert said.unread == hand.unread
-    # The class by hand counts the embeddings of another stage among those that it looked for.
-    assert replace(said, ignored=()) == replace(hand, ignored=())
-    assert set(said.ignored) <= set(hand.ignored) <= {"model.embed_tokens.weight"}
+    # A module of vLLM's holds some a second time.
+    assert {n: one for n, one in seen.parameters.items() if n not in TWICE} == said.parameters
+    assert said.unread == seen.unread
+    assert replace(seen, parameters=said.parameters) == said
 
 
 @pytest.mark.parametrize(("runtime", "refused"), [("vllm", True), ("sglang", False)])
@@ -221,20 +222,40 @@ def test_versions_are_folders(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert records.versions("vllm") == ("0.32.0", "0.33.0")
 
 
-def test_shared_experts_are_known_apart_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a class that may load them as routed ones; the answer names the option."""
-    config, tensors = folder("qwen3_moe")
-    fuses = {"fuses_shared": True, "agrees": {"unquantized": [1]}}
-    table = record_of({**qwen3_moe("sglang"), **fuses})
-    monkeypatch.setattr(sglang, "CLASSES", {})
-    monkeypatch.setattr(sglang, "recorded", lambda *_: table)
-    monkeypatch.setattr(sglang, "class_record", lambda *_: table)
-    with pytest.raises(NotSimulated, match="may load as routed ones"):
-        sglang.simulate(config, tensors)
-    answer = served(Offered(config, tensors), Setting())
+def test_shared_experts_that_are_loaded_as_routed_ones() -> None:
+    """Their linears are gone, and their matrices are those of one more expert."""
+    apart = records.class_record("sglang", "Qwen3NextForCausalLM")
+    record = with_shared_routed(apart)
+    gone = {one.name for one in apart.modules} - {one.name for one in record.modules}
+    at = "model.layers.*.mlp.shared_expert"
+    assert gone == {f"{at}.gate_up_proj", f"{at}.down_proj"}
+    shared = {one.source: (one.to, one.shard) for one in record.names if one.shared}
+    to = "model.layers.*.mlp.experts"
+    assert shared == {
+        f"{at}.gate_proj": (to, "w1"), f"{at}.up_proj": (to, "w3"), f"{at}.down_proj": (to, "w2"),
+    }  # fmt: skip
+    config, tensors = folder("qwen3_next")
+    answer = sglang.by_table(apart, config, tensors, Setting())
     assert answer.whole
-    assert answer.required_flag == "--disable-shared-experts-fusion"
-    assert answer.setting.disable_shared_experts_fusion
+    assert answer.shared_fused
+    assert answer.parameters["model.layers.0.mlp.experts.w2_weight"].shape[0] == 5
+
+
+def test_what_a_class_reads_and_what_a_config_must_state() -> None:
+    table = qwen3_moe("sglang")
+    for one in table["modules"]:
+        if one["name"].endswith("o_proj"):
+            one["reads"] = "build"
+    config, tensors = integers(
+        *folder("qwen3_moe"), ".self_attn.o_proj", 32, ignore=[r"re:.*\.(?!o_proj).*$"]
+    )
+    said = sglang.by_table(record_of(table), config, tensors, Setting())
+    assert said.refused is not None
+    assert "leave o_proj unquantized" in said.refused.why
+    record = replace(record_of(qwen3_moe("sglang")), asks=("norm_topk_prob", "missing_key"))
+    said = sglang.by_table(record, {**config, "norm_topk_prob": True}, tensors, Setting())
+    assert said.refused is not None
+    assert "states no missing_key" in said.refused.why
 
 
 def test_a_table_under_settings_of_a_config() -> None:

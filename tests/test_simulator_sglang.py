@@ -22,6 +22,7 @@ from simulated_folders import (
     Config,
     Tensors,
     folder,
+    in_any_form,
     integers,
     large,
     mixed,
@@ -40,7 +41,8 @@ from qconvert.runtimes.sglang.ignore_matching import (
     is_layer_excluded,
     is_layer_skipped,
 )
-from qconvert.runtimes.sglang.simulator import simulate
+
+simulate = in_any_form("sglang")
 
 
 @pytest.mark.parametrize("tp", sampled([4, 2, 1], 3))

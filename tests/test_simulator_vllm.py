@@ -23,6 +23,7 @@ from simulated_folders import (
     Config,
     Tensors,
     folder,
+    in_any_form,
     integers,
     large,
     mixed,
@@ -38,7 +39,8 @@ from qconvert.plan.plan import Plan, run_passes
 from qconvert.runtimes.loading.setting import BLACKWELL, LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.serving import SIMULATED, Offered, loads, served
 from qconvert.runtimes.vllm.ignore_matching import excluded, ignored, skipped, target
-from qconvert.runtimes.vllm.simulator import simulate
+
+simulate = in_any_form("vllm")
 
 
 @pytest.mark.parametrize("tp", sampled([4, 2, 1], 3))

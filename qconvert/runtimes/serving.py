@@ -19,7 +19,8 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
 from qconvert.core.versions import RELEASES, SGLANG, VLLM, is_release
-from qconvert.runtimes.classes.record import versions
+from qconvert.runtimes.classes.names import of_draft
+from qconvert.runtimes.classes.record import architecture_of, recorded, versions
 from qconvert.runtimes.consumers import (
     RUNTIMES,
     Consumer,
@@ -27,6 +28,7 @@ from qconvert.runtimes.consumers import (
     refused_form,
 )
 from qconvert.runtimes.loader.ask import RuntimeLoader
+from qconvert.runtimes.loading.building import text_config
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.misreadings import misread
@@ -36,7 +38,6 @@ from qconvert.runtimes.vllm import simulator as vllm
 
 SIMULATED = {"sglang": SGLANG.version, "vllm": VLLM.version}
 _SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
-_OF_DRAFT = {"sglang": sglang.of_draft, "vllm": vllm.of_draft}
 NO_FUSION = "--disable-shared-experts-fusion"
 # What a statement about a runtime, a folder and a number of ranks can be.
 Verdict = Literal["loads", "does not load", "not known"]
@@ -246,10 +247,6 @@ def served(
     simulate = partial(_SIMULATE[runtime], groups=folder.groups, draft=draft, version=version)
     if loader is not None:
         simulate = partial(loader.load, groups=folder.groups, draft=draft, files=folder.files)
-    elif runtime == "sglang" and sglang.known_apart(folder.config, version):
-        split = replace(setting, disable_shared_experts_fusion=True)
-        answer = _served(simulate, folder, split, every=every)
-        return replace(answer, required_flag=NO_FUSION) if answer.whole else answer
     answer = _served(simulate, folder, setting, every=every)
     if answer.whole or setting.disable_shared_experts_fusion:
         return answer
@@ -291,7 +288,8 @@ def drafted(
 
 
 def _draft(runtime: str, config: Mapping[str, Any], tensors: Tensors) -> Tensors:
-    return Tensors.of(_OF_DRAFT[runtime](config, tensors))
+    record = recorded(runtime, architecture_of(config), draft=True)
+    return Tensors.of(of_draft(record, text_config(config), tensors))
 
 
 def draft_alone(
@@ -308,7 +306,7 @@ def draft_alone(
         return served(folder, setting, every=every, draft=True, runtime=runtime, loader=loader)
     if runtime != "sglang":
         raise NotSimulated(f"a draft under {runtime}")
-    if setting.pp > 1 or not (found := sglang.of_draft(folder.config, folder.tensors)):
+    if setting.pp > 1 or not (found := _draft(runtime, folder.config, Tensors.of(folder.tensors))):
         raise NotSimulated(
             "a draft in pipeline stages" if setting.pp > 1 else "a draft of its class"
         )

@@ -5,16 +5,16 @@ sglang leaves it unread without a word, or fails. `--disable-shared-experts-fusi
 
 Read in sglang: `model_loader/loader.py` (`_initialize_model`), `layers/moe/utils.py`
 (`resolve_shared_experts_config`), and per class `shared_experts_fusion_disable_reason`
-(`models/deepseek_v2.py`, `models/glm4_moe.py`) or `can_fuse_shared_expert` (`models/qwen2_moe.py`, asked
-by `models/qwen3_next.py`). Qwen3.5's classes fuse on ROCm alone. Assumed: an NVIDIA GPU of capability
-8.0 or higher, no expert parallelism, no DeepEP, and a MoE runner that fuses (trtllm's and cutedsl's do
-not).
+(`models/deepseek_v2.py`, `glm4_moe.py`, `glm4_moe_lite.py`, `glm4v_moe.py`) or `can_fuse_shared_expert`
+(`models/qwen2_moe.py`, asked by `models/qwen3_next.py`). DeepSeek's is for the architectures that name
+themselves so: not V2 and V3.2. Qwen3.5's classes fuse on ROCm alone. MoE runners of trtllm and cutedsl
+fuse nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from qconvert.core.family import text_config
 from qconvert.core.patterns import compiled
 from qconvert.runtimes.loading.building import spelled
+from qconvert.runtimes.loading.setting import Setting
 
 NO_FUSION = "--disable-shared-experts-fusion"
 
@@ -55,25 +56,60 @@ def architecture_of(config: Config) -> str:
 
 
 def fuses(architecture: str, config: Config, block: Config | None) -> bool:
-    """Tell whether sglang's class fuses the shared experts of a model with this config and quantization
-    block."""
-    text = spelled(text_config(config))
-    if architecture == _DEEPSEEK:
-        return _deepseek_fuses(text, block)
-    if architecture == _GLM:
-        return _count(text, "n_shared_experts") > 0
-    if architecture == _QWEN:
-        size = _count(text, "shared_expert_intermediate_size")
-        return size > 0 and size == _count(text, "moe_intermediate_size") and not _vetoes(block)
-    return False
+    """Tell whether sglang's class, started without options, fuses the shared experts of a model with
+    this config and quantization block."""
+    return fused(architecture, config, block, Setting()) > 0
 
 
-def _deepseek_fuses(text: Config, block: Config | None) -> bool:
+def fused(architecture: str, config: Config, block: Config | None, setting: Setting) -> int:
+    """The number of shared experts that sglang's class loads as routed ones."""
+    rule = _RULES.get(architecture)
+    runners = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "flashinfer_cutedsl")
+    if rule is None or setting.disable_shared_experts_fusion or setting.moe_runner in runners:
+        return 0
+    return rule(spelled(text_config(config)), block, setting)
+
+
+def _of_deepseek(text: Config, block: Config | None, setting: Setting) -> int:
     """256 routed experts and one shared. 384 (Kimi) fuse in Quark's form alone."""
     experts, method = _count(text, "n_routed_experts"), (block or {}).get("quant_method")
     known = experts == 256 or (experts == 384 and method == "quark")
-    one = _count(text, "n_shared_experts") == 1
-    return known and one and not _vetoes(block) and not _packs_linears(block)
+    off = (
+        _vetoes(block) or _packs_linears(block) or setting.a2a in _DEEPEP_CLASS or _is_divided(setting)
+        or (_is_nvfp4(block) and setting.capability[0] == 9 and setting.moe_runner == "marlin")
+    )  # fmt: skip
+    return int(known and _count(text, "n_shared_experts") == 1 and not off)
+
+
+def _of_glm(text: Config, block: Config | None, setting: Setting) -> int:
+    off = _is_divided(setting) or setting.a2a in ("deepep", "mori")
+    return 0 if off else _count(text, "n_shared_experts")
+
+
+def _of_glm_lite(text: Config, block: Config | None, setting: Setting) -> int:
+    return int(_count(text, "n_shared_experts") == 1 and not _is_divided(setting))
+
+
+def _of_qwen(text: Config, block: Config | None, setting: Setting) -> int:
+    size = _count(text, "shared_expert_intermediate_size")
+    same = size > 0 and size == _count(text, "moe_intermediate_size") and not _vetoes(block)
+    per_rank = setting.a2a in (*_DEEPEP_CLASS, "megamoe") and setting.ep > 1
+    return int(same and not per_rank and setting.a2a not in ("deepep", "deepep_v2", "mori"))
+
+
+def _is_divided(setting: Setting) -> bool:
+    """Tell whether ranks divide experts, or the GPU is older than these classes take."""
+    return setting.ep > 1 or setting.capability < (8, 0)
+
+
+# Backends of communication whose combine happens inside the dispatcher (layers/moe/utils.py,
+# is_deepep_class_backend).
+_DEEPEP_CLASS = ("deepep", "deepep_v2", "mooncake", "mori", "pplx")
+_RULES: Mapping[str, Callable[[Config, Config | None, Setting], int]] = {
+    _DEEPSEEK: _of_deepseek, "GlmMoeDsaForCausalLM": _of_deepseek, _GLM: _of_glm,
+    "Glm4vMoeForConditionalGeneration": _of_glm, "Glm4MoeLiteForCausalLM": _of_glm_lite,
+    _QWEN: _of_qwen,
+}  # fmt: skip
 
 
 def _count(text: Config, key: str) -> int:
@@ -84,13 +120,15 @@ def _count(text: Config, key: str) -> int:
 def _vetoes(block: Config | None) -> bool:
     """modelopt's NVFP4 without FP8: an entry of its list that names shared experts
     (`ModelOptFp4Config.can_fuse_shared_expert`)."""
-    if block is None or block.get("quant_method") != "modelopt":
-        return False
-    if "NVFP4" not in str(block.get("quant_algo")):
-        return False
-    return any(
-        "shared_expert" in entry and "shared_expert_gate" not in entry for entry in _left_out(block)
+    return _is_nvfp4(block) and any(
+        "shared_expert" in entry and "shared_expert_gate" not in entry
+        for entry in _left_out(block or {})
     )
+
+
+def _is_nvfp4(block: Config | None) -> bool:
+    modelopt = block is not None and block.get("quant_method") == "modelopt"
+    return modelopt and "NVFP4" in str((block or {}).get("quant_algo"))
 
 
 def _packs_linears(block: Config | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from families.tiny import config_of
 
 # What sizes of each set are: no two keys of one have the same value, and no product is another's.
 # Multiples of 32, heads that divide the hidden size and are whole multiples of those of keys.
-SETS: Mapping[str, tuple[Any, ...]] = {
+SETS: dict[str, tuple[Any, ...]] = {
     "hidden_size": (128, 192, 240), "intermediate_size": (224, 352, 416),
     "moe_intermediate_size": (96, 160, 288), "shared_expert_intermediate_size": (112, 272, 304),
     "moe_shared_expert_intermediate_size": (144, 176, 208), "moe_latent_size": (72, 136, 200),
@@ -34,11 +34,20 @@ SETS: Mapping[str, tuple[Any, ...]] = {
     "n_shared_experts": (1, 2, 3), "num_shared_experts": (1, 2, 3),
 }  # fmt: skip
 # Of a tower: sizes of its own, whose result is as wide as the text model.
-TOWER: Mapping[str, tuple[Any, ...]] = {
-    "hidden_size": (64, 96, 160), "intermediate_size": (152, 184, 232),
-    "num_heads": (4, 6, 5), "num_attention_heads": (4, 6, 5), "depth": (2, 2, 2),
-    "num_hidden_layers": (2, 2, 2), "out_hidden_size": (128, 192, 240),
-    "projection_dim": (120, 216, 248), "num_position_embeddings": (64, 144, 256),
+TOWER: dict[str, tuple[Any, ...]] = {
+    "hidden_size": (64, 96, 160),
+    "intermediate_size": (152, 184, 232),
+    "num_heads": (4, 6, 5),
+    "num_attention_heads": (4, 6, 5),
+    "depth": (2, 2, 2),
+    "num_hidden_layers": (2, 2, 2),
+    "out_hidden_size": (128, 192, 240),
+    "projection_dim": (120, 216, 248),
+    "num_position_embeddings": (64, 144, 256),
+}
+# Of a tower that takes videos, too: patches, whose shape is that of its first weight.
+PATCHES: dict[str, tuple[Any, ...]] = {
+    "patch_size": (16, 8, 32), "temporal_patch_size": (2, 1, 4),
 }  # fmt: skip
 COUNT = 3
 
@@ -73,22 +82,34 @@ def _with_set(
     values: Mapping[str, Any], number: int, fixed: frozenset[str], *, top: bool
 ) -> dict[str, Any]:
     text = "text_config" in values
+    known = SETS if top else TOWER | PATCHES if "temporal_patch_size" in values else TOWER
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and key.endswith("_config"):
             of = fixed if key == "text_config" else frozenset[str]()
             found[key] = _with_set(value, number, of, top=key == "text_config")
-        elif type(value) is int and key in (known := SETS if top else TOWER) and not (top and text):
+        elif type(value) is int and key in known and not (top and text):
             found[key] = known[key][0 if key in fixed else number]
         else:
             found[key] = value
     return found
 
 
-def write(config: Any, folder: Path, more: Mapping[str, Any], *, turned: bool = False) -> Path:
+Entries = dict[str, tuple[str, tuple[int, ...]]]
+_WIDTHS = {"BF16": 2, "F32": 4, "I64": 8, "BOOL": 1}
+
+
+def write(
+    config: Any,
+    folder: Path,
+    more: Mapping[str, Any],
+    *,
+    turned: bool = False,
+    published: Callable[[Entries, Mapping[str, Any]], Entries] = lambda entries, config: entries,
+) -> Path:
     """A checkpoint's config.json and the header of its one file; `more` are keys that published configs
     have beside those that transformers saves; `turned`: the rows of matrices in stacks of experts are
-    published as columns."""
+    published as columns; `published`: what becomes of the names and shapes that transformers saves."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -101,23 +122,25 @@ def write(config: Any, folder: Path, more: Mapping[str, Any], *, turned: bool = 
     state = model.state_dict()
     for name in getattr(model, "all_tied_weights_keys", None) or {}:
         state.pop(name, None)
-    header: dict[str, Any] = {}
-    end = 0
-    kept = {torch.float32: ("F32", 4), torch.int64: ("I64", 8), torch.bool: ("BOOL", 1)}
+    entries: Entries = {}
+    kept = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
     for name, tensor in revert_weight_conversion(model, state).items():
-        dtype, width = kept.get(tensor.dtype, ("BF16", 2))
-        size = width * math.prod(tensor.shape)
         shape = [*tensor.shape]
         if turned and len(shape) == 3 and ".experts." in name:
             shape[1:] = reversed(shape[1:])
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        entries[name] = kept.get(tensor.dtype, "BF16"), tuple(shape)
+    saved = config.to_dict() | {"architectures": [type(model).__name__]}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, sizes) in published(entries, saved).items():
+        size = _WIDTHS[dtype] * math.prod(sizes)
+        header[name] = {"dtype": dtype, "shape": [*sizes], "data_offsets": [end, end + size]}
         end += size
     folder.mkdir(parents=True)
     encoded = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         file.truncate(8 + len(encoded) + end)
-    saved = config.to_dict() | {"architectures": [type(model).__name__]}
     text = saved.get("text_config", saved)
     for key, value in more.items():
         if key == "head_dim":  # follows from sizes of the set where transformers has no key for it

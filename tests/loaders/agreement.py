@@ -12,6 +12,7 @@ from checkpoints import read_shard
 
 from loaders.client import Loaded, Rank
 from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.classes.record import architecture_of, class_record
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.setting import HOPPER, Setting
 from qconvert.runtimes.sglang import simulator as sglang
@@ -66,8 +67,11 @@ def simulated(
     draft: bool = False,
     runtime: str = "sglang",
 ) -> SimulatedLoad:
-    simulate = {"sglang": sglang.simulate, "vllm": vllm.simulate}[runtime]
-    return simulate(config_of(folder), headers(folder), at, groups=groups, draft=draft)
+    """What the table of the class says, in whatever form."""
+    by_table = {"sglang": sglang.by_table, "vllm": vllm.by_table}[runtime]
+    config = config_of(folder)
+    record = class_record(runtime, architecture_of(config), draft=draft)
+    return by_table(record, config, headers(folder), at, groups)
 
 
 def disagreements(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:

@@ -112,15 +112,22 @@ class Server:
         probes: bool = False,
         draft: bool = False,
         flags: Mapping[str, Any] | None = None,
+        method: str = "recorded",
+        packed: Sequence[str] = (),
+        hidden: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Record the class of a folder at one rank (server/record.py), of which only headers are read;
         with `load` also which tensors its parameters hold, with `probes` what its loader does with
-        names that lead nowhere."""
+        names that lead nowhere. `method`: the name of the quantization that it is told; `packed`:
+        patterns of names of linears that hold no `weight`, `hidden`: of those that hold none once all is
+        loaded."""
         at = rank or Rank()
         return self._asked({
             "folder": str(folder), "tp": at.tp, "rank": at.rank, "pp": at.pp, "stage": at.stage,
-            "draft": draft, "flags": dict(flags or {}), "environment": {}, "probes": probes,
-            "load": load,
+            "draft": draft, "flags": dict(flags or {}), "probes": probes,
+            "environment": dict(environment or {}),
+            "load": load, "method": method, "packed": [*packed], "hidden": [*hidden],
         })  # fmt: skip
 
     def parsed(self, lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

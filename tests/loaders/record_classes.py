@@ -28,8 +28,10 @@ from families.classes import model_types
 from families.headers_only import COUNT, sized, write
 
 from loaders.client import PYTHON, Rank, Server
+from loaders.other_names import OTHER, WITHOUT_ENDS, Entries, with_draft
 from loaders.recorded_tables import Recorded, has_gaps, table, under_settings, written
-from loaders.small_models import GIVEN, PUBLISHED, SIZES
+from loaders.small_models import DRAFTS, GIVEN, PUBLISHED, SIZES
+from qconvert.runtimes.loader.server.record import stored
 
 TABLES = Path(__file__).parent.parent.parent / "qconvert" / "runtimes" / "classes"
 VERSIONS = {"sglang": "0.5.23", "vllm": "0.33.0"}
@@ -54,6 +56,11 @@ _IDLE = frozenset({
 # Model types whose stacks of experts are published with rows and columns changed from what
 # transformers 5 saves.
 _TURNED = frozenset({"qwen3_vl_moe"})
+# Methods of quantization for which a class may build otherwise, as each runtime calls them.
+_METHODS = {
+    "sglang": ("fp8", "modelopt_fp4", "modelopt_mixed", "compressed_tensors", "gptq_marlin"),
+    "vllm": ("fp8", "modelopt_fp4", "modelopt_mixed", "compressed-tensors", "auto_gptq"),
+}  # fmt: skip
 _NULLABLE = ("q_lora_rank",)
 
 
@@ -64,20 +71,25 @@ class NotRecorded(Exception):
 @dataclass(frozen=True)
 class Writer:
     """Folders of headers of one model_type, each written once. `head_dim`: configs state one also where
-    the class of transformers has no such key."""
+    the class of transformers has no such key; `draft`: folders hold a draft, whose class is meant."""
 
     room: Path
     model_type: str
     head_dim: bool = True
+    draft: bool = False
 
     def folder(
         self,
         number: int,
         fixed: frozenset[str],
         changed: Mapping[str, Any] = MappingProxyType({}),
+        form: str = "",
+        without: str = "",
     ) -> Path:
-        """The checkpoint at a set of sizes, with settings of its config changed."""
-        name = json.dumps([number, sorted(fixed), dict(changed), self.head_dim]).replace("/", "-")
+        """The checkpoint at a set of sizes, with settings of its config changed, under other names if
+        `form` says so (other_names.py), `without` a key that published configs state."""
+        own = [number, sorted(fixed), dict(changed), self.head_dim, form, without, self.draft]
+        name = json.dumps(own).replace("/", "-")
         folder = self.room / self.model_type / name
         if folder.is_dir():
             return folder
@@ -86,8 +98,15 @@ class Writer:
         config = sized(self.model_type, given, sizes, number, fixed, head_dim=self.head_dim)
         if changed:
             config = _changed(config, changed)
-        keys = PUBLISHED.get(self.model_type, {})
-        return write(config, folder, keys, turned=self.model_type in _TURNED)
+        keys = {**PUBLISHED.get(self.model_type, {}), **DRAFTS.get(self.model_type, {})}
+        keys.pop(without, None)
+
+        def published(entries: Entries, saved: Mapping[str, Any]) -> Entries:
+            named = OTHER[form](entries) if form else entries
+            return with_draft(named, saved, ends=form != WITHOUT_ENDS) if self.draft else named
+
+        turned = self.model_type in _TURNED
+        return write(config, folder, keys, turned=turned, published=published)
 
 
 def _changed(config: Any, changed: Mapping[str, Any]) -> Any:
@@ -106,16 +125,8 @@ def config_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def asked(
-    server: Server,
-    runtime: str,
-    folder: Path,
-    rank: Rank,
-    *,
-    load: bool = True,
-    probes: bool = False,
-) -> Any:
-    return server.recorded(folder, rank, load=load, probes=probes, flags=_FLAGS[runtime])
+def asked(server: Server, runtime: str, folder: Path, rank: Rank, **how: Any) -> Any:
+    return server.recorded(folder, rank, flags=_FLAGS[runtime], **how)
 
 
 def _said(facts: Mapping[str, Any]) -> str:
@@ -128,7 +139,8 @@ def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
         start = writer.folder(0, frozenset())
     except Exception as error:  # what transformers raises for a config is the cause
         raise NotRecorded(f"no small model: {type(error).__name__}: {str(error)[:200]}") from error
-    first = asked(server, runtime, start, Rank(), probes=True)
+    draft = writer.draft
+    first = asked(server, runtime, start, Rank(), probes=True, draft=draft)
     if first.get("class", "").startswith("Transformers"):
         raise NotRecorded(f"the runtime has no class of its own, it takes {first['class']}")
     if first["error"]:
@@ -136,9 +148,95 @@ def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
     sets: list[tuple[Mapping[str, Any], Any]] = [(config_of(start), first)]
     for number in range(1, COUNT):
         sets.append(_with_sizes(writer, server, runtime, number))
-    two = asked(server, runtime, start, Rank(2, 0))
-    stages = [asked(server, runtime, start, Rank(1, 0, 2, stage), load=False) for stage in (0, 1)]
-    return Recorded(sets, two, stages)
+    two = asked(server, runtime, start, Rank(2, 0), draft=draft)
+    stages = [] if draft else [
+        asked(server, runtime, start, Rank(1, 0, 2, stage), load=False) for stage in (0, 1)
+    ]  # fmt: skip
+    forms = [
+        asked(server, runtime, folder, Rank(), draft=draft)
+        for folder in _in_other_forms(writer, start)
+    ]
+    methods = {
+        name: asked(server, runtime, start, Rank(2, 0), load=False, draft=draft, method=name)
+        for name in _METHODS[runtime]
+    }
+    reads, twice = _reads_weights(writer, server, runtime, start, first)
+    refuses = None
+    sparse = any(one["kind"] == "experts" for one in first["modules"])
+    if runtime == "vllm" and sparse and not draft:
+        partition = {"VLLM_PP_LAYER_PARTITION": f"{_layers_of(first)},0"}
+        none = asked(
+            server, runtime, start, Rank(1, 0, 2, 1), load=False, environment=partition
+        )  # fmt: skip
+        refuses = bool(none["error"])
+    return Recorded(sets, two, stages, forms, methods, reads, twice, draft, refuses)
+
+
+def _asked_for(writer: Writer, server: Server, runtime: str) -> Iterator[str]:
+    """Keys that published configs state, that transformers does not save, and without which the class
+    does not build."""
+    for key in PUBLISHED.get(writer.model_type, {}):
+        try:
+            folder = writer.folder(0, frozenset(), without=key)
+        except Exception:  # transformers needs it, too: configs without it are none
+            continue
+        said = asked(server, runtime, folder, Rank(), load=False, draft=writer.draft)
+        if f"has no attribute '{key}'" in (said["error"] or ""):
+            yield key
+
+
+def _layers_of(facts: Mapping[str, Any]) -> int:
+    """The length of the list whose layers have experts."""
+    name = next(one["name"] for one in facts["modules"] if one["kind"] == "experts")
+    return next(
+        int(one["length"]) for one in facts["modules"]
+        if one["kind"] == "list" and name.startswith(f"{one['name']}.")
+    )  # fmt: skip
+
+
+def _in_other_forms(writer: Writer, start: Path) -> Iterator[Path]:
+    """Folders of the first set under other names than transformers saves (other_names.py)."""
+    names = stored(start)
+    forms = ["fused rows"] if any(".in_proj_qkv." in name for name in names) else []
+    if any(re.search(r"\.experts\.0\.gate_proj\.weight$", name) for name in names):
+        forms += ["stacks"]
+    elif any(re.search(r"\.experts\.down_proj$", name) for name in names):
+        biased = any(name.endswith("_proj_bias") for name in names)
+        turned = writer.model_type in _TURNED
+        forms += [] if biased else ["matrices of turned" if turned else "matrices"]
+    if any(".enorm." in name for name in names):
+        forms.append(WITHOUT_ENDS)
+    yield from (writer.folder(0, frozenset(), form=form) for form in forms)
+
+
+def _reads_weights(
+    writer: Writer, server: Server, runtime: str, folder: Path, facts: Mapping[str, Any]
+) -> tuple[dict[str, str], list[list[str]]]:
+    """Linears whose `weight` a class reads while it builds, or once all is loaded, which packed ones
+    have not: by the name that is asked for, with numbers starred; and names under which it holds packed
+    ones a second time."""
+    linears = {"qkv", "merged", "merged_replicated", "column", "row", "replicated"}
+    names = dict.fromkeys(
+        re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", one["asked"])
+        for one in facts["modules"] if one["kind"] in linears and one["asked"] is not None
+    )  # fmt: skip
+    found: dict[str, str] = {}
+
+    def ends(*packed: str) -> Any:
+        return asked(server, runtime, folder, Rank(), load=False, draft=writer.draft, packed=packed)
+
+    every = ends("*")
+    if every["error"]:
+        found |= {name: "build" for name in names if ends(name)["error"]}
+        every = ends(*(name for name in names if name not in found))
+
+    def spoils(*hidden: str) -> bool:
+        said = asked(server, runtime, folder, Rank(), draft=writer.draft, hidden=hidden)
+        return bool(said["error"])
+
+    if spoils("*"):
+        found |= {name: "load" for name in names if name not in found and spoils(name)}
+    return found, [one for one in every.get("aliases", ()) if one[0].endswith("weight_packed")]
 
 
 def _with_sizes(
@@ -155,7 +253,7 @@ def _with_sizes(
         except Exception as error:  # transformers refuses sizes in many ways; the next may do
             said = said or f"transformers: {type(error).__name__}: {str(error)[:200]}"
             continue
-        facts = asked(server, runtime, folder, Rank(), load=False)
+        facts = asked(server, runtime, folder, Rank(), load=False, draft=writer.draft)
         if not facts["error"]:
             return config_of(folder), facts
         said = said or _said(facts)
@@ -186,20 +284,20 @@ def _under(
         folder = writer.folder(0, frozenset(), changed)
     except Exception as error:  # a combination that transformers refuses is none
         raise NotRecorded(f"transformers: {type(error).__name__}") from error
-    other = asked(server, runtime, folder, Rank())
+    other = asked(server, runtime, folder, Rank(), draft=writer.draft)
     if other["error"]:
         raise NotRecorded(f"{other['step']}: {other['error']}")
     if _built(other) == _built(facts):
         return None
     new = set(other["parameters"]) - set(facts["parameters"])
     plain = any(not name.endswith(".bias") for name in new)
-    two = asked(server, runtime, folder, Rank(2, 0)) if plain else None
+    two = asked(server, runtime, folder, Rank(2, 0), draft=writer.draft) if plain else None
     sets: list[tuple[Mapping[str, Any], Any]] = [(config_of(folder), {**other, "probes": {}})]
-    made = table(Recorded(sets, two, []))
+    made = table(Recorded(sets, two, [], draft=writer.draft))
     if has_gaps(made, base):
         for number in range(1, COUNT):
             sets.append(_with_sizes(writer, server, runtime, number, changed))
-        made = table(Recorded(sets, two, []))
+        made = table(Recorded(sets, two, [], draft=writer.draft))
     return made
 
 
@@ -225,8 +323,9 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     return {
         "runtime": runtime, "version": VERSIONS[runtime],
         "architecture": config["architectures"][0], "model_type": config["model_type"],
-        "settings_unbuilt": unbuilt, **found,
-        "defaults": defaults(writer.model_type, found), "keys": keys_of_all(config),
+        **({"draft": True} if writer.draft else {}), "settings_unbuilt": unbuilt, **found,
+        "defaults": {**defaults(writer.model_type, found), **DRAFTS.get(writer.model_type, {})},
+        "keys": keys_of_all(config),
         "attribute_map": other_names(writer.model_type),
     }  # fmt: skip
 
@@ -303,11 +402,12 @@ class Outcome:
 def outcome(writer: Writer, server: Server, runtime: str) -> Outcome:
     """The table of a model_type's class, or why there is none."""
     try:
-        plain = replace(writer, head_dim=False)
+        plain = replace(writer, head_dim=False, draft=False)
         architecture = str(config_of(plain.folder(0, frozenset()))["architectures"][0])
     except Exception as error:  # what transformers raises for a config is the cause
         cause = f"no small model: {type(error).__name__}: {str(error)[:200]}"
         return Outcome(runtime, writer.model_type, None, cause)
+    architecture += ".draft" if writer.draft else ""
     try:
         return Outcome(runtime, architecture, written(record_of(writer, server, runtime)), "")
     except NotRecorded as why:
@@ -335,10 +435,11 @@ def done(job: Job) -> list[Outcome]:
     for runtime in job.runtimes:
         began = time.monotonic()
         server = Server(PYTHON, job.servers, runtime)
-        found.append(outcome(writer, server, runtime))
+        for draft in (False, True)[: 1 + (job.model_type in DRAFTS)]:
+            found.append(outcome(replace(writer, draft=draft), server, runtime))
+            seconds = f"{time.monotonic() - began:.0f} s"
+            print(runtime, job.model_type, found[-1].name, found[-1].cause or seconds, flush=True)
         server.close()
-        seconds = f"{time.monotonic() - began:.0f} s"
-        print(runtime, job.model_type, found[-1].name, found[-1].cause or seconds, flush=True)
     shutil.rmtree(job.room / job.model_type, ignore_errors=True)
     return found
 

@@ -153,9 +153,16 @@ class Expressions:
 
 @dataclass(frozen=True)
 class Patterns:
-    """Names with `*` for numbers of lists of modules. `lists`: their names and lengths."""
+    """Names with `*` for numbers of lists of modules. `lists`: their names and lengths; `firsts`: the
+    first numbers of those that do not begin with 0."""
 
     lists: Mapping[str, int]
+    firsts: Mapping[str, int] = field(default_factory=dict)
+
+    def numbers(self, name: str) -> range:
+        """The numbers in a list."""
+        first = self.firsts.get(name, 0)
+        return range(first, first + self.lists[name])
 
     def of(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The pattern of a module's or parameter's name, and the numbers in it."""
@@ -178,8 +185,9 @@ def starred(name: str, numbers: Iterable[int]) -> str:
 
 
 def patterns_of(facts: Facts) -> Patterns:
-    lists = {m["name"]: m["length"] for m in facts["modules"] if m["kind"] == "list"}
-    return Patterns({name: length for name, length in lists.items() if length})
+    lists = {m["name"]: m for m in facts["modules"] if m["kind"] == "list" and m["length"]}
+    firsts = {name: one["first"] for name, one in lists.items() if one.get("first")}
+    return Patterns({name: one["length"] for name, one in lists.items()}, firsts)
 
 
 def _module_sizes(module: Facts) -> dict[str, Any]:
@@ -207,6 +215,9 @@ def _things(facts: Facts) -> dict[str, Entry]:
             weight = module["shapes"].get("weight", [])
             if len(weight) > 2:
                 entry["sizes"]["shape"] = weight
+            dtype = facts["dtypes"].get(f"{module['name']}.weight")
+            if dtype is not None:
+                entry["dtype"] = dtype
         found[module["name"]] = entry
     for name, held in shapes.items():
         module, _, leaf = name.rpartition(".")
@@ -248,10 +259,10 @@ def _containers(patterns: Patterns) -> list[str]:
     return [name for name in patterns.lists if "*" not in patterns.of(f"{name}.x")[0]]
 
 
-def _kinds_of_layers(groups: Sequence[_Group], length: int, base: str) -> list[list[int]]:
+def _kinds_of_layers(groups: Sequence[_Group], layers: range, base: str) -> list[list[int]]:
     """Layers of a list that are built alike, kind by kind."""
     signatures: dict[frozenset[int], list[int]] = {}
-    for layer in range(length):
+    for layer in layers:
         has = frozenset(
             at
             for at, group in enumerate(groups)
@@ -383,11 +394,20 @@ def _without_expert(source: str, piece: Facts) -> str:
 @dataclass(frozen=True)
 class Recorded:
     """Records of a class. `sets`: config and facts at each set of sizes; `tp2`, `stages`:
-    facts of set 0 as one of two ranks, and as each of two stages, or why there are none."""
+    facts of set 0 as one of two ranks, and as each of two stages, or why there are none; `forms`: under
+    other names; `methods`: as one of two ranks under methods of quantization; `reads`: when the class
+    reads the weights of linears that it asks for by such names; `twice`: names of one packed weight;
+    `needs_experts`: it refuses a stage without."""
 
     sets: Sequence[tuple[Mapping[str, Any], Facts]]
     tp2: Facts | None
     stages: Sequence[Facts]
+    forms: Sequence[Facts] = ()
+    methods: Mapping[str, Facts] = field(default_factory=dict)
+    reads: Mapping[str, str] = field(default_factory=dict)
+    twice: Sequence[Sequence[str]] = ()
+    draft: bool = False
+    needs_experts: bool | None = None
 
     @cached_property
     def whole(self) -> set[tuple[str, tuple[int, ...]]]:
@@ -420,7 +440,7 @@ def table(recorded: Recorded) -> dict[str, Any]:
     kinds: dict[str, list[list[int]]] = {}
     names = _names(facts)
     for base in _containers(patterns):
-        found = _kinds_of_layers(groups, patterns.lists[base], base)
+        found = _kinds_of_layers(groups, patterns.numbers(base), base)
         kinds[base] = found
         if len(found) > 1:
             variants[base] = [*_variants(base, found, names, config)]
@@ -432,15 +452,56 @@ def table(recorded: Recorded) -> dict[str, Any]:
     for entry, where in names.values():
         inside = next((b for b in kinds if entry["to"].startswith(f"{b}.*.")), None)
         found_names.append(entry | _variant_of(inside, kinds, [w[0] for w in where if w]))
+    refused = list[str]()
+    for other in recorded.forms:
+        more, ended = _in_form(other, found_names, facts)
+        found_names += more
+        refused += ended
+    unread = facts["unread"]
+    if recorded.draft:
+        found_names = [*_of_draft(found_names, config)]
+        refused = [name for name in refused if name.startswith("mtp.")] or refused
+        own = ("mtp.", f"model.layers.{config.get('text_config', config)['num_hidden_layers']}.")
+        unread = [name for name in unread if name.startswith(own)]
     layers = {base: _count_key(base, patterns.lists[base], config) for base in kinds}
     return {
+        **({"refused": sorted(refused)} if refused else {}),
+        **({} if recorded.needs_experts is None else {"needs_experts": recorded.needs_experts}),
+        **({"first": {base: _count_key(base, first, config) for base, first in patterns.firsts.items()}}
+           if patterns.firsts else {}),
         "layers": layers, "packed": facts["packed"], "renames": facts["renames"],
         "fuses_shared": facts["fuses_shared"], "stages": _stages(recorded, patterns), "modules": modules,
         "variants": variants, "names": found_names,
-        "passed": sorted({_passed(name, patterns) for name in facts["unread"]}),
+        "passed": sorted({_passed(name, patterns) for name in unread}),
         "unknown": {place: _condensed(said) for place, said in facts["probes"].items()},
-        "tied": _tied(facts, patterns),
+        "tied": [*_tied(facts, patterns), *_packed_twice(recorded.twice, patterns)],
     }  # fmt: skip
+
+
+def _in_form(other: Facts, known: Sequence[Entry], facts: Facts) -> tuple[list[Entry], list[str]]:
+    """Names that a checkpoint in another form has beside those that are known, each marked; where the
+    load ends, the names themselves."""
+    if other["error"]:
+        here, there = ({*map(starred_name, one["stored"])} for one in (facts, other))
+        return [], sorted(there - here)
+    sources = {entry["from"] for entry in known}
+    more = (entry for entry, _ in _names(other).values() if entry["from"] not in sources)
+    return [entry | {"other": True} for entry in more], []
+
+
+def _of_draft(names: Sequence[Entry], config: Mapping[str, Any]) -> Iterator[Entry]:
+    """Names with `*` for the number of the layer behind the model's."""
+    layers = config.get("text_config", config)["num_hidden_layers"]
+    for entry in names:
+        yield entry | {"from": entry["from"].replace(f"layers.{layers}.", "layers.*.")}
+
+
+def _packed_twice(same: Sequence[Sequence[str]], patterns: Patterns) -> list[list[str]]:
+    return [[*names] for names in {tuple(patterns.of(n)[0] for n in one): None for one in same}]
+
+
+def starred_name(name: str) -> str:
+    return re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
 
 
 def _tied(facts: Facts, patterns: Patterns) -> list[list[str]]:
@@ -481,7 +542,9 @@ def _entry(
             made[key] = [expressions.find(column) for column in columns]
         else:
             made[key] = expressions.find(there)
-    made |= _cut(group, recorded)
+    made |= _cut(group, recorded) | _under_methods(group, recorded)
+    when = recorded.reads.get(starred_name(made.get("asked") or ""))
+    made |= {"reads": when} if when else {}
     if isinstance(expressions, Expressions) and group.entry["kind"] in (
         "replicated",
         "column",
@@ -568,6 +631,30 @@ def _cut(group: _Group, recorded: Recorded) -> Entry:
     return {}
 
 
+def _under_methods(group: _Group, recorded: Recorded) -> Entry:
+    """Methods of quantization under which a module is not asked for, and under which ranks do not
+    divide it."""
+    found: dict[str, list[str]] = {}
+    if recorded.tp2 is None or recorded.tp2.get("error") or group.entry["kind"] == "parameter":
+        return {}
+    one = _module_of(group, recorded.tp2)
+    for method, facts in recorded.methods.items():
+        if one is None or facts.get("error"):
+            continue
+        other = _module_of(group, facts)
+        if one["asked"] is not None and (other is None or other["asked"] is None):
+            found.setdefault("unquantized", []).append(method)  # attention is found by what it asks
+        if other is not None and one.get("shapes") != other.get("shapes"):
+            found.setdefault("undivided", []).append(method)
+    return found
+
+
+def _module_of(group: _Group, facts: Facts) -> Facts | None:
+    """A group's first module in other facts."""
+    patterns, at = patterns_of(facts), (group.pattern, group.where[0])
+    return next((one for one in facts["modules"] if patterns.of(one["name"]) == at), None)
+
+
 def _joined(
     group: _Group, recorded: Recorded, others: Sequence[Entry | None], expressions: Expressions
 ) -> Entry:
@@ -640,7 +727,10 @@ def _stages(recorded: Recorded, patterns: Patterns) -> str:
 
 def _count_key(base: str, length: int, config: Mapping[str, Any]) -> str | int:
     """The key that counts the layers of a list."""
-    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers")
+    names = (
+        "num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers",
+        "num_nextn_predict_layers", "mtp_num_hidden_layers",
+    )  # fmt: skip
     text = config.get("text_config", config)
     places: list[tuple[str, Mapping[str, Any]]] = [
         (f"{key}.", value) for key, value in config.items()
@@ -651,6 +741,9 @@ def _count_key(base: str, length: int, config: Mapping[str, Any]) -> str | int:
         for name in names:
             if values.get(name) == length:
                 return f"{prefix}{name}"
+        for name, value in values.items():
+            if name.endswith("indexes") and isinstance(value, list) and len(value) == length:
+                return f"len({prefix}{name})"
     return length
 
 
@@ -688,8 +781,8 @@ def under_settings(
             for entry in other[key]:
                 filled = _like(entry, base[key])
                 there[json.dumps(filled, sort_keys=True)] = filled
-            for text, (_, when) in entries.items():
-                if text not in there and text in own:
+            for text, (entry, when) in entries.items():
+                if text not in there and text in own and not entry.get("other"):
                     when[name] = was if isinstance(was, bool) else "set"
             for text, entry in there.items():
                 if text not in entries:
@@ -720,10 +813,10 @@ def _like(entry: Entry, base: Sequence[Entry]) -> Entry:
         return entry
     numbers = entry[_NUMBERS]
     alike = next((other for other in same if other[_NUMBERS] == numbers), None)
-    of_ranks = ("cut", "stage", "whole", "parts")
+    of_ranks = ("cut", "stage", "whole", "unquantized", "undivided", "reads", "parts")
     if alike is not None:
         return entry | {k: v for k, v in alike.items() if k in numbers or k in of_ranks}
-    return entry | {k: v for k, v in same[0].items() if k in of_ranks[:3]}
+    return entry | {k: v for k, v in same[0].items() if k in of_ranks[:-1]}
 
 
 def has_gaps(found: Mapping[str, Any], base: Mapping[str, Any]) -> bool:

@@ -93,6 +93,11 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl_moe": {"norm_topk_prob": True},
     **{name: {"full_attention_interval": 2} for name in GDN},
 }  # fmt: skip
+# What published configs of classes with a draft model state of it.
+DRAFTS: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"num_nextn_predict_layers": 1} for name in ("deepseek_v3", "glm4_moe")},
+    **{name: {"mtp_num_hidden_layers": 1} for name in GDN if name != "qwen3_next"}, "qwen3_next": {},
+}  # fmt: skip
 COMMANDS = (
     "as saved", "text", "experts stack", "experts unstack", "fuse --for sglang", "unfuse", "fp8",
     "fp8 --channel", "int8", "mx", "mx --targets Linear", "nvfp4 --dialect compressed-tensors",

@@ -13,12 +13,15 @@ from loaders.client import PYTHON, Loaded, Rank, Server
 from loaders.published import published
 from loaders.test_simulator_sglang import QUANTIZED
 from loaders.test_simulator_sglang_drafts import DRAFTED
-from qconvert.runtimes.sglang.simulator import BORROWED
 
 pytestmark = [
     pytest.mark.loader,
     pytest.mark.skipif(not PYTHON.exists(), reason="needs sglang's loader: make loaders"),
 ]
+
+
+# What a draft's class takes from its model.
+BORROWED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
 
 def made(*words: str | Path) -> Path:

@@ -34,7 +34,8 @@ def test_a_table_is_made_anew(
     there = json.loads(file.read_bytes())
     there.pop("agrees", None)
     server = {"sglang": hopper, "vllm": vllm}[runtime]
-    made = record_of(Writer(tmp_path, there["model_type"]), server, runtime)
+    writer = Writer(tmp_path, there["model_type"], draft=there.get("draft", False))
+    made = record_of(writer, server, runtime)
     assert written(made) == written(there)
 
 

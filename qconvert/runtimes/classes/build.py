@@ -10,9 +10,10 @@ from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.record import LINEARS, Module, Record, Variant, holds
 from qconvert.runtimes.loading.building import RankBuild, divided
+from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.parameters import Convolution, Parameter, Sharded, Whole
 from qconvert.runtimes.loading.schemes import Scheme, Unquantized
-from qconvert.runtimes.loading.setting import NotSimulated
+from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 
 _NUMBER = re.compile(r"(?<![^.])[0-9]{1,6}(?![^.])")
 _MOST_LAYERS = 4096
@@ -50,16 +51,18 @@ def captured(pattern: str, parts: Sequence[str]) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Layers:
-    """The numbered layers of a record's containers in one model: `counts` of each, the `kinds` of each
-    one's layers, and the numbers of those that the rank's stage `owns`."""
+    """The numbered layers of a record's containers in one model: the numbers of all, the `kinds` of each
+    one's layers, the numbers of those that the rank's stage `owns`, and how many layers of a draft
+    the config counts."""
 
-    counts: Mapping[str, int]
+    numbers: Mapping[str, range]
     kinds: Mapping[str, Mapping[int, int]]
     owns: Mapping[str, range]
+    drafts: int = 0
 
     def container(self, name: str) -> str:
         """The container that a module of a record lies in, "" for one outside."""
-        return next((one for one in self.counts if name.startswith(f"{one}.*")), "")
+        return next((one for one in self.numbers if name.startswith(f"{one}.*")), "")
 
     def has(self, container: str, layer: int | None, variants: tuple[int, ...]) -> bool:
         """Tell whether a layer is of one of some kinds, if any are named."""
@@ -80,15 +83,21 @@ def layers_of(
         for name in counts
         if any(m.name.startswith(f"{name}.*") and not m.stage for m in record.modules)
     }
+    first = {name: sizes.of(number) for name, number in record.first.items()}
+    numbers = {
+        name: range(first.get(name, 0), first.get(name, 0) + count)
+        for name, count in counts.items()
+    }
     owns = {
-        name: build.setting.layers(count) if name in staged else range(count)
+        name: build.setting.layers(count) if name in staged and name not in first else numbers[name]
         for name, count in counts.items()
     }
     kinds = {
         name: _kinds(record, name, variants, owns[name], tensors, sizes)
         for name, variants in record.variants.items()
     }
-    return Layers(counts, kinds, owns)
+    drafts = sizes.flag("num_nextn_predict_layers")
+    return Layers(numbers, kinds, owns, drafts if type(drafts) is int else 0)
 
 
 def _kinds(
@@ -119,10 +128,14 @@ def _kinds(
 def _kind(
     found: set[str], variants: Sequence[Variant], layer: int, where: str, sizes: Sizes
 ) -> int:
-    """The kind of layer of which all names are there; of several the one with most, or the config's."""
+    """The kind of layer of which all names are there, or most; of several the one with most, or the
+    config's."""
     fits = [at for at, one in enumerate(variants) if found.issuperset(map(pattern_of, one.names))]
     most = max((len(variants[at].names) for at in fits), default=0)
     fits = [at for at in fits if len(variants[at].names) == most]
+    if not fits:  # a layer that lacks a tensor, or has one under another name
+        there = [len(found.intersection(map(pattern_of, one.names))) for one in variants]
+        fits = [at for at, number in enumerate(there) if number and number == max(there)]
     if len(fits) > 1:
         fits = [at for at in fits if variants[at].key and _stated(variants[at], layer, sizes)]
     if len(fits) != 1:
@@ -138,21 +151,35 @@ def _stated(variant: Variant, layer: int, sizes: Sizes) -> bool:
 @dataclass(frozen=True)
 class Built:
     """Product of a table on a rank: the modules of a record by the runtime's names, the record for the
-    settings of the config, and the number of routed experts of a layer."""
+    settings of the config, how many routed experts a layer has, and how many layers the model."""
 
     build: RankBuild
     modules: Mapping[str, Module]
     layers: Layers
     record: Record
     experts: int
+    hidden: int = 0
 
 
 def built(
-    table: Record, build: RankBuild, sizes: Sizes, tensors: Mapping[str, TensorType]
+    table: Record,
+    build: RankBuild,
+    sizes: Sizes,
+    tensors: Mapping[str, TensorType],
+    shared: int = 0,
 ) -> Built:
-    """Fill a rank's build with what the class of a table builds. `tensors` are the folder's. Raises
-    LoadRefused where the runtime would, and NotSimulated for what the table does not show."""
+    """Fill a rank's build with what the class of a table builds. `tensors` are the folder's, `shared`
+    counts shared experts that are loaded as routed ones. Raises LoadRefused where the runtime would, and
+    NotSimulated for what the table does not show."""
+    for key in table.asks:
+        if not sizes.states(key):
+            raise LoadRefused(
+                "AttributeError", f"has no attribute '{key}'", "config.json",
+                f"states no {key}, which the class asks for and transformers 5 does not save: add it "
+                "as the published config has it",
+            )  # fmt: skip
     record = table.under(sizes)
+    record = with_shared_routed(record) if shared else record
     layers = layers_of(record, sizes, tensors, build)
     made: dict[str, Module] = {}
     stored = _stored_shapes(record, tensors)
@@ -166,20 +193,88 @@ def built(
                 if module.name.count("*") != (number is not None):
                     raise NotSimulated(f"{module.name}: layers in layers have no rule")
                 name = filled(module.name, [] if number is None else [number])
-                _add(build, module, name, number, sizes, stored)
+                _add(build, module, name, number, sizes, stored, shared)
+                if module.reads == "build":
+                    check_weight(build, name)
                 made[name] = module
                 if number is None and not _is_used(module, layers, build, sizes):
                     for parameter in _of(build, module, name):
                         build.parameters[parameter].needed = False
     _tie(record, build)
     routed = [sizes.of(one.sizes[0]) for one in made.values() if one.kind == "experts"]
-    return Built(build, made, layers, record, max(routed, default=0))
+    if record.draft:
+        kinds = "embedding", "head"
+        ends = {name for name, one in made.items() if one.kind in kinds}
+        build.borrowed = frozenset(n for n in build.parameters if n.rpartition(".")[0] in ends)
+    hidden = sizes.flag("num_hidden_layers")
+    return Built(
+        build, made, layers, record, max(routed, default=0), hidden if type(hidden) is int else 0
+    )
+
+
+def check_weight(build: RankBuild, module: str) -> None:
+    """Raise LoadRefused for a linear whose `weight` its class reads itself, and which has none."""
+    name = f"{module}.weight"
+    if module in build.schemes and name not in build.parameters and name not in build.aliases:
+        raise LoadRefused(
+            "AttributeError", "has no attribute 'weight'", module,
+            "the class reads its `weight`, and a packed projection has none: leave "
+            f"{module.rpartition('.')[2]} unquantized",
+        )  # fmt: skip
+
+
+def after_load(made: Built) -> None:
+    """Raise LoadRefused where a class fails once all is read, with a `weight` that is not there."""
+    for name, module in made.modules.items():
+        if module.reads == "load":
+            check_weight(made.build, name)
+
+
+def in_right_groups(
+    record: Record,
+    sizes: Sizes,
+    done: SimulatedLoad,
+    groups: int | None,
+    tensors: Iterable[str],
+) -> SimulatedLoad:
+    """What a load says of a folder whose fused rows of linear attention are in `groups` groups: a class
+    takes them as transformers saves them, in one for each key head, or as others fuse them, in one."""
+    fused = [one for one in record.names if one.source.endswith(".in_proj_qkvz")]
+    if not groups or not fused:
+        return done
+    wanted = 1 if fused[0].other else sizes.of("linear_num_key_heads")
+    return done if groups == wanted else done.in_groups(groups, wanted, tensors)
+
+
+# Parts of a shared expert, as those of a routed one are held.
+_MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def with_shared_routed(record: Record) -> Record:
+    """The table of a class that loads shared experts behind the routed ones, as more of them."""
+    experts = [one.name for one in record.modules if one.kind == "experts"]
+    gone = {one.name for one in record.modules if _is_shared(one)}
+    names = [one for one in record.names if one.to not in gone]
+    for one in record.names:
+        part = one.source.rpartition(".")[2]
+        if one.to in gone and part in _MATRICES:
+            block = one.to.partition(".shared_expert")[0]
+            to = next(name for name in experts if name.startswith(f"{block}."))
+            names.append(replace(one, to=to, shard=_MATRICES[part], shared=True))
+    kept = tuple(one for one in record.modules if one.name not in gone)
+    return replace(record, modules=kept, names=tuple(names))
+
+
+def _is_shared(module: Module) -> bool:
+    return module.kind in LINEARS and (
+        ".shared_expert." in module.name or ".shared_experts." in module.name
+    )
 
 
 def _tie(record: Record, build: RankBuild) -> None:
     """Give parameters that are one their other names."""
     for first, *others in record.tied:
-        if "*" in first:
+        if "*" in first or first.endswith(".weight_packed"):  # which other forms do not have
             for name in [one for one in build.parameters if pattern_of(one) == first]:
                 for other in others:
                     build.aliases[filled(other, numbers_of(name))] = name
@@ -237,7 +332,7 @@ def _is_used(module: Module, layers: Layers, build: RankBuild, sizes: Sizes) -> 
     """Tell whether a stage computes with a module of no layer: what stands before the layers in the
     first, what stands behind them, the head and what lies beside them, in the last."""
     setting = build.setting
-    beside = tuple(f"{name.rpartition('.')[0]}." for name in layers.counts)[:1]
+    beside = tuple(f"{name.rpartition('.')[0]}." for name in layers.numbers)[:1]
     plain = module.kind not in ("embedding", "head")
     if module.kind == "head" or (plain and module.name.startswith(beside)):
         return setting.last
@@ -258,6 +353,7 @@ def _add(
     layer: int | None,
     sizes: Sizes,
     stored: Mapping[str, tuple[int, ...]],
+    shared: int,
 ) -> None:
     if module.name in stored:
         numbers = list(stored[module.name])
@@ -287,7 +383,7 @@ def _add(
         if not module.gated or holds(module.bias, sizes):
             raise NotSimulated("experts with a bias or without a gate projection")
         routed, hidden, inner = numbers
-        build.experts(name, routed, 0, hidden, inner, asked=asked or "", scheme=plain)
+        build.experts(name, routed, shared, hidden, inner, asked=asked or "", scheme=plain)
     else:
         _add_linear(build, module, name, numbers, asked, plain, sizes)
 
@@ -316,9 +412,10 @@ def _add_linear(
         )  # fmt: skip
         return
     inputs, *outputs = numbers
+    whole = module.whole or build.quantization.name in module.undivided
     build.linear(
         name, LINEARS[module.kind], inputs, *outputs, asked=asked or "", scheme=scheme, bias=bias,
-        whole=module.whole, wrapped="qwen3_5" if module.in_parts else "",
+        whole=whole, wrapped="qwen3_5" if module.in_parts else "",
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Sizes of a recorded class: sums, products and quotients over the keys of a config, in the grammar of
-Python's expressions (`num_attention_heads * head_dim`, `vision_config.hidden_size`, `sizes[layer]`)."""
+Python's expressions (`num_attention_heads * head_dim`, `vision_config.hidden_size`, `sizes[layer]`,
+`len(indexes)`)."""
 
 from __future__ import annotations
 
@@ -51,6 +52,10 @@ class Sizes:
             value = self._stated(self._also[key])
         return self._defaults.get(key) if value is None else value
 
+    def states(self, key: str) -> bool:
+        """Tell whether the config itself states a key."""
+        return self._stated(key) is not None or self._stated(self._also.get(key, key)) is not None
+
     def _stated(self, key: str) -> Any:
         value: Any = self._values
         for part in key.split("."):
@@ -81,6 +86,12 @@ class Sizes:
             if not isinstance(values, list) or layer is None or layer >= len(values):
                 raise NotSimulated(f"config.json states no {ast.unparse(node.value)} of each layer")
             return _number(ast.unparse(node), values[layer])
+        if isinstance(node, ast.Call):
+            key = ast.unparse(node.args[0])
+            values = self.flag(key)
+            if not isinstance(values, list):
+                raise NotSimulated(f"config.json states no {key}, whose length it is")
+            return len(values)
         return self._key(ast.unparse(node))
 
     def _key(self, key: str) -> int:
@@ -122,6 +133,8 @@ def _check(node: ast.expr, whole: str) -> None:
         _check(node.value, whole)
     elif isinstance(node, ast.Attribute):
         _check(node.value, whole)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "len" and len(node.args) == 1:
+        _check(node.args[0], whole)
     elif not isinstance(node, ast.Name) and type(getattr(node, "value", None)) is not int:
         raise ValueError(
             f"{whole!r}: expected keys of a config, whole numbers, and + - * // of them"

@@ -8,12 +8,12 @@ there is no such parameter was tried in it, too (`Record.outcome`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from qconvert.core.dtypes import Shape, TensorType
-from qconvert.runtimes.classes.build import Built, captured, filled, pattern_of
+from qconvert.runtimes.classes.build import Built, captured, filled, numbers_of, pattern_of
 from qconvert.runtimes.classes.record import Name, Place, Record
 from qconvert.runtimes.loading.building import Config
 from qconvert.runtimes.loading.load_weights import PASSED, Found, Target
@@ -30,10 +30,12 @@ _FLOATS = ("BF16", "F16", "F32")
 @dataclass
 class RecordedNames:
     """Names of one class on one rank. `skipped`: last names that the runtime passes over whatever the
-    class; `waiting`: tensors that are concatenated with another, by the parameter."""
+    class, `spare`: those that it passes over where they lead nowhere; `waiting`: tensors that are
+    concatenated with another, by the parameter."""
 
     built: Built
     skipped: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
     missing: list[str] = field(default_factory=list)
     waiting: dict[str, tuple[str, TensorType]] = field(default_factory=dict)
     stacked: bool = False
@@ -46,35 +48,98 @@ class RecordedNames:
 
     def find(self, tensor: str, stored: TensorType) -> Found:
         pattern, parts = pattern_of(tensor), tensor.split(".")
-        if parts[-1] in self.skipped:
+        if parts[-1] in self.skipped or self._is_of_model(tensor):
             return PASSED
         found = self._name(pattern, parts)
         if found is not None:
             return self._whole(*found, tensor, stored)
-        found = self._name(pattern.rpartition(".")[0], parts[:-1])
+        base, _, leaf = pattern.rpartition(".")
+        found = self._name(base, parts[:-1])
         if found is not None:
             return self._of_module(*found, tensor, stored)
         if pattern in self._passed or pattern.startswith(self._starts):
             return PASSED
+        if self._is_of_another_stage(tensor):
+            return PASSED
+        if leaf in _CACHE and (attention := self._attention(tensor)) is not None:
+            return self._of_cache(attention, tensor, leaf, "fused")
+        if self.record.refused.intersection((pattern, f"{base}.weight")):
+            raise LoadRefused(
+                "", "", tensor, "the class ends the load at a checkpoint in this form"
+            )
         place = self._beside(tensor, pattern)
+        if place is None and self.record.draft:
+            return PASSED
         if place is None:
             raise NotSimulated(f"{tensor} is not among the names that its class was recorded with")
-        return self._nowhere(tensor, tensor, parts[-1], place)
+        return self._nowhere(tensor, tensor, leaf, place)
+
+    def _is_of_model(self, tensor: str) -> bool:
+        """Tell whether a tensor is of a layer of the model, where a draft is loaded."""
+        return self.record.draft and ".layers." in tensor and not self._is_own(tensor)
+
+    def _is_own(self, tensor: str) -> bool:
+        return is_of_draft(tensor, self.built.hidden)
+
+    @cached_property
+    def _places(self) -> Mapping[str, str]:
+        """Beginnings of names of layers in a checkpoint, and the container of each."""
+        return {
+            one.source.partition(".*")[0]: self.built.layers.container(one.to)
+            for one in self.record.names if "*" in one.to and "*" in one.source
+        }  # fmt: skip
+
+    def _layer(self, tensor: str) -> tuple[str, int] | None:
+        """The container of the layer that a tensor is of, and its number."""
+        for place, container in self._places.items():
+            number = tensor.removeprefix(f"{place}.").partition(".")[0]
+            if container and tensor.startswith(f"{place}.") and number.isdecimal():
+                return container, int(number)
+        return None
+
+    def _is_of_another_stage(self, tensor: str) -> bool:
+        layers, at = self.built.layers, self._layer(tensor)
+        return at is not None and at[1] in layers.numbers[at[0]] and at[1] not in layers.owns[at[0]]
 
     def _beside(self, tensor: str, pattern: str) -> Place | None:
         """The kind of tensors of checkpoints that most classes have no parameter for, and that were
         offered to each; None for another."""
+        if self.record.draft:
+            return "module" if self._is_own(tensor) else None
         if tensor.startswith("mtp."):
             return "draft"
         if pattern.endswith("rotary_emb.inv_freq"):
             return "rotary"
         if tensor == "lm_head.weight":
             return "head"
-        for container, count in self.built.layers.counts.items():
-            number = tensor.removeprefix(f"{container}.").partition(".")[0]
-            if tensor.startswith(f"{container}.") and number.isdecimal() and int(number) >= count:
-                return "next_layer"
-        return None
+        layers, at = self.built.layers, self._layer(tensor)
+        if at is None:
+            return None
+        numbers = layers.numbers[at[0]]
+        if at[1] in numbers:
+            tried = "module" in self.record.unknown and ".experts" not in tensor
+            return "module" if tried else None
+        counted = at[1] < numbers.stop + layers.drafts
+        return "next_layer" if counted or "behind" not in self.record.unknown else "behind"
+
+    def _attention(self, tensor: str) -> str | None:
+        """The attention module beside a linear whose tensor has scales of a cache."""
+        block = tensor.rpartition(".")[0].rpartition(".")[0]
+        pattern = pattern_of(block)
+        inside = next((n for n in self.record.names if n.source.startswith(f"{pattern}.")), None)
+        if inside is None:
+            return None
+        held = filled(inside.to.rpartition(".")[0], numbers_of(block))
+        return next((
+            name for name, one in self.built.modules.items()
+            if one.kind == "attention" and name.rpartition(".")[0] == held
+        ), None)  # fmt: skip
+
+    def _of_cache(self, attention: str | None, tensor: str, leaf: str, place: Place) -> Found:
+        parameter = f"{attention}.{leaf}"
+        if parameter in self.built.build.parameters:
+            return (Target(parameter),)
+        return self._nowhere(parameter, tensor, leaf, place)
 
     @cached_property
     def _sources(self) -> Mapping[str, Sequence[Name]]:
@@ -98,8 +163,10 @@ class RecordedNames:
             if numbers is None:
                 continue
             at = self.built.layers.container(one.to)
+            if at and not numbers:  # what a draft's first layer takes from the model
+                numbers = [self.built.layers.numbers[at].start]
             layer = numbers[0] if at else None
-            if layer is not None and layer >= self.built.layers.counts[at]:
+            if layer is not None and layer not in self.built.layers.numbers[at]:
                 return None
             if layer is not None and layer not in self.built.layers.owns[at]:
                 return one, numbers
@@ -110,10 +177,9 @@ class RecordedNames:
     def _elsewhere(self, name: Name, numbers: Sequence[int], parameter: str) -> bool:
         """Tell whether a tensor is of a module that another stage builds."""
         layers = self.built.layers
-        at = layers.container(name.to)
-        if at:
-            return numbers[0] not in layers.owns[at]
-        here = self.built.modules
+        at, here = layers.container(name.to), self.built.modules
+        if at and numbers[0] not in layers.owns[at]:
+            return True
         return parameter not in here and filled(name.to, numbers) not in here
 
     def _of_module(
@@ -123,10 +189,12 @@ class RecordedNames:
         parameter = f"{to}.{leaf}"
         if self._elsewhere(name, numbers, parameter):
             return PASSED
-        if leaf in _CACHE:
-            held = f"{to.rpartition('.')[0]}.attn.{leaf}"
-            return (Target(held),) if held in self.built.build.parameters else PASSED
         module = self.built.modules.get(to)
+        if leaf in _CACHE:
+            fused = module is not None and module.kind in ("qkv", "merged", "merged_replicated")
+            return self._of_cache(
+                self._attention(tensor), tensor, leaf, "fused" if fused else "linear"
+            )
         if module is not None and module.kind == "experts":
             return self._expert(name, tensor, numbers, leaf)
         if name.rows and stored.dtype not in _FLOATS:
@@ -177,7 +245,7 @@ class RecordedNames:
         return self._nowhere(parameter, tensor, leaf, place)
 
     def _nowhere(self, parameter: str, tensor: str, leaf: str, place: Place) -> Found:
-        outcome = self.record.outcome(place, leaf)
+        outcome = "silent" if leaf in self.spare else self.record.outcome(place, leaf)
         if outcome == "error":
             raise LoadRefused(
                 "", "", tensor,
@@ -189,8 +257,10 @@ class RecordedNames:
 
     def _expert(self, name: Name, tensor: str, numbers: Sequence[int], leaf: str) -> Found:
         """A matrix of one expert, or its scales."""
-        number = numbers[-1] if len(numbers) > name.to.count("*") else self.experts
-        if number >= self.experts:
+        number = (
+            numbers[-1] if len(numbers) > name.to.count("*") and not name.shared else self.experts
+        )
+        if number >= self.experts and not name.shared:
             raise NotSimulated(f"{tensor}: the config counts {self.experts} experts")
         shard, held = _matrix(number, name.shard), _HELD[str(name.shard)]
         parameter = f"{filled(name.to, numbers)}.{held}{leaf}"
@@ -231,15 +301,27 @@ class RecordedNames:
         ]
 
 
-def check_draft(config: Config, tensors: Iterable[str]) -> None:
-    """Raise NotSimulated for a folder with a draft: of a class without a draft's table, nothing is known
-    of it."""
-    layers = config.get("num_hidden_layers")
-    for name in tensors:
-        match = _LAYER.match(name)
-        behind = match is not None and type(layers) is int and int(match[1]) >= layers
-        if behind or name.startswith("mtp."):
-            raise NotSimulated("its class of drafts was not recorded")
+def is_of_draft(tensor: str, layers: object) -> bool:
+    """Tell whether a tensor is of the draft of a model of so many layers."""
+    match = _LAYER.match(tensor)
+    behind = match is not None and type(layers) is int and int(match[1]) >= layers
+    return behind or tensor.startswith("mtp.")
+
+
+def of_draft(
+    record: Record | None, config: Config, tensors: Mapping[str, TensorType]
+) -> dict[str, TensorType]:
+    """The tensors that the class of a draft may read: its layers, embeddings and head; none for a folder
+    without such layers. Raises NotSimulated for a draft of whose class there is no table."""
+    own = {name for name in tensors if is_of_draft(name, config.get("num_hidden_layers"))}
+    if own and record is None:
+        raise NotSimulated("its class of drafts was not recorded")
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    return (
+        {name: one for name, one in tensors.items() if name in own or name.endswith(ends)}
+        if own
+        else {}
+    )
 
 
 def _matrix(number: int, shard: object) -> Expert:

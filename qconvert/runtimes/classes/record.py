@@ -46,7 +46,10 @@ _HEAD = re.compile(r"head_dim$|kv_channels$")
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
 UNQUANTIZED = "unquantized"
-Place = Literal["fused", "linear", "experts", "parameter", "draft", "next_layer", "rotary", "head"]
+Place = Literal[
+    "fused", "linear", "experts", "parameter", "draft", "next_layer", "behind", "module", "rotary",
+    "head",
+]  # fmt: skip
 Outcome = Literal["error", "warn", "silent"]
 
 
@@ -60,7 +63,8 @@ class Module:
     of the pipeline, "" where its layer decides; `variants`: kinds of layers that have it, if not all.
     `whole`: a linear that every rank has all of; `cut`: the dimension along which ranks share a
     parameter, in `parts`. `loads`: a checkpoint has it; `in_parts`: a tensor fills several parts of it,
-    which the class takes apart itself."""
+    which the class takes apart itself; `undivided`: methods of quantization under which every rank has
+    all of it; `reads`: the class reads its `weight` while it builds, or once all is loaded."""
 
     name: str
     kind: ModuleKind
@@ -78,13 +82,17 @@ class Module:
     parts: tuple[Size, ...] = ()
     loads: bool = True
     in_parts: bool = False
+    undivided: tuple[str, ...] = ()
+    reads: Literal["", "build", "load"] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
     """Destination of a checkpoint's module, whose parameters keep their names; or of one parameter,
     under another name if `leaf` says so. `shard`: the part of a fused module, or of experts ("w13": gate
-    and up); `stack`: all experts in one tensor; `rows`: what becomes of their order and numbers."""
+    and up); `stack`: all experts in one tensor; `rows`: what becomes of their order and numbers;
+    `other`: of a checkpoint in another form than transformers saves; `shared`: of a shared expert that is
+    loaded as one more routed one."""
 
     source: str
     to: str
@@ -96,6 +104,8 @@ class Name:
     rows: str = ""
     variants: tuple[int, ...] = ()
     when: Condition = True
+    other: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +124,13 @@ class Record:
     fuses, as a quantization config is asked; `starts` and `parts`: what it replaces in the names that
     one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there does,
     by place and name ("": any other); `tied`: parameters that are one; `agrees`: forms of folders, each
-    with the tensor-parallel sizes at which the loader itself did what the simulator says; `draft_of`:
-    the class whose draft it loads; `otherwise`: what else holds under a setting of the config;
-    `fuses_shared`: it may load shared experts as routed ones, which the table does not show. `keys`: of
-    the configs that it was recorded with; `also`: other names of keys."""
+    with the tensor-parallel sizes at which the loader itself did what the simulator says; `draft`: it
+    is of the class that loads the draft of a folder; `otherwise`: what else holds under a setting of the
+    config; `fuses_shared`: it may load shared experts as routed ones, which the table does not show.
+    `keys`: of the configs that it was recorded with; `also`: other names of keys; `refused`: names of
+    checkpoints in other forms that end the load; `first`: first numbers of layers, if not 0;
+    `needs_experts`: it refuses a stage without experts, None where that was not tried;
+    `asks`: keys that a config must state."""
 
     runtime: str
     version: str
@@ -137,11 +150,15 @@ class Record:
     unknown: Mapping[str, Mapping[str, Outcome]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     agrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    draft_of: str = ""
+    draft: bool = False
     otherwise: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fuses_shared: bool = False
     also: Mapping[str, str] = field(default_factory=dict)
     keys: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
+    first: Mapping[str, Size] = field(default_factory=dict)
+    needs_experts: bool | None = None
+    asks: tuple[str, ...] = ()
 
     def sizes(self, values: Mapping[str, Any]) -> Sizes:
         """Values of a config. Raises NotSimulated for one that states a size of heads that the class was
@@ -200,9 +217,13 @@ def architecture_of(config: Config) -> str:
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
 
-def class_record(runtime: str, architecture: str, version: str | None = None) -> Record:
-    """The table of a class. Raises NotSimulated where there is none."""
-    found = recorded(runtime, architecture, version)
+def class_record(
+    runtime: str, architecture: str, version: str | None = None, *, draft: bool = False
+) -> Record:
+    """The table of a class, or of that of its draft. Raises NotSimulated where there is none."""
+    found = recorded(runtime, architecture, version, draft=draft)
+    if found is None and draft:
+        raise NotSimulated(f"a draft of {architecture}")
     if found is None:
         raise NotSimulated("not recorded: --loader PYTHON asks it")
     return found
@@ -218,14 +239,18 @@ def check_form(
         raise NotSimulated(f"not tried with {at}: --loader PYTHON asks it")
 
 
-def recorded(runtime: str, architecture: str, version: str | None = None) -> Record | None:
-    """The table of a class, None where there is none. `version`: of the runtime, by default the one that
+def recorded(
+    runtime: str, architecture: str, version: str | None = None, *, draft: bool = False
+) -> Record | None:
+    """The table of a class, or of that of its draft, None where there is none. `version`: of the
+    runtime, by default the one that
     everything here was checked with."""
     wanted = version or RELEASES[runtime].version
     known = next((one for one in versions(runtime) if is_release(wanted, one)), None)
     if known is None or not architecture.isidentifier():
         return None
-    return _read(_TABLES / f"{runtime}-{known}" / f"{architecture}.json")
+    name = f"{architecture}.draft" if draft else architecture
+    return _read(_TABLES / f"{runtime}-{known}" / f"{name}.json")
 
 
 @lru_cache(maxsize=64)
@@ -250,9 +275,11 @@ def record_of(table: Mapping[str, Any]) -> Record:
         packed={key: tuple(parts) for key, parts in table.get("packed", {}).items()},
         **_renames(table.get("renames", ())), **_facts(table), defaults=table.get("defaults", {}),
         agrees={form: tuple(sizes) for form, sizes in table.get("agrees", {}).items()},
-        draft_of=table.get("draft_of", ""), otherwise=table.get("otherwise", {}),
+        draft=table.get("draft", False), otherwise=table.get("otherwise", {}),
         fuses_shared=table.get("fuses_shared", _has_shared(table)),
         also=table.get("attribute_map", {}), keys=frozenset(table.get("keys", ())),
+        refused=frozenset(table.get("refused", ())), first=table.get("first", {}),
+        needs_experts=table.get("needs_experts"), asks=tuple(table.get("asks", ())),
     )  # fmt: skip
 
 
@@ -322,6 +349,7 @@ def _module(table: Mapping[str, Any], fused: Collection[str]) -> Module:
         tuple(table.get("variant", ())), table.get("whole", kind == "merged_replicated"),
         table.get("gated", True), table.get("dtype", "model"), table.get("cut"),
         tuple(table.get("parts", ())), table.get("loads", True), table["name"] in fused,
+        tuple(table.get("undivided", ())), table.get("reads", ""),
     )  # fmt: skip
 
 
@@ -331,7 +359,7 @@ def _name(table: Mapping[str, Any]) -> Name:
         table["from"], table["to"], tuple(shard) if isinstance(shard, list) else shard,
         table.get("leaf", ""), table.get("parameter", False), table.get("stack", False),
         table.get("transposed", False), table.get("rows", ""), tuple(table.get("variant", ())),
-        table.get("when", True),
+        table.get("when", True), table.get("other", False),
     )  # fmt: skip
 
 

@@ -3,22 +3,21 @@ each module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from qconvert.core.shown import count
 from qconvert.runtimes.loading.parameters import (
-    Convolution,
     Kind,
     Layout,
     Linear,
     Parameter,
-    Sharded,
     Vocabulary,
     Whole,
     Wrapped,
 )
-from qconvert.runtimes.loading.schemes import Moe, Named, Quantization, Scheme, Unquantized
+from qconvert.runtimes.loading.schemes import Moe, Named, Quantization, Scheme
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 
 _CLASSES: dict[Kind, str] = {
@@ -84,10 +83,6 @@ class Config:
     def values(self) -> Mapping[str, Any]:
         return self._values
 
-    def replaced(self, **values: object) -> Config:
-        """The same with other values."""
-        return Config({**self._values, **values})
-
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
@@ -109,18 +104,6 @@ def text_config(config: Mapping[str, Any]) -> Config:
     return Config(whole if tied is None else {**whole, "tie_word_embeddings": tied})
 
 
-def check_states(config: Config, **usual: object) -> None:
-    """Raise LoadRefused for a key that the class asks for and the config does not state: transformers 5
-    does not save it, or saves others in its place."""
-    for key, value in usual.items():
-        if config.get(key) is None:
-            raise LoadRefused(
-                "AttributeError", f"has no attribute '{key}'", "config.json",
-                f"states no {key}, which the class asks for and transformers 5 does not save: add it "
-                f"(usually {value!r})",
-            )  # fmt: skip
-
-
 def divided(size: int, by: int, where: str) -> int:
     """The runtime's `divide`, which asserts that nothing is left."""
     if size % by:
@@ -129,6 +112,23 @@ def divided(size: int, by: int, where: str) -> int:
             f"{size} cannot be divided among {by} ranks",
         )  # fmt: skip
     return size // by
+
+
+def check_stages(setting: Setting, layers: Iterable[int], *, one: bool) -> None:
+    """Raise LoadRefused for more stages than layers of the first list, for a stated partition of another
+    count, and for several of a class that runs in `one`."""
+    number = next(iter(layers), 1)
+    if setting.pp > 1 and one:
+        why = "the class runs in one pipeline stage only"
+        raise LoadRefused("AssertionError", "", "model", why)
+    if setting.pp > number:
+        why = f"{count(setting.pp, 'stage')} for {count(number, 'layer')}"
+        raise LoadRefused("AssertionError", "", "model.layers", why)
+    if setting.partition is not None and sum(setting.partition) != number:
+        raise LoadRefused(
+            "ValueError", "does not match num_hidden_layers", "model.layers",
+            f"the partition {list(setting.partition)} is not of {number} layers",
+        )  # fmt: skip
 
 
 @dataclass
@@ -143,27 +143,6 @@ class RankBuild:
     schemes: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     borrowed: frozenset[str] = frozenset()
-
-    def whole(self, name: str, *shape: int, dtype: str = "") -> None:
-        """A parameter that every rank has all of."""
-        self.parameters[name] = Parameter(dtype or self.dtype, shape, Whole())
-
-    def norm(self, module: str, size: int, *, bias: bool = False) -> None:
-        self.whole(f"{module}.weight", size)
-        if bias:
-            self.whole(f"{module}.bias", size)
-
-    def per_head(self, name: str, heads: int, dtype: str = "") -> None:
-        """A number for each head, divided among ranks."""
-        size = heads // self.setting.tp
-        slot = Sharded(self.setting.rank, self.setting.tp)
-        self.parameters[name] = Parameter(dtype or self.dtype, (size,), slot)
-
-    def convolution(self, module: str, sizes: tuple[int, ...], kernel: int) -> None:
-        rows = divided(sum(sizes), self.setting.tp, module)
-        slot = Convolution(sizes, self.setting.tp, self.setting.rank)
-        self.parameters[f"{module}.weight"] = Parameter(self.dtype, (rows, 1, kernel), slot)
-        self.schemes[module] = Unquantized().linear_name
 
     def vocabulary(
         self, module: str, rows: int, columns: int, scheme: Scheme | None = None
@@ -182,12 +161,6 @@ class RankBuild:
             by_rows = len(made.shape) == 2 and made.shape[0] == here
             made.slot = slot if by_rows else Whole(scalar=True)
             self.parameters[f"{module}.{name}"] = made
-
-    def unused(self, module: str) -> None:
-        """A module that the rank builds and does not compute with."""
-        for name, parameter in self.parameters.items():
-            if name.startswith(f"{module}."):
-                parameter.needed = False
 
     def linear(
         self,
@@ -214,11 +187,6 @@ class RankBuild:
         layout = Layout(kind, inputs, outputs, tp, rank, replicas)
         self.schemes[module] = scheme.linear_name
         self._add(module, scheme.linear(layout, wrapped))
-        if wrapped == "qwen3_next" and f"{module}.weight" not in self.parameters:
-            raise LoadRefused(
-                "AttributeError", "has no attribute 'weight'", module,
-                "the class puts a loader of its own before `weight`, which a packed projection has not",
-            )  # fmt: skip
         if bias:
             slot = Linear(layout, "bias")
             self.parameters[f"{module}.bias"] = Parameter(self.dtype, (layout.rows,), slot)
@@ -252,13 +220,6 @@ class RankBuild:
             module, "qkv", hidden, *outputs, asked=asked, scheme=scheme, bias=bias,
             replicas=replicas,
         )  # fmt: skip
-
-    def mlp(self, module: str, hidden: int, inner: int, *, asked: str = "") -> None:
-        at = asked or module
-        self.linear(
-            f"{module}.gate_up_proj", "merged", hidden, inner, inner, asked=f"{at}.gate_up_proj"
-        )
-        self.linear(f"{module}.down_proj", "row", inner, hidden, asked=f"{at}.down_proj")
 
     def experts(
         self,

@@ -229,7 +229,7 @@ class Layout:
 # (`rows`), of blocks, one per part (`tensor`), or the same on every rank (`base`); `plain` is the weight
 # of an unquantized linear, which has another loader.
 Role = Literal["plain", "matrix", "rows", "block", "tensor", "base", "bias"]
-Wrapped = Literal["", "qwen3_next", "qwen3_5"]
+Wrapped = Literal["", "qwen3_5"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +254,6 @@ class Linear:
                 "the block of a fused projection is looked for in the target `Linear`, which states "
                 "none",
             )  # fmt: skip
-        if self.wrapped == "qwen3_next" and shard is None:
-            return self._contiguous(into, tensor)
         if self.wrapped == "qwen3_5" and isinstance(shard, tuple):
             return self._apart(into, dtype, tensor, shard)
         return self._fill(into, dtype, tensor, shard)
@@ -298,14 +296,6 @@ class Linear:
                 says = "Downcasting not allowed"
                 raise refused("ValueError", says, tensor, into, f"expected {dtype}")
         return Filled({None: prod(into)}, silent)
-
-    def _contiguous(self, into: Shape, tensor: TensorType) -> Filled:
-        """Qwen3-Next's own: a rank takes its share of the rows, whatever they are."""
-        shape = tensor.shape
-        if self.role in ("plain", "matrix", "block", "rows") and self.layout.tp > 1:
-            shape = narrowed(tensor, shape, 0, self.layout.rank * into[0], into[0])
-        asserted(into, tensor, shape, "Shape mismatch")
-        return Filled({None: prod(into)})
 
     def _apart(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
         """Qwen3.5's own: a tensor of several parts is split, then each is loaded as if alone."""

@@ -445,16 +445,11 @@ class ModeloptFp4:
 
 
 class Quantization(Protocol):
-    """A quantized checkpoint's config. `name` is the runtime's name of the method, `blocks_shared`:
-    the config says that shared experts are stored unlike the routed ones; `packed_int4`: DeepSeek's
-    class sees INT4 for all linears. `cache`: attention has scales of its cache."""
+    """A quantized checkpoint's config. `name` is the runtime's name of the method, `cache`: attention
+    has scales of its cache."""
 
     @property
     def name(self) -> str: ...
-    @property
-    def blocks_shared(self) -> bool: ...
-    @property
-    def packed_int4(self) -> bool: ...
     @property
     def cache(self) -> bool: ...
     def linear(self, module: str, kind: str) -> Scheme: ...
@@ -468,8 +463,6 @@ class NoQuantization:
 
     plain: Unquantized
     name: str = ""
-    blocks_shared: bool = False
-    packed_int4: bool = False
     cache: bool = False
 
     def linear(self, module: str, kind: str) -> Scheme:

@@ -148,8 +148,6 @@ class Fp8:
     """quant_method fp8, in blocks."""
 
     name = "fp8"
-    blocks_shared = False
-    packed_int4 = False
     cache = True
 
     def __init__(
@@ -185,7 +183,6 @@ class CompressedTensors:
     linears beside them."""
 
     name = "compressed_tensors"
-    blocks_shared = False
 
     def __init__(
         self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
@@ -213,14 +210,6 @@ class CompressedTensors:
         self.cache = isinstance(cache, Mapping) and cache.get("num_bits") == 8
         if any(block.get(key) for key in ("sparsity_config",)):
             raise NotSimulated("sparsity_config")
-
-    @property
-    def packed_int4(self) -> bool:
-        group = self._groups.get("Linear")
-        return (
-            group is not None and self._format == "pack-quantized" and group.integers
-            and group.bits == 4 and group.symmetric and not group.weights.get("dynamic")
-        )  # fmt: skip
 
     def linear(self, module: str, kind: str) -> Scheme:
         if self._linears is not None:
@@ -347,7 +336,6 @@ class Modelopt:
     """modelopt's NVFP4, for all modules that its list does not name."""
 
     name = "modelopt_fp4"
-    packed_int4 = False
 
     def __init__(
         self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
@@ -378,12 +366,6 @@ class Modelopt:
         self.cache = True
         self._setting = setting
 
-    @property
-    def blocks_shared(self) -> bool:
-        return any(
-            "shared_expert" in name and "shared_expert_gate" not in name for name in self._excluded
-        )
-
     def linear(self, module: str, kind: str) -> Scheme:
         skipped = is_layer_skipped(module, self._skips, self._fused)
         if skipped or is_layer_excluded(module, self._excluded):
@@ -405,8 +387,6 @@ class Gptq:
     experts, which it does not ask about."""
 
     name = "gptq_marlin"
-    blocks_shared = False
-    packed_int4 = False
     cache = False
 
     def __init__(self, block: Mapping[str, Any], plain: Unquantized) -> None:
@@ -443,8 +423,6 @@ class Mixed:
     the checkpoint's names or the runtime's."""
 
     name = "modelopt_mixed"
-    blocks_shared = False
-    packed_int4 = False
 
     def __init__(
         self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from qconvert.runtimes.loading.building import RankBuild
 from qconvert.runtimes.loading.parameters import (
@@ -19,10 +19,7 @@ from qconvert.runtimes.vllm.schemes import LinearPart, expert_part
 
 @dataclass
 class Rank(RankBuild):
-    """`fused`: modules of several parts; `absent`: modules of other stages."""
-
-    fused: set[str] = field(default_factory=set)
-    absent: list[str] = field(default_factory=list)
+    """With vLLM's ways to put a tensor into a parameter."""
 
     def linear(
         self,
@@ -41,8 +38,6 @@ class Rank(RankBuild):
             self, module, kind, inputs, *outputs, asked=asked, scheme=scheme, bias=bias,
             replicas=replicas, whole=whole,
         )  # fmt: skip
-        if kind in ("merged", "qkv"):
-            self.fused.add(module)
         if bias:
             parameter = self.parameters[f"{module}.bias"]
             parameter.slot = _own(parameter)

@@ -56,8 +56,6 @@ class ModelFacts:
 
 
 class _Base:
-    blocks_shared = False
-    packed_int4 = False
     cache = True
     name = ""
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -56,32 +57,77 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def spy(base: type, linear: Any) -> Any:
+def spy(base: Any, linear: Any, job: Mapping[str, Any], own: type | None = None) -> Any:
     """A quantization config of the runtime that notes what is asked of it, and quantizes nothing.
-    `linear` makes the runtime's method for a layer, None for its own default."""
+    `linear` makes the runtime's method for a layer, None for its own default. The job's `method` is its
+    name, and `own` its class where classes look at that; linears that are asked for by a pattern of
+    `packed` hold no `weight`."""
 
     def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str = "") -> Any:
         self.asked[id(layer)] = prefix
         self.held.append(layer)  # another layer would get a freed one's id
-        return linear(layer)
+        made = linear(layer)
+        if made is not None and _is_among(prefix, job["packed"]):
+            return _packing(made)
+        return made
 
     def note_renames(self: Any, mapper: Any) -> None:
         self.mappers.append(mapper)
 
     body = {
-        "get_name": lambda self: "recorded",
+        "get_name": lambda self: job["method"],
         "get_supported_act_dtypes": lambda self: [torch.bfloat16, torch.float32],
         "get_min_capability": classmethod(lambda cls: 0),
         "get_config_filenames": staticmethod(list),
         "from_config": classmethod(lambda cls, config: cls()),
         "get_scaled_act_names": lambda self: [],
         "get_quant_method": get_quant_method,
+        # What classes ask modelopt's config beside its name.
+        "is_checkpoint_nvfp4_serialized": True,
+        "quantized_layers": (),
         "apply_vllm_mapper": note_renames,
         "apply_weight_name_mapper": note_renames,
     }  # fmt: skip
-    made = type("RecordingConfig", (base,), body)()
+    kind: Any = type("RecordingConfig", (own or base,), body)
+    made = kind.__new__(kind)
+    base.__init__(made)
     made.asked, made.held, made.mappers = {}, [], []
     return made
+
+
+def _is_among(name: str, patterns: Collection[str]) -> bool:
+    """Tell whether a name is of a pattern, with `*` for each number; "*" is every name's."""
+    return "*" in patterns or re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name) in patterns
+
+
+def _packing(method: Any) -> Any:
+    """A linear's method that holds the weight under the name of packed codes."""
+    create = method.create_weights
+
+    def create_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        create(layer, *args, **kwargs)
+        _pack(layer)
+
+    method.create_weights = create_weights
+    return method
+
+
+def _pack(layer: torch.nn.Module) -> None:
+    layer.register_parameter("weight_packed", layer._parameters.pop("weight"))
+
+
+def _read_of(model: torch.nn.Module, config: Any, tensors: Any, hidden: Collection[str]) -> Any:
+    """Tensors, behind the last of which linears hold no `weight`, as packed ones: what a class does with
+    it once all is read then fails."""
+    yield from tensors
+    for layer in model.modules():
+        if hidden and _is_among(config.asked.get(id(layer)) or "", hidden) and _is_linear(layer):
+            _pack(layer)
+
+
+def _is_linear(layer: torch.nn.Module) -> bool:
+    plain = _kind(layer) not in ("", "experts", "head", "embedding")
+    return plain and "weight" in layer._parameters
 
 
 def _kind(module: torch.nn.Module) -> str:
@@ -114,6 +160,9 @@ def modules(model: torch.nn.Module, asked: Mapping[int, str]) -> Iterator[dict[s
             yield {"name": name, "kind": "absent"}
         elif isinstance(module, torch.nn.ModuleList):
             yield {"name": name, "kind": "list", "length": len(module)}
+        elif isinstance(module, torch.nn.ModuleDict) and all(map(str.isdigit, module)):
+            first = min(map(int, module), default=0)
+            yield {"name": name, "kind": "list", "length": len(module), "first": first}
         elif not kind and id(module) in asked:
             yield {"name": name, "kind": "attention", "class": type(module).__name__,
                    "asked": asked[id(module)]}  # fmt: skip
@@ -321,22 +370,34 @@ def places(kinds: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def probes(model: Any, at: Mapping[str, str], names: list[str], lists: Mapping[str, int]) -> Any:
-    """Answers of a loader to names that lead nowhere, by the place where they stand."""
+def probes(
+    model: Any,
+    at: Mapping[str, str],
+    names: list[str],
+    lists: Mapping[str, int],
+    *,
+    draft: bool = False,
+) -> Any:
+    """Answers of a loader to names that lead nowhere, by the place where they stand; those of a `draft`
+    stand in its own layer."""
     found: dict[str, dict[str, str]] = {}
     for place, base in at.items():
         leaves = (leaf for leaf in _LEAVES if f"{base}.{leaf}" not in names)
         found[place] = {leaf: probe(model, f"{base}.{leaf}", (1,)) for leaf in leaves}
     single = {"top": "nothing.weight", "draft": "mtp.layers.0.nothing.weight"}
     inner = next((name for name in names if ".0." in name and "layers" in name), None)
-    if inner is not None:
+    own = [name for name in names if name.startswith("mtp.layers.") or ".enorm." in name]
+    if draft:
+        single = {"module": re.sub(r"(layers\.[0-9]+)\..*", r"\1.nothing.weight", own[0])}
+    elif inner is not None:
         before, _, after = inner.partition(".0.")
         count = max(lists.values(), default=0)
         single |= {
             "module": f"{before}.0.nothing.weight", "next_layer": f"{before}.{count}.{after}",
+            "behind": f"{before}.{count + 1}.{after}",
             "rotary": f"{before}.0.self_attn.rotary_emb.inv_freq",
         }  # fmt: skip
-    if "lm_head.weight" not in names:
+    if "lm_head.weight" not in names and not draft:
         single["head"] = "lm_head.weight"
     return found | {place: {"": probe(model, name, (1,))} for place, name in single.items()}
 
@@ -354,6 +415,7 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
     told("fuses_shared", any(hasattr(type(model), name) for name in _FUSES_SHARED))
     found = [*modules(model, config.asked)]
     told("modules", found)
+    told("stored", [*shapes])
     told("renames", [_renames(mapper) for mapper in config.mappers])
     told("packed", {key: list(value) for key, value in _packed(model, config).items()})
     told("dtypes", _dtypes(model))
@@ -365,7 +427,7 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
     if job["load"]:
         _widen(model)
         told("step", "load")
-        model.load_weights(numbered(shapes))
+        model.load_weights(_read_of(model, config, numbered(shapes), job["hidden"]))
     told("step", "read")
     parameters, read = {}, set()
     for name, parameter in model.named_parameters():
@@ -378,7 +440,7 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
         told("step", "probe")
         kinds = {module["name"]: module["kind"] for module in found}
         lists = {module["name"]: module["length"] for module in found if "length" in module}
-        told("probes", probes(model, places(kinds, parameters), names, lists))
+        told("probes", probes(model, places(kinds, parameters), names, lists, draft=job["draft"]))
     told("step", "done")
 
 

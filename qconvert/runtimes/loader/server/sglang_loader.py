@@ -120,6 +120,7 @@ def _record(config: Any, job: dict[str, Any], told: Told) -> None:
     asks = record.spy(
         QuantizationConfig,
         lambda layer: UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None,
+        job,
     )
     made, _ = get_model_architecture(config)
     asks.packed_modules_mapping = getattr(made, "packed_modules_mapping", {})

@@ -199,10 +199,11 @@ def _dropped(model: torch.nn.Module) -> Iterator[str]:
             yield from (f"{name}.{leaf}" for leaf in ("w13_bias", "w2_bias") if leaf not in came)
 
 
-def _spy() -> Any:
+def _spy(job: dict[str, Any]) -> Any:
     """A quantization config that notes what the class asks (record.py). Kernels of latent attention
     take few sizes, and a recording needs several: none runs."""
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
     from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBackend
 
@@ -213,6 +214,8 @@ def _spy() -> Any:
     return record.spy(
         QuantizationConfig,
         lambda layer: UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None,
+        job,
+        AutoGPTQConfig if job["method"] == "auto_gptq" else None,
     )
 
 
@@ -239,7 +242,7 @@ def load(job: dict[str, Any], told: Told, watch: Watch) -> None:
         told("step", "build")
         recording = "probes" in job
         if recording:
-            whole.quant_config = _spy()
+            whole.quant_config = _spy(job)
         with set_default_torch_dtype(config.dtype), torch.device("cpu"):
             model = initialize_model(whole, model_config=config)
         if recording:
