@@ -100,13 +100,19 @@ class Writer:
             config = _changed(config, changed)
         keys = {**PUBLISHED.get(self.model_type, {}), **DRAFTS.get(self.model_type, {})}
         keys.pop(without, None)
+        outer, _, inner = without.rpartition(".")
 
         def published(entries: Entries, saved: Mapping[str, Any]) -> Entries:
             named = OTHER[form](entries) if form else entries
             return with_draft(named, saved, ends=form != WITHOUT_ENDS) if self.draft else named
 
         turned = self.model_type in _TURNED
-        return write(config, folder, keys, turned=turned, published=published)
+        write(config, folder, keys, turned=turned, published=published)
+        if outer:
+            saved = config_of(folder)
+            saved[outer].pop(inner, None)
+            (folder / "config.json").write_text(json.dumps(saved))
+        return folder
 
 
 def _changed(config: Any, changed: Mapping[str, Any]) -> Any:
@@ -172,16 +178,28 @@ def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
     return Recorded(sets, two, stages, forms, methods, reads, twice, draft, refuses)
 
 
-def _asked_for(writer: Writer, server: Server, runtime: str) -> Iterator[str]:
-    """Keys that published configs state, that transformers does not save, and without which the class
-    does not build."""
-    for key in PUBLISHED.get(writer.model_type, {}):
+def _asked_for(
+    writer: Writer, server: Server, runtime: str, facts: Mapping[str, Any]
+) -> Iterator[str]:
+    """Keys that published configs state, that transformers need not save, and without which the class
+    does not build, or builds otherwise."""
+    given = GIVEN.get(writer.model_type, {})
+    inside = [
+        f"{outer}.{key}" for outer, values in given.items() if isinstance(values, Mapping)
+        for key in values if outer.endswith("_config")
+    ]  # fmt: skip
+    for key in (*PUBLISHED.get(writer.model_type, {}), *inside):
         try:
             folder = writer.folder(0, frozenset(), without=key)
         except Exception:  # transformers needs it, too: configs without it are none
             continue
         said = asked(server, runtime, folder, Rank(), load=False, draft=writer.draft)
-        if f"has no attribute '{key}'" in (said["error"] or ""):
+        other = (
+            key in inside
+            and not said["error"]
+            and said["parameters"].keys() != facts["parameters"].keys()
+        )
+        if other or f"has no attribute '{key}'" in (said["error"] or ""):
             yield key
 
 
@@ -323,7 +341,8 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     return {
         "runtime": runtime, "version": VERSIONS[runtime],
         "architecture": config["architectures"][0], "model_type": config["model_type"],
-        **({"draft": True} if writer.draft else {}), "settings_unbuilt": unbuilt, **found,
+        **({"draft": True} if writer.draft else {}), "settings_unbuilt": unbuilt,
+        "asks": [*_asked_for(writer, server, runtime, facts)], **found,
         "defaults": {**defaults(writer.model_type, found), **DRAFTS.get(writer.model_type, {})},
         "keys": keys_of_all(config),
         "attribute_map": other_names(writer.model_type),

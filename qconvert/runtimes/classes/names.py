@@ -24,6 +24,8 @@ from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 _HELD = {"w1": "w13_", "w3": "w13_", "w13": "w13_", "w2": "w2_"}
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 _CACHE = ("k_scale", "v_scale", "q_scale")
+# Places where a class that finds nothing has looked for a parameter.
+_LOOKED_FOR = ("fused", "linear", "experts", "parameter", "module")
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -246,12 +248,14 @@ class RecordedNames:
 
     def _nowhere(self, parameter: str, tensor: str, leaf: str, place: Place) -> Found:
         outcome = "silent" if leaf in self.spare else self.record.outcome(place, leaf)
+        by_rule = leaf in ("bias", *_CACHE) or place not in _LOOKED_FOR
+        by_rule = by_rule or leaf in {*self.spare, *self.record.unknown.get(place, ())}
         if outcome == "error":
             raise LoadRefused(
                 "", "", tensor,
                 f"the class builds no parameter {parameter}: it is built as if stored in another form",
             )  # fmt: skip
-        if outcome == "warn":
+        if outcome == "warn" or (outcome == "silent" and not by_rule):
             self.missing.append(parameter)
         return PASSED
 
@@ -260,6 +264,8 @@ class RecordedNames:
         number = (
             numbers[-1] if len(numbers) > name.to.count("*") and not name.shared else self.experts
         )
+        if number >= self.experts and not name.shared and "module" in self.record.unknown:
+            return self._nowhere(tensor, tensor, leaf, "module")
         if number >= self.experts and not name.shared:
             raise NotSimulated(f"{tensor}: the config counts {self.experts} experts")
         shard, held = _matrix(number, name.shard), _HELD[str(name.shard)]

@@ -91,8 +91,8 @@ class Name:
     """Destination of a checkpoint's module, whose parameters keep their names; or of one parameter,
     under another name if `leaf` says so. `shard`: the part of a fused module, or of experts ("w13": gate
     and up); `stack`: all experts in one tensor; `rows`: what becomes of their order and numbers;
-    `other`: of a checkpoint in another form than transformers saves; `shared`: of a shared expert that is
-    loaded as one more routed one."""
+    `other`: of a checkpoint in another form than transformers saves; `shared`: of a shared expert that
+    is loaded as one more routed one."""
 
     source: str
     to: str

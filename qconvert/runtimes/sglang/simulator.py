@@ -42,6 +42,14 @@ def simulate(
     return by_table(record, config, tensors, asked, groups)
 
 
+def _check_layers(layers: object) -> None:
+    if layers not in (None, 1):
+        raise LoadRefused(
+            "AssertionError", "Only 1 nextn layer is supported", "config.json",
+            f"num_nextn_predict_layers is {layers}, and the class takes 1",
+        )  # fmt: skip
+
+
 def by_table(
     record: Record,
     config: Mapping[str, Any],
@@ -62,6 +70,8 @@ def by_table(
     )
     shared = 0
     try:
+        if record.draft and not record.layers:
+            _check_layers(sizes.flag("num_nextn_predict_layers"))
         check_stages(setting, (sizes.of(n) for n in record.layers.values()), one=record.one_stage)
         stated = quantization_of(config, record.packed, setting, numbers.dtype, renames)
         if record.draft and isinstance(stated, Mixed) and stated.names("mtp."):

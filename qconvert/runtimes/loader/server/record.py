@@ -101,15 +101,19 @@ def _is_among(name: str, patterns: Collection[str]) -> bool:
 
 
 def _packing(method: Any) -> Any:
-    """A linear's method that holds the weight under the name of packed codes."""
-    create = method.create_weights
+    """A linear's method that holds the weight under the name of packed codes, and is not the runtime's
+    unquantized one, which classes ask about."""
 
-    def create_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        create(layer, *args, **kwargs)
+    def create_weights(self: Any, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        method.create_weights(layer, *args, **kwargs)
         _pack(layer)
 
-    method.create_weights = create_weights
-    return method
+    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    base: Any = type(method).__mro__[1]
+    made: Any = type("Packed", (base,), {"create_weights": create_weights, "apply": apply})
+    return made.__new__(made)
 
 
 def _pack(layer: torch.nn.Module) -> None:
