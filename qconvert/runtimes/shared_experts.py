@@ -70,6 +70,11 @@ def fused(architecture: str, config: Config, block: Config | None, setting: Sett
     return rule(spelled(text_config(config)), block, setting)
 
 
+def has_rule(architecture: str) -> bool:
+    """Tell whether it is known when a class of sglang that may fuse shared experts does."""
+    return architecture in _RULES or architecture in _NEVER
+
+
 def _of_deepseek(text: Config, block: Config | None, setting: Setting) -> int:
     """256 routed experts and one shared. 384 (Kimi) fuse in Quark's form alone."""
     experts, method = _count(text, "n_routed_experts"), (block or {}).get("quant_method")
@@ -105,6 +110,11 @@ def _is_divided(setting: Setting) -> bool:
 # Backends of communication whose combine happens inside the dispatcher (layers/moe/utils.py,
 # is_deepep_class_backend).
 _DEEPEP_CLASS = ("deepep", "deepep_v2", "mooncake", "mori", "pplx")
+# Classes that would fuse, of architectures that are not among those that they do it for.
+_NEVER = frozenset((
+    "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
+))  # fmt: skip
 _RULES: Mapping[str, Callable[[Config, Config | None, Setting], int]] = {
     _DEEPSEEK: _of_deepseek, "GlmMoeDsaForCausalLM": _of_deepseek, _GLM: _of_glm,
     "Glm4vMoeForConditionalGeneration": _of_glm, "Glm4MoeLiteForCausalLM": _of_glm_lite,

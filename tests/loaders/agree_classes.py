@@ -63,26 +63,18 @@ def compared(
     stage = json.loads(manifest.read_bytes()).get("stage") if manifest.exists() else None
     form = STAGES if stage else form_of(config, tensors)
     table = class_record(runtime, architecture_of(config))
-    apart = table.fuses_shared
-    flags = {"disable_shared_experts_fusion": True} if apart else {}
     for tp in (1,) if stage else sizes:
-        at, rank = (
-            Setting(tp=tp, rank=tp - 1, disable_shared_experts_fusion=apart),
-            Rank(tp, tp - 1),
-        )
+        at, rank = Setting(tp=tp, rank=tp - 1), Rank(tp, tp - 1)
         if stage:
             partition = tuple(stage["partition"])
-            at = Setting(
-                pp=len(partition), stage=stage["number"], partition=partition,
-                disable_shared_experts_fusion=apart,
-            )  # fmt: skip
+            at = Setting(pp=len(partition), stage=stage["number"], partition=partition)
             rank = Rank(1, 0, len(partition), stage["number"])
         try:
             simulation = _BY_TABLE[runtime](table, config, tensors, at)
         except NotSimulated as reason:
             yield Compared(command, form, tp, (f"not simulated: {reason}",))
             continue
-        real = server.load(folder, rank, flags=flags, environment=(stage or {}).get("environment"))
+        real = server.load(folder, rank, environment=(stage or {}).get("environment"))
         real = once(real) if runtime == "vllm" else real
         # A table does not state errors, so that which one ends a load is not compared.
         found = [one for one in disagreements(simulation, real) if not one.startswith("reason:")]

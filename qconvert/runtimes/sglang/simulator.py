@@ -17,7 +17,7 @@ from qconvert.runtimes.loading.load_weights import SimulatedLoad, offered
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.sglang.quantization import Mixed, Renames, quantization_of, root_block
 from qconvert.runtimes.sglang.runners import runner_of
-from qconvert.runtimes.shared_experts import fused
+from qconvert.runtimes.shared_experts import fused, has_rule
 
 
 def simulate(
@@ -60,6 +60,9 @@ def by_table(
     """Load a folder on one rank by the table of its class, in whatever form."""
     if asked.tp % asked.ep:
         raise NotSimulated(f"tp {asked.tp} that ep {asked.ep} does not divide")
+    apart = asked.disable_shared_experts_fusion or not record.fuses_shared
+    if not apart and not has_rule(record.architecture):
+        raise NotSimulated("its shared experts, which it may load as routed ones")
     if record.draft and asked.pp > 1:
         raise NotSimulated("a draft in pipeline stages")
     setting = replace(asked, moe_runner=runner_of(record.architecture, config, asked))
