@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from families.tiny import config_of
@@ -31,13 +33,15 @@ SETS: Mapping[str, tuple[Any, ...]] = {
     "mamba_d_head": (32, 64, 48), "mamba_d_state": (56, 40, 88), "mamba_d_conv": (4, 3, 5),
     "ffn_hidden_size": (224, 352, 416), "expert_ffn_hidden_size": (96, 160, 288),
     "n_embd": (128, 192, 240), "n_head": (8, 6, 10), "d_model": (128, 192, 240),
-    "n_shared_experts": (1, 2, 3), "num_shared_experts": (1, 2, 3),
+    "n_shared_experts": (1, 2, 3), "num_shared_experts": (1, 2, 3), "n_heads": (8, 6, 10),
+    "linear_head_dim": (32, 64, 16), "linear_num_heads": (4, 8, 12),
 }  # fmt: skip
 # Of a tower: sizes of its own, whose result is as wide as the text model.
 TOWER: Mapping[str, tuple[Any, ...]] = {
     "hidden_size": (64, 96, 160), "intermediate_size": (152, 184, 232),
     "num_heads": (4, 6, 5), "num_attention_heads": (4, 6, 5), "depth": (2, 2, 2),
     "num_hidden_layers": (2, 2, 2), "out_hidden_size": (128, 192, 240),
+    "embed_dim": (64, 96, 160), "num_key_value_heads": (2, 3, 5),
     "projection_dim": (120, 216, 248), "num_position_embeddings": (64, 144, 256),
 }  # fmt: skip
 COUNT = 3
@@ -52,17 +56,21 @@ def sized(
     *,
     head_dim: bool = False,
 ) -> Any:
-    """The config of a model_type with the sizes of a set; `sizes` are those of the model's own that are
-    so in every set, `fixed` keys that keep the value of set 0. `head_dim`: state one where the
-    class has no such key, as published configs do."""
+    """The config of a model_type with the sizes of a set. `sizes`: those of the model's own, the same in
+    every set or one of each in a tuple, None where it follows from others; `fixed`: keys that keep the
+    value of set 0; `head_dim`: state one where the class has no such key, as published configs do."""
     import transformers
 
     hf: Any = transformers
-    values = config_of(model_type, given, sizes).to_dict()
+    same = {key: value for key, value in sizes.items() if not isinstance(value, tuple)}
+    values = config_of(model_type, given, same).to_dict()
     values.pop("model_type")
     values.pop("qk_head_dim", None)  # of two others
     changed = _with_set(values, number, fixed, top=True)
     text = changed.get("text_config", changed)
+    for key, value in sizes.items():
+        if value is None or isinstance(value, tuple):
+            text[key] = value and value[number]
     stated = text.get("head_dim") or text.get("kv_lora_rank")
     if head_dim and "num_attention_heads" in text and stated is None:
         text["head_dim"] = SETS["head_dim"][0 if "head_dim" in fixed else number]
@@ -82,13 +90,22 @@ def _with_set(
             found[key] = known[key][0 if key in fixed else number]
         else:
             found[key] = value
+    if not top and "layer_types" in found:
+        found["layer_types"] = found["layer_types"][: found["num_hidden_layers"]]
     return found
 
 
-def write(config: Any, folder: Path, more: Mapping[str, Any], *, turned: bool = False) -> Path:
-    """A checkpoint's config.json and the header of its one file; `more` are keys that published configs
-    have beside those that transformers saves; `turned`: the rows of matrices in stacks of experts are
-    published as columns."""
+def write(
+    config: Any,
+    folder: Path,
+    more: Mapping[str, Any],
+    names: Mapping[str, str | None] = MappingProxyType({}),
+    *,
+    turned: bool = False,
+) -> Path:
+    """A checkpoint's config.json and the header of its one file. `more`: keys of published configs, see
+    `as_published`; `names`: patterns of names that are published otherwise, None for those that are not;
+    `turned`: the rows of matrices in stacks of experts are published as columns."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -110,22 +127,51 @@ def write(config: Any, folder: Path, more: Mapping[str, Any], *, turned: bool = 
         shape = [*tensor.shape]
         if turned and len(shape) == 3 and ".experts." in name:
             shape[1:] = reversed(shape[1:])
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
+        published = _published(name, names)
+        if published:
+            entry = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+            header[published] = entry
+            end += size
     folder.mkdir(parents=True)
     encoded = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         file.truncate(8 + len(encoded) + end)
     saved = config.to_dict() | {"architectures": [type(model).__name__]}
-    text = saved.get("text_config", saved)
-    for key, value in more.items():
-        if key == "head_dim":  # follows from sizes of the set where transformers has no key for it
-            text.setdefault(key, text["hidden_size"] // text["num_attention_heads"])
-        elif key not in SETS or isinstance(value, list):
-            text[key] = value
+    as_published(saved, more)
     (folder / "config.json").write_text(json.dumps(_plain(saved), indent=2))
     return folder
+
+
+def _published(name: str, names: Mapping[str, str | None]) -> str:
+    """The name of a published tensor, "" where there is none."""
+    for saved_as, published in names.items():
+        if published is None and re.search(saved_as, name):
+            return ""
+        name = re.sub(saved_as, published or "", name)
+    return name
+
+
+def as_published(config: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Change a config that transformers saves to what published ones state: keys of its text model, or
+    of a part before a dot; None where they have no such key; `=key` for the value of another. What
+    belongs to a set of sizes stays, and head_dim follows from them."""
+    text = config.get("text_config", config)
+    for key, value in more.items():
+        part, _, inner = key.rpartition(".")
+        at = config[part] if part else text
+        if value is None:
+            at.pop(inner, None)
+        elif key == "head_dim":
+            at.setdefault(key, text["hidden_size"] // text["num_attention_heads"])
+        elif key not in SETS or isinstance(value, list):
+            at[inner] = _value(value, text)
+
+
+def _value(value: Any, text: Mapping[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _value(one, text) for key, one in value.items()}
+    return text[value[1:]] if isinstance(value, str) and value.startswith("=") else value
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,8 @@
     PYTHONPATH=tests python tests/loaders/record_classes.py --runtime vllm llama mixtral
 
 Needs the loaders (make loaders). Without names it records every class of transformers that generates
-text and that the runtime has; what cannot be recorded stands in not_recorded.json with its cause.
+text and that the runtime has, and those of the runtime's own that read configs and names of one of
+these; what cannot be recorded stands in not_recorded.json with its cause.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from checkpoints import edit_json
 from families.classes import model_types
 from families.headers_only import COUNT, sized, write
+from huggingface_hub.errors import StrictDataclassError
 
 from loaders.client import PYTHON, Rank, Server
-from loaders.recorded_tables import Recorded, has_gaps, table, under_settings, written
-from loaders.small_models import GIVEN, PUBLISHED, SIZES
+from loaders.recorded_tables import UNTIED, Recorded, has_gaps, table, under_settings, written
+from loaders.small_models import GIVEN, LIKE, NAMES, PUBLISHED, SIZES
 
 TABLES = Path(__file__).parent.parent.parent / "qconvert" / "runtimes" / "classes"
 VERSIONS = {"sglang": "0.5.23", "vllm": "0.33.0"}
@@ -64,11 +67,12 @@ class NotRecorded(Exception):
 @dataclass(frozen=True)
 class Writer:
     """Folders of headers of one model_type, each written once. `head_dim`: configs state one also where
-    the class of transformers has no such key."""
+    the class of transformers has no such key; `architecture`: another class that reads them."""
 
     room: Path
     model_type: str
     head_dim: bool = True
+    architecture: str = ""
 
     def folder(
         self,
@@ -78,7 +82,7 @@ class Writer:
     ) -> Path:
         """The checkpoint at a set of sizes, with settings of its config changed."""
         name = json.dumps([number, sorted(fixed), dict(changed), self.head_dim]).replace("/", "-")
-        folder = self.room / self.model_type / name
+        folder = self.room / (self.architecture or self.model_type) / name
         if folder.is_dir():
             return folder
         given = dict(GIVEN.get(self.model_type, {}))
@@ -86,8 +90,12 @@ class Writer:
         config = sized(self.model_type, given, sizes, number, fixed, head_dim=self.head_dim)
         if changed:
             config = _changed(config, changed)
-        keys = PUBLISHED.get(self.model_type, {})
-        return write(config, folder, keys, turned=self.model_type in _TURNED)
+        keys = {**PUBLISHED.get(self.model_type, {}), **PUBLISHED.get(self.architecture, {})}
+        names = {**NAMES.get(self.model_type, {}), **NAMES.get(self.architecture, {})}
+        write(config, folder, keys, names, turned=self.model_type in _TURNED)
+        if self.architecture:
+            edit_json(folder / "config.json", lambda c: c.update(architectures=[self.architecture]))
+        return folder
 
 
 def _changed(config: Any, changed: Mapping[str, Any]) -> Any:
@@ -137,8 +145,16 @@ def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
     for number in range(1, COUNT):
         sets.append(_with_sizes(writer, server, runtime, number))
     two = asked(server, runtime, start, Rank(2, 0))
-    stages = [asked(server, runtime, start, Rank(1, 0, 2, stage), load=False) for stage in (0, 1)]
+    stages = _stages(server, runtime, start)
+    if first["aliases"] and all(stage["error"] for stage in stages):  # perhaps for a tied head
+        stages = _stages(server, runtime, writer.folder(0, frozenset(), UNTIED))
+        return Recorded(sets, two, stages, not any(stage["error"] for stage in stages))
     return Recorded(sets, two, stages)
+
+
+def _stages(server: Server, runtime: str, folder: Path) -> list[Any]:
+    ranks = (Rank(1, 0, 2, stage) for stage in (0, 1))
+    return [asked(server, runtime, folder, rank, load=False) for rank in ranks]
 
 
 def _with_sizes(
@@ -203,8 +219,35 @@ def _under(
     return made
 
 
+_ALL = ("code", "modules", "parameters", "unread", "aliases", "probes", "renames", "packed")
+
+
+def same_as(writer: Writer, server: Server, runtime: str) -> str:
+    """The architecture of a model_type's own class where the runtime has the same code for the writer's
+    and makes the same of it, "" where it is another."""
+    own = replace(writer, architecture="")
+    said = [
+        asked(server, runtime, one.folder(0, frozenset()), Rank(), probes=True)
+        for one in (own, writer)
+    ]
+    same = all(said[0].get(key) == said[1].get(key) for key in _ALL)
+    return architecture_of(own) if same and not said[0]["error"] else ""
+
+
+def architecture_of(writer: Writer) -> str:
+    """The architecture that a writer's configs name."""
+    named: str = config_of(writer.folder(0, frozenset()))["architectures"][0]
+    return named
+
+
 def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     """The table of a class; raises NotRecorded."""
+    same = same_as(writer, server, runtime) if writer.architecture else ""
+    if same:
+        return {
+            "runtime": runtime, "version": VERSIONS[runtime], "architecture": writer.architecture,
+            "model_type": writer.model_type, "same_as": same,
+        }  # fmt: skip
     try:
         base = recorded(writer, server, runtime)
     except NotRecorded:
@@ -221,7 +264,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
             if made is not None:
                 others.append((changed, made))
     values = {**config.get("text_config", config), **config}
-    found = under_settings(found, others, values)
+    found = under_settings(found, others, values, untied=base.untied)
     return {
         "runtime": runtime, "version": VERSIONS[runtime],
         "architecture": config["architectures"][0], "model_type": config["model_type"],
@@ -239,10 +282,13 @@ def defaults(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
     hf: Any = transformers
     given = GIVEN.get(model_type, {})  # as in a small model
     sizes = {"hidden_size": 6144, "num_attention_heads": 48}  # of no default
-    first, other = (
-        hf.AutoConfig.for_model(model_type, **{**given, **more}).to_dict()
-        for more in ({}, {"text_config": sizes} if "text_config" in given else sizes)
-    )
+    try:
+        first, other = (
+            hf.AutoConfig.for_model(model_type, **{**given, **more}).to_dict()
+            for more in ({}, {"text_config": sizes} if "text_config" in given else sizes)
+        )
+    except StrictDataclassError:  # of sizes that must fit others: a config states all that it uses
+        return {}
     words = json.dumps([found["modules"], found["names"], found["layers"]])
     used = {*found["flags"], *re.findall(r"[a-z_]+[a-z0-9_]*(?:\.[a-z0-9_]+)?", words)}
     return {key: value if _at(other, key) == value else None for key in sorted(used)
@@ -303,11 +349,10 @@ class Outcome:
 def outcome(writer: Writer, server: Server, runtime: str) -> Outcome:
     """The table of a model_type's class, or why there is none."""
     try:
-        plain = replace(writer, head_dim=False)
-        architecture = str(config_of(plain.folder(0, frozenset()))["architectures"][0])
+        architecture = architecture_of(replace(writer, head_dim=False))
     except Exception as error:  # what transformers raises for a config is the cause
         cause = f"no small model: {type(error).__name__}: {str(error)[:200]}"
-        return Outcome(runtime, writer.model_type, None, cause)
+        return Outcome(runtime, writer.architecture or writer.model_type, None, cause)
     try:
         return Outcome(runtime, architecture, written(record_of(writer, server, runtime)), "")
     except NotRecorded as why:
@@ -321,25 +366,31 @@ def outcome(writer: Writer, server: Server, runtime: str) -> Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A model_type to record in each of some runtimes, whose servers are in `servers`."""
+    """A model_type, or a class that reads one (`LIKE`), to record in each of some runtimes, whose
+    servers are in `servers`."""
 
-    model_type: str
+    name: str
     runtimes: Sequence[str]
     servers: Path
     room: Path
 
 
+def writer_of(room: Path, name: str) -> Writer:
+    """The writer of a model_type, or of a class that reads one."""
+    return Writer(room, LIKE[name], architecture=name) if name in LIKE else Writer(room, name)
+
+
 def done(job: Job) -> list[Outcome]:
     """Outcomes of a job, in a process of its own."""
-    writer, found = Writer(job.room, job.model_type), []
+    writer, found = writer_of(job.room / job.name, job.name), []
     for runtime in job.runtimes:
         began = time.monotonic()
         server = Server(PYTHON, job.servers, runtime)
         found.append(outcome(writer, server, runtime))
         server.close()
         seconds = f"{time.monotonic() - began:.0f} s"
-        print(runtime, job.model_type, found[-1].name, found[-1].cause or seconds, flush=True)
-    shutil.rmtree(job.room / job.model_type, ignore_errors=True)
+        print(runtime, job.name, found[-1].name, found[-1].cause or seconds, flush=True)
+    shutil.rmtree(writer.room, ignore_errors=True)
     return found
 
 
@@ -369,9 +420,9 @@ def main() -> None:
     takes.add_argument("--tables", type=Path, default=TABLES)
     takes.add_argument("--room", type=Path, help="where servers of loaders listen")
     takes.add_argument("--jobs", type=int, default=2, help="model_types at a time")
-    takes.add_argument("model_type", nargs="*")
+    takes.add_argument("name", nargs="*", help="a model_type, or a class that reads one")
     given = takes.parse_args()
-    names = given.model_type or model_types()
+    names = given.name or [*model_types(), *LIKE]
     runtimes = given.runtime or sorted(VERSIONS)
     importlib.import_module("transformers.modeling_utils")  # once, before processes are forked
     with tempfile.TemporaryDirectory() as made:

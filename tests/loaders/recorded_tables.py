@@ -383,11 +383,13 @@ def _without_expert(source: str, piece: Facts) -> str:
 @dataclass(frozen=True)
 class Recorded:
     """Records of a class. `sets`: config and facts at each set of sizes; `tp2`, `stages`:
-    facts of set 0 as one of two ranks, and as each of two stages, or why there are none."""
+    facts of set 0 as one of two ranks, and as each of two stages, or why there are none; `untied`:
+    two stages are refused where the embeddings are the head, and these are without."""
 
     sets: Sequence[tuple[Mapping[str, Any], Facts]]
     tp2: Facts | None
     stages: Sequence[Facts]
+    untied: bool = False
 
     @cached_property
     def whole(self) -> set[tuple[str, tuple[int, ...]]]:
@@ -666,15 +668,18 @@ def _condensed(said: Mapping[str, str]) -> dict[str, str]:
 _NUMBERS = "numbers"
 # Settings of a config that change what is built.
 _MERGED = ("modules", "names")
+UNTIED: Mapping[str, Any] = {"tie_word_embeddings": False}
 
 
 def under_settings(
     base: Mapping[str, Any],
     others: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
     values: Mapping[str, Any],
+    *,
+    untied: bool = False,
 ) -> dict[str, Any]:
     """A table joined with those of other settings: what is not in both says when it is so. `values`:
-    the settings of the base."""
+    the settings of the base; `untied`: it runs in several stages where the head is not tied."""
     found = dict(base)
     for key in _MERGED:
         entries: dict[str, tuple[Entry, Entry]] = {
@@ -706,6 +711,9 @@ def under_settings(
                 found.setdefault("otherwise", {}).setdefault(f"{name}={json.dumps(value)}", {})[
                     key
                 ] = other[key]
+    if untied:
+        tied = found.setdefault("otherwise", {}).setdefault("tie_word_embeddings=true", {})
+        tied["stages"] = "one"
     found["flags"] = sorted({name for changed, _ in others for name in changed})
     return found
 

@@ -4,12 +4,13 @@ options."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from checkpoints import edit_json, run_cli
 from families.classes import SETTINGS
+from families.headers_only import as_published
 from families.tiny import saved
 
 from loaders.folders import parts
@@ -36,16 +37,44 @@ _LATENT = {
     "q_lora_rank": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
     "v_head_dim": 128, "num_key_value_heads": 4,
 }  # fmt: skip
+
+
+def _sections(share: float, *of_sets: Sequence[int]) -> Mapping[str, Any]:
+    """Rotary embeddings of a multi-modal model: sections of half of what is rotated, at each set."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": share}
+    return {"rope_parameters": tuple({**rope, "mrope_section": [*one]} for one in of_sets)}
+
+
 _FIRST_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+_MHA: Mapping[str, Any] = {"num_key_value_heads": None}
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None}, "deepseek_v3": _LATENT,
     "deepseek_v32": _FIRST_DENSE, "glm4_moe_lite": {**_LATENT, **_FIRST_DENSE},
     "glm_moe_dsa": _FIRST_DENSE,
+    # Classes that have as many heads of keys as of queries, whatever a config says.
+    "glm5_next": {"num_key_value_heads": (8, 6, 10), "qk_rope_head_dim": (0, 0, 0)},
+    "olmo": _MHA, "olmoe": _MHA,
+    "phi": {**_MHA, "intermediate_size": (512, 768, 960)}, "kimi_linear": _FIRST_DENSE,
+    "zamba2": {
+        "attention_hidden_size": (256, 384, 480), "attention_head_dim": (32, 64, 48),
+        "kv_channels": (16, 32, 24), "mamba_headdim": (32, 48, 60), "n_mamba_heads": (8, 8, 8),
+        **_MHA,
+    },
+    "falcon_h1": {"mamba_d_ssm": (256, 384, 480)}, "gptj": {"rotary_dim": 16},
+    "mamba2": {"num_heads": (8, 8, 6), "intermediate_size": (256, 384, 480)},
+    # sglang takes 8 groups whatever a config says.
+    "nemotron_h": {"n_groups": (8, 8, 8), "mamba_num_heads": (8, 16, 24)},
+    "glm4v_moe": _sections(0.5, (2, 3, 3), (3, 4, 5), (5, 7, 8)),
+    "cosmos3_edge": _sections(1.0, (4, 6, 6), (6, 9, 9), (10, 15, 15)),
+    "qwen2_5_vl": _sections(1.0, (2, 3, 3), (4, 6, 6), (3, 4, 5)),
 }  # fmt: skip
 _NO_DEEPSTACK: Mapping[str, Any] = {"vision_config": {"deepstack_visual_indexes": []}}
 GIVEN: Mapping[str, Mapping[str, Any]] = {
     **SETTINGS,
+    "gemma3": {"vision_config": {"vision_use_head": False}},
+    "gemma4_unified": {"vision_config": {}},
     "gemma4": {"vision_config": {"hidden_size": 256, "intermediate_size": 512}},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
     "glm4v_moe": {"vision_config": {"num_heads": 4}},
     "mistral3": {"tie_word_embeddings": False},
     "qwen3_5": _NO_DEEPSTACK, "qwen3_5_moe": _NO_DEEPSTACK,
@@ -91,7 +120,82 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "mtp_layers_block_type": ["attention", "moe"],
     },
     "qwen3_vl_moe": {"norm_topk_prob": True},
+    "exaone_moe": {
+        "is_moe_layer": [False, True, True, True], "scoring_func": "sigmoid",
+        "first_last_k_dense_replace": 1,
+    },
+    "hy_v3": {
+        "qk_norm": True, "route_norm": True, "first_k_dense_replace": 1,
+        "expert_hidden_dim": "=moe_intermediate_size",
+    },
+    "kimi_linear": {
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "linear_attn_config": {
+            "kda_layers": [1, 3], "full_attn_layers": [2, 4], "short_conv_kernel_size": 4,
+            "head_dim": "=linear_head_dim", "num_heads": "=linear_num_heads",
+        },
+        "linear_head_dim": None, "linear_num_heads": None, "linear_conv_kernel_dim": None,
+        "layer_types": None,
+    },
+    "lfm2": {"block_dim": "=hidden_size", "block_ff_dim": "=intermediate_size"},
+    "lfm2_vl": {"block_dim": "=hidden_size", "block_ff_dim": "=intermediate_size"},
+    "longcat_flash": {
+        "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity",
+    },
+    "phi": {"intermediate_size": None},
+    "minicpmv4_6": {"full_attention_interval": 2},
+    "qwen2_vl": {"vision_config.in_chans": 3},
+    "step3p7": {
+        "moe_layers_enum": "1,2,3", "rope_theta": [1e4] * 4, "partial_rotary_factors": [1.0] * 4,
+        "use_head_wise_attn_gate": True, "need_fp32_gate": True,
+    },
+    "SolarForCausalLM": {
+        "bskcn_1": [1], "bskcn_2": [2], "bskcn_3": [3], "bskcn_4": [3], "bskcn_tv": [0.9, 0.8],
+    },
+    "MiniCPMForCausalLM": {
+        "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4, "num_experts": 0,
+    },
+    "TeleFLMForCausalLM": {
+        "use_mup": True, "input_mult": 1.0, "output_mult": 1.0, "mup_scale_factor": 1.0,
+    },
+    "NanbeigeForCausalLM": {"rope_theta": 7e6},
+    "XverseMoeForCausalLM": {"moe_top_k": 2, "num_shared_experts": 1},
+    "minimax_m3_vl_text": {"rope_theta": 5e6, "scoring_func": "sigmoid"},
+    "mamba2": {"rms_norm": True}, "Param2MoEForCausalLM": {"rope_theta": 1e4},
+    "DeepseekForCausalLM": {
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "scoring_func": "softmax",
+    },
     **{name: {"full_attention_interval": 2} for name in GDN},
+}  # fmt: skip
+# Names that published checkpoints have otherwise than transformers 5 saves them, as patterns.
+_SIGLIP = {r"^(.*vision_tower)\.(?!vision_model)": r"\1.vision_model."}
+NAMES: Mapping[str, Mapping[str, str | None]] = {
+    "cohere2_vision": _SIGLIP,
+    "gemma3": _SIGLIP,
+    "lfm2_vl": _SIGLIP,
+    "paligemma": _SIGLIP,
+    "DeepseekForCausalLM": {r"\.e_score_correction_bias$": None},
+    "kimi_linear": {r"(layers\.0)\.block_sparse_moe\.(\w+_proj)": r"\1.mlp.\2"},
+}
+# Classes of a runtime that read configs and names of a model_type, whose published configs state
+# another one that transformers does not know.
+LIKE: Mapping[str, str] = {
+    **{
+        f"{name}ForCausalLM": "llama"
+        for name in (
+            "IQuestCoder", "InternLM3", "LLaMA", "MiniCPM", "Nanbeige", "PanguEmbedded", "Solar",
+            "Step1", "TeleChat3", "TeleFLM", "Xverse",
+        )
+    },
+    "MiMoForCausalLM": "qwen2", "SDARForCausalLM": "qwen3", "SDARMoeForCausalLM": "qwen3_moe",
+    "IQuestQ1ForCausalLM": "qwen3_moe", "Rnj1ForCausalLM": "gemma3_text",
+    "DeepseekForCausalLM": "glm4_moe", "Ernie4_5_ForCausalLM": "ernie4_5",
+    "ExaoneMoEForCausalLM": "exaone_moe",
+    "MiniMaxM3SparseForCausalLM": "minimax_m3_vl_text",
+    "NemotronHPuzzleForCausalLM": "nemotron_h", "PhiMoEForCausalLM": "phimoe",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "XverseMoeForCausalLM": "qwen2_moe", "Param2MoEForCausalLM": "glm4_moe",
 }  # fmt: skip
 COMMANDS = (
     "as saved", "text", "experts stack", "experts unstack", "fuse --for sglang", "unfuse", "fp8",
@@ -156,10 +260,11 @@ def origin(folders: Path, model: str) -> Path:
     folder = folders / model
     if not folder.is_dir():
         model_type, own = MODELS[model]
-        sizes = {**SIZES.get(model_type, {}), **own}
+        given = {**SIZES.get(model_type, {}), **own}
+        sizes = {key: value for key, value in given.items() if not isinstance(value, tuple)}
         saved(model_type, folder, GIVEN.get(model_type, {}), sizes)
         keys = PUBLISHED.get(model_type, {})
-        edit_json(folder / "config.json", lambda c: c.get("text_config", c).update(keys))
+        edit_json(folder / "config.json", lambda c: as_published(c, keys))
     return folder
 
 

@@ -3,7 +3,8 @@ checkpoint.
 
 A table was made by the runtime itself (tests/loaders/record_classes.py): the class was built at
 several sizes, and loaded tensors that told which and where they are. `*` stands for a number in a dotted
-name, of a layer or an expert. Sizes are expressions over the config (expressions.py).
+name, of a layer or an expert. Sizes are expressions over the config (expressions.py). A class that has
+another's code, and makes the same of a checkpoint, has a table that names that one (`same_as`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ LINEARS: Mapping[str, Kind] = {
 }  # fmt: skip
 # Keys that classes ask for and take something else in place of, where a config does not state them.
 _HEAD = re.compile(r"head_dim$|kv_channels$")
+_BIAS = re.compile(r"(^|_)bias$")
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
 UNQUANTIZED = "unquantized"
@@ -144,12 +146,15 @@ class Record:
     keys: frozenset[str] = frozenset()
 
     def sizes(self, values: Mapping[str, Any]) -> Sizes:
-        """Values of a config. Raises NotSimulated for one that states a size of heads that the class was
-        recorded without: it may be built by that."""
+        """Values of a config. Raises NotSimulated for one that states a size of heads, or biases, that
+        the class was recorded without: it may be built by that."""
         if self.renames_more:
             raise NotSimulated("its class renames names by patterns, which there are no rules for")
         for key, value in values.items():
-            if self.keys and type(value) is int and _HEAD.search(key) and key not in self.keys:
+            builds = (type(value) is int and _HEAD.search(key)) or (
+                value is True and _BIAS.search(key)
+            )
+            if self.keys and builds and key not in self.keys:
                 raise NotSimulated(
                     f"config.json states {key}, and its class was recorded without it"
                 )
@@ -231,6 +236,9 @@ def recorded(runtime: str, architecture: str, version: str | None = None) -> Rec
 @lru_cache(maxsize=64)
 def _read(path: Path) -> Record | None:
     table = json.loads(path.read_bytes()) if path.exists() else {}
+    if "same_as" in table:
+        same = _read(path.with_stem(table["same_as"]))
+        return same and replace(same, architecture=table["architecture"])
     return record_of(table) if "modules" in table else None  # there is a list of what has no table
 
 

@@ -49,6 +49,10 @@ _STEP = 2.0**-16
 _OFF = 0.25
 # How far from an element's place its number may be: as it was, and after an exp in single precision.
 _EXACT, _ROUGH = 1e-3, 0.4
+# What a class has that states nothing.
+_IN_ANY_CLASS = frozenset(
+    {"__module__", "__doc__", "__abstractmethods__", "_abc_impl", "__parameters__"}
+)
 # Runs of rows that are told one by one.
 _MANY = 16
 
@@ -75,6 +79,7 @@ def spy(base: type, linear: Any) -> Any:
         "get_config_filenames": staticmethod(list),
         "from_config": classmethod(lambda cls, config: cls()),
         "get_scaled_act_names": lambda self: [],
+        "get_cache_scale": lambda self, name: None,
         "get_quant_method": get_quant_method,
         "apply_vllm_mapper": note_renames,
         "apply_weight_name_mapper": note_renames,
@@ -346,11 +351,18 @@ def _is_pair(item: object) -> bool:
     return isinstance(item, tuple) and len(item) == 2
 
 
+def code_of(kind: type) -> str:
+    """The class whose code a class is: its own, or that of the ancestor that it adds nothing to."""
+    found = next(one for one in kind.__mro__ if set(vars(one)) - _IN_ANY_CLASS)
+    return f"{found.__module__}.{found.__qualname__}"
+
+
 def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
     """Tell all of a built model; `config` is the spy that it was built with."""
     torch.set_num_threads(1)
     shapes = stored(Path(job["folder"]))
     told("class", type(model).__name__)
+    told("code", code_of(type(model)))
     told("fuses_shared", any(hasattr(type(model), name) for name in _FUSES_SHARED))
     found = [*modules(model, config.asked)]
     told("modules", found)
