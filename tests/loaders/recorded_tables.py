@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations_with_replacement, product
+from itertools import combinations_with_replacement
 from typing import Any
 
 Facts = Mapping[str, Any]
@@ -142,13 +142,25 @@ class Expressions:
             (tuple(a + b for a, b in zip(one, two, strict=True)), f"{left}+{right}")
             for (one, left), (two, right) in combinations_with_replacement(single, 2)
         ]
-        fitting = [
-            [item for item in (*self._products, *sums) if item[0][0] == part] for part in first
-        ]
-        for chosen in product(*fitting):
-            if tuple(map(sum, zip(*(values for values, _ in chosen), strict=True))) == tuple(total):
-                return [text for _, text in chosen]
-        return []
+        known: dict[tuple[int, ...], str] = {}
+        for values, text in (*self._products, *sums):
+            known.setdefault(values, text)
+        fitting = [{v: text for v, text in known.items() if v[0] == part} for part in first]
+        return _chosen(fitting, tuple(total)) or []
+
+
+def _chosen(
+    fitting: Sequence[Mapping[tuple[int, ...], str]], total: tuple[int, ...]
+) -> list[str] | None:
+    """The first expressions, one of each, whose values add up."""
+    if len(fitting) < 2:
+        return [fitting[0][total]] if fitting and total in fitting[0] else None
+    for values, text in fitting[0].items():
+        rest = tuple(whole - value for whole, value in zip(total, values, strict=True))
+        others = _chosen(fitting[1:], rest) if min(rest) > 0 else None
+        if others is not None:
+            return [text, *others]
+    return None
 
 
 @dataclass(frozen=True)
