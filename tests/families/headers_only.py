@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -102,10 +103,13 @@ def write(
     names: Mapping[str, str | None] = MappingProxyType({}),
     *,
     turned: bool = False,
+    otherwise: bool = False,
 ) -> Path:
     """A checkpoint's config.json and the header of its one file. `more`: keys of published configs, see
     `as_published`; `names`: patterns of names that are published otherwise, None for those that are not;
-    `turned`: the rows of matrices in stacks of experts are published as columns."""
+    `turned`: the rows of matrices in stacks of experts are published as columns; `otherwise`: experts
+    whose matrices are published in stacks have each its own, and those whose matrices are published
+    apart are in stacks, as commands make them. Raises ValueError where a model has no such form."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -120,8 +124,12 @@ def write(
         state.pop(name, None)
     header: dict[str, Any] = {}
     end = 0
+    saved = revert_weight_conversion(model, state)
+    if otherwise:
+        saved = _otherwise(state, saved, config.get_text_config().hidden_size)
+        turned = False
     kept = {torch.float32: ("F32", 4), torch.int64: ("I64", 8), torch.bool: ("BOOL", 1)}
-    for name, tensor in revert_weight_conversion(model, state).items():
+    for name, tensor in saved.items():
         dtype, width = kept.get(tensor.dtype, ("BF16", 2))
         size = width * math.prod(tensor.shape)
         shape = [*tensor.shape]
@@ -137,9 +145,9 @@ def write(
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         file.truncate(8 + len(encoded) + end)
-    saved = config.to_dict() | {"architectures": [type(model).__name__]}
-    as_published(saved, more)
-    (folder / "config.json").write_text(json.dumps(_plain(saved), indent=2))
+    stated = config.to_dict() | {"architectures": [type(model).__name__]}
+    as_published(stated, more)
+    (folder / "config.json").write_text(json.dumps(_plain(stated), indent=2))
     return folder
 
 
@@ -172,6 +180,34 @@ def _value(value: Any, text: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
         return {key: _value(one, text) for key, one in value.items()}
     return text[value[1:]] if isinstance(value, str) and value.startswith("=") else value
+
+
+# The two stacks of experts with a gate, and the names that each expert's matrices have.
+_STACKS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+
+
+def _otherwise(
+    state: Mapping[str, Any], saved: Mapping[str, Any], hidden: int
+) -> dict[str, Any]:
+    """Tensors of a model with its experts in the other form. `state`: by transformers' own names, in
+    which experts are in stacks."""
+    stacks = {name: t for name, t in saved.items() if name.endswith(tuple(_STACKS))}
+    kept = {name: t for name, t in saved.items() if not _EXPERT.search(name) and name not in stacks}
+    if not stacks:
+        stacked = {name: t for name, t in state.items() if name.endswith(tuple(_STACKS))}
+        if len(kept) == len(saved) or not stacked:
+            raise ValueError("its experts have one form")
+        return kept | stacked
+    for name, tensor in stacks.items():
+        at, _, last = name.rpartition(".")
+        parts = _STACKS[f"experts.{last}"]
+        count, rows, columns = tensor.shape
+        if (columns == hidden) != (len(parts) > 1):
+            rows, columns = columns, rows
+        for number, part in product(range(count), parts):
+            kept[f"{at}.{number}.{part}.weight"] = tensor.new_empty(rows // len(parts), columns)
+    return kept
 
 
 def _plain(value: Any) -> Any:

@@ -31,7 +31,15 @@ from families.headers_only import COUNT, sized, write
 from huggingface_hub.errors import StrictDataclassError
 
 from loaders.client import PYTHON, Rank, Server
-from loaders.recorded_tables import UNTIED, Recorded, has_gaps, table, under_settings, written
+from loaders.recorded_tables import (
+    UNTIED,
+    Recorded,
+    has_gaps,
+    table,
+    under_settings,
+    with_other_experts,
+    written,
+)
 from loaders.small_models import GIVEN, LIKE, NAMES, PUBLISHED, SIZES
 
 TABLES = Path(__file__).parent.parent.parent / "qconvert" / "runtimes" / "classes"
@@ -79,9 +87,13 @@ class Writer:
         number: int,
         fixed: frozenset[str],
         changed: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        otherwise: bool = False,
     ) -> Path:
-        """The checkpoint at a set of sizes, with settings of its config changed."""
-        name = json.dumps([number, sorted(fixed), dict(changed), self.head_dim]).replace("/", "-")
+        """The checkpoint at a set of sizes, with settings of its config changed; `otherwise`: with its
+        experts in the other form."""
+        what = [number, sorted(fixed), dict(changed), self.head_dim, otherwise]
+        name = json.dumps(what).replace("/", "-")
         folder = self.room / (self.architecture or self.model_type) / name
         if folder.is_dir():
             return folder
@@ -92,7 +104,8 @@ class Writer:
             config = _changed(config, changed)
         keys = {**PUBLISHED.get(self.model_type, {}), **PUBLISHED.get(self.architecture, {})}
         names = {**NAMES.get(self.model_type, {}), **NAMES.get(self.architecture, {})}
-        write(config, folder, keys, names, turned=self.model_type in _TURNED)
+        turned = self.model_type in _TURNED
+        write(config, folder, keys, names, turned=turned, otherwise=otherwise)
         if self.architecture:
             edit_json(folder / "config.json", lambda c: c.update(architectures=[self.architecture]))
         return folder
@@ -265,6 +278,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
                 others.append((changed, made))
     values = {**config.get("text_config", config), **config}
     found = under_settings(found, others, values, untied=base.untied)
+    found |= _of_other_experts(writer, server, runtime, found)
     return {
         "runtime": runtime, "version": VERSIONS[runtime],
         "architecture": config["architectures"][0], "model_type": config["model_type"],
@@ -272,6 +286,24 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
         "defaults": defaults(writer.model_type, found), "keys": keys_of_all(config),
         "attribute_map": other_names(writer.model_type),
     }  # fmt: skip
+
+
+def _of_other_experts(
+    writer: Writer, server: Server, runtime: str, found: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Names of a table with those of experts in the other form than the class's checkpoints have, and
+    names of that form that the class refuses or does not read."""
+    try:
+        folder = writer.folder(0, frozenset(), otherwise=True)
+    except ValueError:
+        return {}
+    return with_other_experts(found, asked(server, runtime, folder, Rank()), names_in(folder))
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of the tensors of a folder of headers."""
+    with (folder / "model.safetensors").open("rb") as file:
+        return [*json.loads(file.read(int.from_bytes(file.read(8), "little")))]
 
 
 def defaults(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -272,9 +272,9 @@ def _add(
     elif module.kind == "convolution":
         _add_parameter(build, replace(module, cut=0), f"{name}.weight", numbers, layer, sizes)
         build.schemes[name] = Unquantized().linear_name
-    elif module.kind == "attention":
+    elif module.kind in ("attention", "latent_attention"):
         if asked is not None:
-            build.cache_scales(name)
+            build.cache_scales(name, latent=module.kind == "latent_attention")
     elif module.kind in ("embedding", "head"):
         rows, columns = numbers
         quantized = module.kind == "head" and asked is not None

@@ -56,6 +56,8 @@ class RecordedNames:
             return self._of_module(*found, tensor, stored)
         if pattern in self._passed or pattern.startswith(self._starts):
             return PASSED
+        if not {pattern, pattern.rpartition(".")[0]}.isdisjoint(self.record.refused):
+            raise LoadRefused("", "", tensor, "the class does not load experts in this form")
         place = self._beside(tensor, pattern)
         if place is None:
             raise NotSimulated(f"{tensor} is not among the names that its class was recorded with")

@@ -25,6 +25,8 @@ _KINDS = {
     "RowParallelLinear": "row", "ReplicatedLinear": "replicated", "FusedMoE": "experts",
     "RoutedExperts": "experts", "ParallelLMHead": "head", "VocabParallelEmbedding": "embedding",
 }  # fmt: skip
+# vLLM's attention over a latent cache, for which some methods of quantization have no scales of a cache.
+_LATENT = "MLAAttention"
 # Modules that a runtime puts where another pipeline stage has the real one.
 _ABSENT = ("PPMissingLayer", "StageMissingLayer")
 # What sglang's classes have that may load a shared expert as one more routed expert.
@@ -120,7 +122,9 @@ def modules(model: torch.nn.Module, asked: Mapping[int, str]) -> Iterator[dict[s
         elif isinstance(module, torch.nn.ModuleList):
             yield {"name": name, "kind": "list", "length": len(module)}
         elif not kind and id(module) in asked:
-            yield {"name": name, "kind": "attention", "class": type(module).__name__,
+            latent = any(one.__name__ == _LATENT for one in type(module).__mro__)
+            attention = "latent_attention" if latent else "attention"
+            yield {"name": name, "kind": attention, "class": type(module).__name__,
                    "asked": asked[id(module)]}  # fmt: skip
         elif kind:
             own = dict(module.named_parameters(recurse=False))
