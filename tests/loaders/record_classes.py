@@ -37,10 +37,11 @@ from loaders.recorded_tables import (
     has_gaps,
     table,
     under_settings,
+    unknown_of,
     with_other_experts,
     written,
 )
-from loaders.small_models import GIVEN, LIKE, NAMES, PUBLISHED, SIZES
+from loaders.small_models import AS_PUBLISHED, GIVEN, LIKE, NAMES, PUBLISHED, SIZES
 
 TABLES = Path(__file__).parent.parent.parent / "qconvert" / "runtimes" / "classes"
 VERSIONS = {"sglang": "0.5.23", "vllm": "0.33.0"}
@@ -66,6 +67,7 @@ _IDLE = frozenset({
 # transformers 5 saves.
 _TURNED = frozenset({"qwen3_vl_moe"})
 _NULLABLE = ("q_lora_rank",)
+_NEXT = "num_nextn_predict_layers"
 
 
 class NotRecorded(Exception):
@@ -105,7 +107,8 @@ class Writer:
         keys = {**PUBLISHED.get(self.model_type, {}), **PUBLISHED.get(self.architecture, {})}
         names = {**NAMES.get(self.model_type, {}), **NAMES.get(self.architecture, {})}
         turned = self.model_type in _TURNED
-        write(config, folder, keys, names, turned=turned, otherwise=otherwise)
+        changed_to = AS_PUBLISHED.get(self.model_type)
+        write(config, folder, keys, names, changed_to, turned=turned, otherwise=otherwise)
         if self.architecture:
             edit_json(folder / "config.json", lambda c: c.update(architectures=[self.architecture]))
         return folder
@@ -279,6 +282,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     values = {**config.get("text_config", config), **config}
     found = under_settings(found, others, values, untied=base.untied)
     found |= _of_other_experts(writer, server, runtime, found)
+    found |= _of_next_layers(writer, server, runtime, found, config)
     return {
         "runtime": runtime, "version": VERSIONS[runtime],
         "architecture": config["architectures"][0], "model_type": config["model_type"],
@@ -298,6 +302,25 @@ def _of_other_experts(
     except ValueError:
         return {}
     return with_other_experts(found, asked(server, runtime, folder, Rank()), names_in(folder))
+
+
+def _of_next_layers(
+    writer: Writer,
+    server: Server,
+    runtime: str,
+    found: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Answers of a table's class to names that lead nowhere where its config counts draft layers."""
+    if config.get("text_config", config).get(_NEXT) != 0:
+        return {}
+    folder = writer.folder(0, frozenset(), {_NEXT: 1})
+    facts = asked(server, runtime, folder, Rank(), probes=True)
+    unknown = {} if facts["error"] else unknown_of(facts)
+    if facts["error"] or unknown == found["unknown"]:
+        return {}
+    otherwise = {**found.get("otherwise", {}), f"{_NEXT}=1": {"unknown": unknown}}
+    return {"otherwise": otherwise, "flags": sorted({*found["flags"], _NEXT})}
 
 
 def names_in(folder: Path) -> list[str]:

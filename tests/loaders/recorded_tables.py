@@ -380,6 +380,9 @@ def _name(
         entry["rows"] = "transposed"
     elif piece["order"] in ("moved", "scattered", "computed"):
         entry["rows"] = "moved" if piece["order"] != "computed" else "computed"
+        in_heads = module is not None and piece.get("within") == module.get("head_size", 0)
+        if in_heads and piece["within"]:
+            entry["rows"] = "moved in heads"
     if "computed" in piece:
         entry["computed"] = piece["computed"]
     return entry, numbers
@@ -458,9 +461,14 @@ def table(recorded: Recorded) -> dict[str, Any]:
         "fuses_shared": facts["fuses_shared"], "stages": _stages(recorded, patterns), "modules": modules,
         "variants": variants, "names": found_names,
         "passed": sorted({_passed(name, patterns) for name in facts["unread"]}),
-        "unknown": {place: _condensed(said) for place, said in facts["probes"].items()},
+        "unknown": unknown_of(facts),
         "tied": _tied(facts, patterns),
     }  # fmt: skip
+
+
+def unknown_of(facts: Facts) -> dict[str, dict[str, str]]:
+    """Answers of a class to names that lead nowhere, by their places."""
+    return {place: _condensed(said) for place, said in facts["probes"].items()}
 
 
 def _tied(facts: Facts, patterns: Patterns) -> list[list[str]]:

@@ -113,8 +113,8 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class Record:
     """A class. `layers`: containers of numbered layers and how many there are; `packed`: names that it
-    fuses, as a quantization config is asked; `starts` and `parts`: what it replaces in the names that
-    one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there does,
+    fuses, as a quantization config is asked; `starts`, `parts` and `ends`: what it replaces in the names
+    that one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there does,
     by place and name ("": any other); `refused`: names of experts in a form that it does not load; `tied`: parameters that are one; `agrees`: forms of folders, each
     with the tensor-parallel sizes at which the loader itself did what the simulator says; `draft_of`:
     the class whose draft it loads; `otherwise`: what else holds under a setting of the config;
@@ -131,6 +131,7 @@ class Record:
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     starts: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
+    ends: tuple[tuple[str, str], ...] = ()
     renames_more: bool = False
     one_stage: bool = False
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
@@ -299,7 +300,8 @@ def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "parts": _pairs(one.get("substr", ())),
         "starts": _pairs(one.get("prefix", ())),
-        "renames_more": len(stated) > 1 or not set(one) <= {"substr", "prefix"},
+        "ends": _pairs(one.get("suffix", ())),
+        "renames_more": len(stated) > 1 or not set(one) <= {"substr", "prefix", "suffix"},
     }
 
 

@@ -217,7 +217,8 @@ def _piece(held: _Held, number: int, name: str, shape: tuple[int, ...]) -> dict[
     grid = np.arange(count).reshape(shape)[_slices(out)]
     order = _order(places, grid)
     if order == "moved":
-        piece["runs"] = _runs(places.reshape(mask[inside].shape), count // max(1, shape[0]))
+        placed, row = places.reshape(mask[inside].shape), count // max(1, shape[0])
+        piece |= {"runs": _runs(placed, row), "within": _within(placed, row)}
     return piece | {"out": out, "order": order}
 
 
@@ -233,6 +234,19 @@ def _runs(places: Array, row: int) -> list[list[int]]:
     ends = [0, *(np.diff(rows) != 1).nonzero()[0] + 1, len(rows)]
     runs = [[int(rows[a]), int(rows[b - 1]) + 1] for a, b in pairwise(ends)]
     return runs if len(runs) <= _MANY else []
+
+
+def _within(places: Array, row: int) -> int:
+    """Rows in the smallest blocks out of which no row is moved, 0 where rows are not whole."""
+    if places.size % row:
+        return 0
+    whole = places.reshape(-1, row)
+    if (whole != whole[:, :1] + np.arange(row)).any():
+        return 0
+    rows = whole[:, 0] // row
+    at = np.arange(len(rows))
+    sizes = (size for size in range(1, len(rows) + 1) if len(rows) % size == 0)
+    return next(size for size in sizes if (rows // size == at // size).all())
 
 
 def _order(places: Array, grid: Array) -> str:
