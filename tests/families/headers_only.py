@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,13 +29,14 @@ SETS: Mapping[str, tuple[Any, ...]] = {
     "linear_num_value_heads": (4, 8, 9), "linear_key_head_dim": (32, 64, 16),
     "linear_value_head_dim": (24, 48, 64), "linear_conv_kernel_dim": (4, 3, 5),
     "index_n_heads": (4, 10, 14), "index_head_dim": (64, 96, 128),
-    "mamba_num_heads": (8, 6, 10), "mamba_head_dim": (32, 48, 24), "ssm_state_size": (16, 24, 40),
-    "n_groups": (2, 3, 5), "conv_kernel": (4, 3, 5), "mamba_n_heads": (8, 6, 10),
+    "mamba_num_heads": (16, 24, 8), "mamba_head_dim": (32, 48, 24), "ssm_state_size": (16, 24, 40),
+    "n_groups": (8, 8, 8), "conv_kernel": (4, 3, 5), "mamba_n_heads": (8, 6, 10),
     "mamba_d_head": (32, 64, 48), "mamba_d_state": (56, 40, 88), "mamba_d_conv": (4, 3, 5),
     "ffn_hidden_size": (224, 352, 416), "expert_ffn_hidden_size": (96, 160, 288),
     "n_embd": (128, 192, 240), "n_head": (8, 6, 10), "d_model": (128, 192, 240),
     "n_shared_experts": (1, 2, 3), "num_shared_experts": (1, 2, 3), "n_heads": (8, 6, 10),
     "linear_head_dim": (32, 64, 16), "linear_num_heads": (4, 8, 12),
+    "vocab_size_per_layer_input": (336, 464, 592),
 }  # fmt: skip
 # Of a tower: sizes of its own, whose result is as wide as the text model.
 TOWER: Mapping[str, tuple[Any, ...]] = {
@@ -43,6 +45,10 @@ TOWER: Mapping[str, tuple[Any, ...]] = {
     "num_hidden_layers": (2, 2, 2), "out_hidden_size": (128, 192, 240),
     "embed_dim": (64, 96, 160), "num_key_value_heads": (2, 3, 5),
     "projection_dim": (120, 216, 248), "num_position_embeddings": (64, 144, 256),
+}  # fmt: skip
+# Of layers that have a config of their own.
+LAYER: Mapping[str, tuple[int, ...]] = {
+    "head_dim": (64, 96, 112), "num_key_value_heads": (4, 2, 1),
 }  # fmt: skip
 COUNT = 3
 
@@ -83,7 +89,12 @@ def _with_set(
     text = "text_config" in values
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and key.endswith("_config"):
+        if key == "per_layer_config":
+            found[key] = {
+                int(layer): {name: LAYER[name][number] for name in own if name in LAYER}
+                for layer, own in value.items()
+            }
+        elif isinstance(value, dict) and key.endswith("_config"):
             of = fixed if key == "text_config" else frozenset[str]()
             found[key] = _with_set(value, number, of, top=key == "text_config")
         elif type(value) is int and key in (known := SETS if top else TOWER) and not (top and text):
@@ -100,12 +111,17 @@ def write(
     folder: Path,
     more: Mapping[str, Any],
     names: Mapping[str, str | None] = MappingProxyType({}),
+    changed: Callable[[dict[str, Any]], None] | None = None,
     *,
     turned: bool = False,
+    otherwise: bool = False,
 ) -> Path:
     """A checkpoint's config.json and the header of its one file. `more`: keys of published configs, see
-    `as_published`; `names`: patterns of names that are published otherwise, None for those that are not;
-    `turned`: the rows of matrices in stacks of experts are published as columns."""
+    `as_published`, and `changed` makes a config of theirs what is published; `names`: patterns of names
+    that are published otherwise, None for those that are not; `turned`: the rows of matrices in stacks of
+    experts are published as columns; `otherwise`: experts whose matrices are published in stacks have
+    each its own, and those whose matrices are published apart are in stacks, as commands make them.
+    Raises ValueError where a model has no such form."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -120,8 +136,12 @@ def write(
         state.pop(name, None)
     header: dict[str, Any] = {}
     end = 0
+    saved = revert_weight_conversion(model, state)
+    if otherwise:
+        saved = _otherwise(state, saved, config.get_text_config().hidden_size)
+        turned = False
     kept = {torch.float32: ("F32", 4), torch.int64: ("I64", 8), torch.bool: ("BOOL", 1)}
-    for name, tensor in revert_weight_conversion(model, state).items():
+    for name, tensor in saved.items():
         dtype, width = kept.get(tensor.dtype, ("BF16", 2))
         size = width * math.prod(tensor.shape)
         shape = [*tensor.shape]
@@ -137,9 +157,12 @@ def write(
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         file.truncate(8 + len(encoded) + end)
-    saved = config.to_dict() | {"architectures": [type(model).__name__]}
-    as_published(saved, more)
-    (folder / "config.json").write_text(json.dumps(_plain(saved), indent=2))
+    stated = config.to_dict() | {"architectures": [type(model).__name__]}
+    as_published(stated, more)
+    if changed is not None:
+        changed(stated)
+    (folder / "config.json").write_text(json.dumps(_plain(stated), indent=2))
+    write_index(folder)
     return folder
 
 
@@ -172,6 +195,43 @@ def _value(value: Any, text: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
         return {key: _value(one, text) for key, one in value.items()}
     return text[value[1:]] if isinstance(value, str) and value.startswith("=") else value
+
+
+def write_index(folder: Path) -> None:
+    """Write the index of a folder of one file, as published models have one: some classes look in it for
+    what the folder has."""
+    file = folder / "model.safetensors"
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    header.pop("__metadata__", None)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(header, file.name)}
+    (folder / f"{file.name}.index.json").write_text(json.dumps(index))
+
+
+# The two stacks of experts with a gate, and the names that each expert's matrices have.
+_STACKS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+
+
+def _otherwise(state: Mapping[str, Any], saved: Mapping[str, Any], hidden: int) -> dict[str, Any]:
+    """Tensors of a model with its experts in the other form. `state`: by transformers' own names, in
+    which experts are in stacks."""
+    stacks = {name: t for name, t in saved.items() if name.endswith(tuple(_STACKS))}
+    kept = {name: t for name, t in saved.items() if not _EXPERT.search(name) and name not in stacks}
+    if not stacks:
+        stacked = {name: t for name, t in state.items() if name.endswith(tuple(_STACKS))}
+        if len(kept) == len(saved) or not stacked:
+            raise ValueError("its experts have one form")
+        return kept | stacked
+    for name, tensor in stacks.items():
+        at, _, last = name.rpartition(".")
+        parts = _STACKS[f"experts.{last}"]
+        count, rows, columns = tensor.shape
+        if (columns == hidden) != (len(parts) > 1):
+            rows, columns = columns, rows
+        for number, part in product(range(count), parts):
+            kept[f"{at}.{number}.{part}.weight"] = tensor.new_empty(rows // len(parts), columns)
+    return kept
 
 
 def _plain(value: Any) -> Any:

@@ -36,8 +36,8 @@ def _rope(sections: list[int]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
 
 
-# No layer of another size, and few rows of what each layer adds to an embedding.
-_NO_LAYER = {"per_layer_config": {}, "vocab_size_per_layer_input": 320}
+# No layer of another size.
+_NO_LAYER: Mapping[str, Any] = {"per_layer_config": {}}
 # What single families need beside them, in their text_config where there is one.
 OWN: Mapping[str, Mapping[str, Any]] = {
     "axk1": {"head_dim": 32},
@@ -47,8 +47,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"head_dim": 32},
     "deepseek_v32": {"head_dim": 32, "num_key_value_heads": 4},
     "dots1": {"intermediate_size": 512, "num_experts_per_tok": 2},
-    "gemma4": _NO_LAYER, "gemma4_text": _NO_LAYER, "gemma4_unified": _NO_LAYER,
-    "gemma4_unified_text": _NO_LAYER,
+    "gemma4_text": _NO_LAYER, "gemma4_unified": _NO_LAYER, "gemma4_unified_text": _NO_LAYER,
     "falcon_h1": {
         "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_ssm": 256, "mamba_n_groups": 1,
     },

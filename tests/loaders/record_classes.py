@@ -31,8 +31,17 @@ from families.headers_only import COUNT, sized, write
 from huggingface_hub.errors import StrictDataclassError
 
 from loaders.client import PYTHON, Rank, Server
-from loaders.recorded_tables import UNTIED, Recorded, has_gaps, table, under_settings, written
-from loaders.small_models import GIVEN, LIKE, NAMES, PUBLISHED, SIZES
+from loaders.recorded_tables import (
+    UNTIED,
+    Recorded,
+    has_gaps,
+    table,
+    under_settings,
+    unknown_of,
+    with_other_experts,
+    written,
+)
+from loaders.small_models import AS_PUBLISHED, GIVEN, LIKE, NAMES, PUBLISHED, SIZES
 
 TABLES = Path(__file__).parent.parent.parent / "qconvert" / "runtimes" / "classes"
 VERSIONS = {"sglang": "0.5.23", "vllm": "0.33.0"}
@@ -58,6 +67,7 @@ _IDLE = frozenset({
 # transformers 5 saves.
 _TURNED = frozenset({"qwen3_vl_moe"})
 _NULLABLE = ("q_lora_rank",)
+_NEXT = "num_nextn_predict_layers"
 
 
 class NotRecorded(Exception):
@@ -79,9 +89,13 @@ class Writer:
         number: int,
         fixed: frozenset[str],
         changed: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        otherwise: bool = False,
     ) -> Path:
-        """The checkpoint at a set of sizes, with settings of its config changed."""
-        name = json.dumps([number, sorted(fixed), dict(changed), self.head_dim]).replace("/", "-")
+        """The checkpoint at a set of sizes, with settings of its config changed; `otherwise`: with its
+        experts in the other form."""
+        what = [number, sorted(fixed), dict(changed), self.head_dim, otherwise]
+        name = json.dumps(what).replace("/", "-")
         folder = self.room / (self.architecture or self.model_type) / name
         if folder.is_dir():
             return folder
@@ -92,7 +106,9 @@ class Writer:
             config = _changed(config, changed)
         keys = {**PUBLISHED.get(self.model_type, {}), **PUBLISHED.get(self.architecture, {})}
         names = {**NAMES.get(self.model_type, {}), **NAMES.get(self.architecture, {})}
-        write(config, folder, keys, names, turned=self.model_type in _TURNED)
+        turned = self.model_type in _TURNED
+        changed_to = AS_PUBLISHED.get(self.model_type)
+        write(config, folder, keys, names, changed_to, turned=turned, otherwise=otherwise)
         if self.architecture:
             edit_json(folder / "config.json", lambda c: c.update(architectures=[self.architecture]))
         return folder
@@ -265,6 +281,8 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
                 others.append((changed, made))
     values = {**config.get("text_config", config), **config}
     found = under_settings(found, others, values, untied=base.untied)
+    found |= _of_other_experts(writer, server, runtime, found)
+    found |= _of_next_layers(writer, server, runtime, found, config)
     return {
         "runtime": runtime, "version": VERSIONS[runtime],
         "architecture": config["architectures"][0], "model_type": config["model_type"],
@@ -272,6 +290,43 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
         "defaults": defaults(writer.model_type, found), "keys": keys_of_all(config),
         "attribute_map": other_names(writer.model_type),
     }  # fmt: skip
+
+
+def _of_other_experts(
+    writer: Writer, server: Server, runtime: str, found: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Names of a table with those of experts in the other form than the class's checkpoints have, and
+    names of that form that the class refuses or does not read."""
+    try:
+        folder = writer.folder(0, frozenset(), otherwise=True)
+    except ValueError:
+        return {}
+    return with_other_experts(found, asked(server, runtime, folder, Rank()), names_in(folder))
+
+
+def _of_next_layers(
+    writer: Writer,
+    server: Server,
+    runtime: str,
+    found: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Answers of a table's class to names that lead nowhere where its config counts draft layers."""
+    if config.get("text_config", config).get(_NEXT) != 0:
+        return {}
+    folder = writer.folder(0, frozenset(), {_NEXT: 1})
+    facts = asked(server, runtime, folder, Rank(), probes=True)
+    unknown = {} if facts["error"] else unknown_of(facts)
+    if facts["error"] or unknown == found["unknown"]:
+        return {}
+    otherwise = {**found.get("otherwise", {}), f"{_NEXT}=1": {"unknown": unknown}}
+    return {"otherwise": otherwise, "flags": sorted({*found["flags"], _NEXT})}
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of the tensors of a folder of headers."""
+    with (folder / "model.safetensors").open("rb") as file:
+        return [*json.loads(file.read(int.from_bytes(file.read(8), "little")))]
 
 
 def defaults(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:

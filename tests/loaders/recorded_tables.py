@@ -12,6 +12,8 @@ from functools import cached_property
 from itertools import combinations_with_replacement
 from typing import Any
 
+from qconvert.runtimes.classes.build import pattern_of
+
 Facts = Mapping[str, Any]
 Entry = dict[str, Any]
 # Kinds whose weight a rank has a part of.
@@ -27,6 +29,8 @@ _SIZES = (
     "inner",
     "rows",
 )
+# Kinds that have no weights, scales of a cache at most.
+_ATTENTION = ("attention", "latent_attention")
 # Parameters that a kind of layers has; what a class adds to one is a parameter by itself.
 _LEAVES = ("weight", "bias", "w13_weight", "w2_weight", "w13_bias", "w2_bias")
 # Keys that count what has nothing to do with a size, or that published configs do not have, because it
@@ -212,7 +216,7 @@ def _things(facts: Facts) -> dict[str, Entry]:
         if module["kind"] in ("list", "absent"):
             continue
         entry: Entry = {"kind": module["kind"], "asked": module["asked"], "name": module["name"]}
-        if module["kind"] != "attention":
+        if module["kind"] not in _ATTENTION:
             entry |= {"sizes": _module_sizes(module), "bias": module["bias"]}
             if "gated" in module:
                 entry["gated"] = module["gated"]
@@ -223,7 +227,9 @@ def _things(facts: Facts) -> dict[str, Entry]:
     for name, held in shapes.items():
         module, _, leaf = name.rpartition(".")
         owner = found.get(module)
-        if owner is not None and owner["kind"] != "attention" and leaf in _LEAVES:
+        if owner is not None and owner["kind"] not in _ATTENTION and leaf in _LEAVES:
+            if leaf == "weight" and name in facts["dtypes"]:
+                owner["dtype"] = facts["dtypes"][name]
             continue
         entry = {
             "kind": "parameter", "name": name, "sizes": {"shape": held["shape"]},
@@ -322,7 +328,7 @@ def _names(facts: Facts) -> dict[str, tuple[Entry, list[tuple[int, ...]]]]:
     """Destinations of the checkpoint's tensors by pattern, each with the numbers of its modules."""
     patterns = patterns_of(facts)
     modules = {
-        m["name"]: m for m in facts["modules"] if m["kind"] not in ("list", "absent", "attention")
+        m["name"]: m for m in facts["modules"] if m["kind"] not in ("list", "absent", *_ATTENTION)
     }
     found: dict[str, tuple[Entry, list[tuple[int, ...]]]] = {}
     for name, held in facts["parameters"].items():
@@ -374,6 +380,9 @@ def _name(
         entry["rows"] = "transposed"
     elif piece["order"] in ("moved", "scattered", "computed"):
         entry["rows"] = "moved" if piece["order"] != "computed" else "computed"
+        in_heads = module is not None and piece.get("within") == module.get("head_size", 0)
+        if in_heads and piece["within"]:
+            entry["rows"] = "moved in heads"
     if "computed" in piece:
         entry["computed"] = piece["computed"]
     return entry, numbers
@@ -452,9 +461,14 @@ def table(recorded: Recorded) -> dict[str, Any]:
         "fuses_shared": facts["fuses_shared"], "stages": _stages(recorded, patterns), "modules": modules,
         "variants": variants, "names": found_names,
         "passed": sorted({_passed(name, patterns) for name in facts["unread"]}),
-        "unknown": {place: _condensed(said) for place, said in facts["probes"].items()},
+        "unknown": unknown_of(facts),
         "tied": _tied(facts, patterns),
     }  # fmt: skip
+
+
+def unknown_of(facts: Facts) -> dict[str, dict[str, str]]:
+    """Answers of a class to names that lead nowhere, by their places."""
+    return {place: _condensed(said) for place, said in facts["probes"].items()}
 
 
 def _tied(facts: Facts, patterns: Patterns) -> list[list[str]]:
@@ -728,6 +742,26 @@ def under_settings(
         tied["stages"] = "one"
     found["flags"] = sorted({name for changed, _ in others for name in changed})
     return found
+
+
+def with_other_experts(
+    found: Mapping[str, Any], facts: Facts, names: Iterable[str]
+) -> dict[str, Any]:
+    """What a table has of names and of what a class refuses and passes over, with experts in another
+    form. `names`: of the tensors that were offered."""
+    own = {pattern_of(name).removesuffix(".weight") for name in names}
+    own -= {one["from"].removesuffix(".weight") for one in found["names"]}
+    if facts["error"]:
+        return {"refused": sorted(own)} if facts["step"] == "load" else {}
+    experts = {one["name"]: one for one in found["modules"] if one["kind"] == "experts"}
+    more = [
+        entry | {key: value for key, value in experts[entry["to"]].items() if key == "variant"}
+        for entry, _ in _names(facts).values()
+        if entry["to"] in experts and entry["from"] in own
+    ]
+    unread = {pattern_of(name) for name in facts["unread"]}
+    left = {one for one in unread if one.removesuffix(".weight") in own}
+    return {"names": [*found["names"], *more], "passed": sorted({*found["passed"], *left})}
 
 
 def _like(entry: Entry, base: Sequence[Entry]) -> Entry:

@@ -4,13 +4,13 @@ options."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from checkpoints import edit_json, run_cli
 from families.classes import SETTINGS
-from families.headers_only import as_published
+from families.headers_only import as_published, write_index
 from families.tiny import saved
 
 from loaders.folders import parts
@@ -21,7 +21,7 @@ CLASSES = (
     "afmoe", "apertus", "arcee", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
     "ernie4_5_moe", "exaone4", "gemma2", "gemma3", "gemma3_text", "gemma4", "glm4", "glm4_moe",
     "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "gpt_oss", "granite", "granitemoe",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_linear", "lfm2_moe", "llama", "llama4",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_k25", "kimi_linear", "lfm2_moe", "llama", "llama4",
     "llama4_text", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral",
     "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5",
     "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
@@ -50,7 +50,7 @@ _MHA: Mapping[str, Any] = {"num_key_value_heads": None}
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None}, "deepseek_v3": _LATENT,
     "deepseek_v32": _FIRST_DENSE, "glm4_moe_lite": {**_LATENT, **_FIRST_DENSE},
-    "glm_moe_dsa": _FIRST_DENSE,
+    "glm_moe_dsa": _FIRST_DENSE, "kimi_k25": _LATENT,
     # Classes that have as many heads of keys as of queries, whatever a config says.
     "glm5_next": {"num_key_value_heads": (8, 6, 10), "qk_rope_head_dim": (0, 0, 0)},
     "olmo": _MHA, "olmoe": _MHA,
@@ -73,8 +73,17 @@ GIVEN: Mapping[str, Mapping[str, Any]] = {
     **SETTINGS,
     "gemma3": {"vision_config": {"vision_use_head": False}},
     "gemma4_unified": {"vision_config": {}},
-    "gemma4": {"vision_config": {"hidden_size": 256, "intermediate_size": 512}},
     "lfm2": {"block_auto_adjust_ff_dim": False},
+    "gemma4": {
+        "text_config": {
+            "enable_moe_block": True, "num_experts": 8, "moe_intermediate_size": 256,
+            "top_k_experts": 2, "attention_k_eq_v": True, "global_head_dim": 128,
+            "num_global_key_value_heads": 1, "num_key_value_heads": 2, "head_dim": 64,
+            "hidden_size_per_layer_input": 0, "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        "vision_config": {"hidden_size": 256, "intermediate_size": 512},
+    },
     "glm4v_moe": {"vision_config": {"num_heads": 4}},
     "mistral3": {"tie_word_embeddings": False},
     "qwen3_5": _NO_DEEPSTACK, "qwen3_5_moe": _NO_DEEPSTACK,
@@ -111,13 +120,14 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 5e6, "swa_rope_theta": 1e4, "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
     },
+    "kimi_k25": {**_DEEPSEEK_V3, "num_nextn_predict_layers": 0},
     "minimax_m2": {
         "scoring_func": "sigmoid", "rotary_dim": 32, "use_routing_bias": True, "use_qk_norm": True,
         "qk_norm_type": "per_layer",
     },
     "nemotron_h": {
         "layers_block_type": ["mamba", "moe", "attention", "mlp"],
-        "mtp_layers_block_type": ["attention", "moe"],
+        "mtp_layers_block_type": ["attention", "moe"], "num_hidden_layers": 4,
     },
     "qwen3_vl_moe": {"norm_topk_prob": True},
     "exaone_moe": {
@@ -194,14 +204,52 @@ LIKE: Mapping[str, str] = {
     "ExaoneMoEForCausalLM": "exaone_moe",
     "MiniMaxM3SparseForCausalLM": "minimax_m3_vl_text",
     "NemotronHPuzzleForCausalLM": "nemotron_h", "PhiMoEForCausalLM": "phimoe",
-    "KimiK25ForConditionalGeneration": "kimi_k25",
     "XverseMoeForCausalLM": "qwen2_moe", "Param2MoEForCausalLM": "glm4_moe",
+}  # fmt: skip
+
+
+def _gemma4(config: dict[str, Any]) -> None:
+    """Sizes of layers of full attention under keys of their own."""
+    text = config["text_config"]
+    (layer, *_) = text.pop("per_layer_config").values()
+    text["global_head_dim"] = layer["head_dim"]
+    text["num_global_key_value_heads"] = layer["num_key_value_heads"]
+
+
+def _kimi_k25(config: dict[str, Any]) -> None:
+    """Names of the model's own code, whose tower has other keys."""
+    config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    config["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    tower, text = config["vision_config"], config["text_config"]
+    config["vision_config"] = {
+        "merge_kernel_size": tower["merge_kernel_size"], "merge_type": "sd2_tpool",
+        "mm_hidden_size": tower["hidden_size"], "mm_projector_type": "patchmerger",
+        "patch_size": tower["patch_size"], "pos_emb_type": "divided_fixed",
+        "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
+        "text_hidden_size": text["hidden_size"], "video_attn_type": "spatial_temporal",
+        **{f"init_pos_emb_{one}": tower[f"pos_emb_{one}"] for one in ("height", "width", "time")},
+        **{f"vt_{one}": tower[one] for one in (
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
+        )},
+    }  # fmt: skip
+
+
+# What a config of transformers 5 becomes in the published form, where it has other keys.
+AS_PUBLISHED: Mapping[str, Callable[[dict[str, Any]], None]] = {
+    "gemma4": _gemma4, "kimi_k25": _kimi_k25,
 }  # fmt: skip
 COMMANDS = (
     "as saved", "text", "experts stack", "experts unstack", "fuse --for sglang", "unfuse", "fp8",
     "fp8 --channel", "int8", "mx", "mx --targets Linear", "nvfp4 --dialect compressed-tensors",
     "nvfp4 --dialect modelopt", "w4a16 --rtn", "w4a16 --rtn --targets Linear",
     "w4a16 --rtn --packing gptq", "split --pp 2 --for sglang", "split --pp 2 --for vllm",
+)  # fmt: skip
+# What they make of a checkpoint in FP8, and with options of some more forms.
+FURTHER = (
+    "fp8 then w4a16 --rtn", "fp8 then nvfp4 --dialect compressed-tensors",
+    "nvfp4 --dialect compressed-tensors --targets Linear", "fp8 --channel --kv-scale 0.5",
+    "w4a16 --rtn --kv-scale 0.5", "w4a16 --rtn --asymmetric", "w4a16 --rtn --bits 8",
+    "w4a16 --rtn --targets Linear --asymmetric", "w4a16 --rtn --targets Linear --bits 8",
 )  # fmt: skip
 # Commands that refuse a class, each with a part of what it says; any other refusal is an error, and so
 # is one of these that is no more. The first that names a class and a command counts.
@@ -265,6 +313,9 @@ def origin(folders: Path, model: str) -> Path:
         saved(model_type, folder, GIVEN.get(model_type, {}), sizes)
         keys = PUBLISHED.get(model_type, {})
         edit_json(folder / "config.json", lambda c: as_published(c, keys))
+        if model_type in AS_PUBLISHED:
+            edit_json(folder / "config.json", AS_PUBLISHED[model_type])
+        write_index(folder)
     return folder
 
 
@@ -276,10 +327,11 @@ def refusal(model: str, command: str) -> str:
 
 def made(folders: Path, model: str, command: str) -> list[Path]:
     """The folders that a command makes; none where it refuses, as it is known to."""
-    source = origin(folders, model)
+    first, then, command = command.rpartition(" then ")
+    source = made(folders, model, first)[0] if then else origin(folders, model)
     if command == "as saved":
         return [source]
-    words, out = command.split(), folders / f"{model} {command}"
+    words, out = command.split(), folders / f"{source.name} {command}"
     if out.is_dir():
         return parts(out)
     number = 2 if words[0] == "experts" else 1
@@ -288,4 +340,8 @@ def made(folders: Path, model: str, command: str) -> list[Path]:
     assert bool(done.code) == bool(says), done.err or f"no longer says {says!r}"
     assert says in done.err
     assert "Traceback" not in done.err
-    return [] if done.code else parts(out)
+    found = [] if done.code else parts(out)
+    for folder in found:
+        if (folder / "model.safetensors").exists():
+            write_index(folder)
+    return found

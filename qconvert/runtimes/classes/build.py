@@ -138,13 +138,14 @@ def _stated(variant: Variant, layer: int, sizes: Sizes) -> bool:
 @dataclass(frozen=True)
 class Built:
     """Product of a table on a rank: the modules of a record by the runtime's names, the record for the
-    settings of the config, and the number of routed experts of a layer."""
+    settings of the config, the number of routed experts of a layer, and the config's sizes."""
 
     build: RankBuild
     modules: Mapping[str, Module]
     layers: Layers
     record: Record
     experts: int
+    sizes: Sizes
 
 
 def built(
@@ -173,7 +174,7 @@ def built(
                         build.parameters[parameter].needed = False
     _tie(record, build)
     routed = [sizes.of(one.sizes[0]) for one in made.values() if one.kind == "experts"]
-    return Built(build, made, layers, record, max(routed, default=0))
+    return Built(build, made, layers, record, max(routed, default=0), sizes)
 
 
 def _tie(record: Record, build: RankBuild) -> None:
@@ -272,9 +273,9 @@ def _add(
     elif module.kind == "convolution":
         _add_parameter(build, replace(module, cut=0), f"{name}.weight", numbers, layer, sizes)
         build.schemes[name] = Unquantized().linear_name
-    elif module.kind == "attention":
+    elif module.kind in ("attention", "latent_attention"):
         if asked is not None:
-            build.cache_scales(name)
+            build.cache_scales(name, latent=module.kind == "latent_attention")
     elif module.kind in ("embedding", "head"):
         rows, columns = numbers
         quantized = module.kind == "head" and asked is not None

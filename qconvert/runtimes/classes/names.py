@@ -14,10 +14,10 @@ from functools import cached_property
 
 from qconvert.core.dtypes import Shape, TensorType
 from qconvert.runtimes.classes.build import Built, captured, filled, pattern_of
-from qconvert.runtimes.classes.record import Name, Place, Record
+from qconvert.runtimes.classes.record import Module, Name, Place, Record
 from qconvert.runtimes.loading.building import Config
 from qconvert.runtimes.loading.load_weights import PASSED, Found, Target
-from qconvert.runtimes.loading.parameters import Expert, Shard
+from qconvert.runtimes.loading.parameters import Expert, Linear, Shard
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 
 # The parameters of all experts that hold their three matrices, gate and up in one.
@@ -56,6 +56,8 @@ class RecordedNames:
             return self._of_module(*found, tensor, stored)
         if pattern in self._passed or pattern.startswith(self._starts):
             return PASSED
+        if not {pattern, pattern.rpartition(".")[0]}.isdisjoint(self.record.refused):
+            raise LoadRefused("", "", tensor, "the class does not load experts in this form")
         place = self._beside(tensor, pattern)
         if place is None:
             raise NotSimulated(f"{tensor} is not among the names that its class was recorded with")
@@ -129,7 +131,11 @@ class RecordedNames:
         module = self.built.modules.get(to)
         if module is not None and module.kind == "experts":
             return self._expert(name, tensor, numbers, leaf)
-        if name.rows and stored.dtype not in _FLOATS:
+        if (
+            name.rows
+            and stored.dtype not in _FLOATS
+            and not self._keeps_blocks(name, module, parameter)
+        ):
             raise NotSimulated(
                 f"{name.source}: its class moves rows, and of codes that was not seen"
             )
@@ -139,6 +145,14 @@ class RecordedNames:
         if module is not None and module.kind == "replicated" and module.parts:
             return self._joined(name, parameter, tensor, leaf, stored)
         return self._there(parameter, tensor, leaf, place, _part(name), _turned(name, stored))
+
+    def _keeps_blocks(self, name: Name, module: Module | None, parameter: str) -> bool:
+        """Tell whether rows of codes are moved within the blocks that share a scale."""
+        if name.rows != "moved in heads" or module is None or not parameter.endswith(".weight"):
+            return False
+        scales = self.built.build.parameters.get(f"{parameter}_scale_inv")
+        block = scales.slot.block if scales is not None and isinstance(scales.slot, Linear) else 0
+        return bool(block) and block % self.built.sizes.of(module.sizes[3]) == 0
 
     def _joined(
         self, name: Name, parameter: str, tensor: str, leaf: str, stored: TensorType

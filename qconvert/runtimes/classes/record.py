@@ -35,7 +35,7 @@ Size = str | int
 Condition = bool | Mapping[str, Any]
 ModuleKind = Literal[
     "replicated", "column", "merged", "merged_replicated", "qkv", "row", "experts", "embedding",
-    "head", "attention", "convolution", "parameter",
+    "head", "attention", "latent_attention", "convolution", "parameter",
 ]  # fmt: skip
 # Linears, as ranks divide them.
 LINEARS: Mapping[str, Kind] = {
@@ -113,9 +113,9 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class Record:
     """A class. `layers`: containers of numbered layers and how many there are; `packed`: names that it
-    fuses, as a quantization config is asked; `starts` and `parts`: what it replaces in the names that
-    one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there does,
-    by place and name ("": any other); `tied`: parameters that are one; `agrees`: forms of folders, each
+    fuses, as a quantization config is asked; `starts`, `parts` and `ends`: what it replaces in the names
+    that one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there does,
+    by place and name ("": any other); `refused`: names of experts in a form that it does not load; `tied`: parameters that are one; `agrees`: forms of folders, each
     with the tensor-parallel sizes at which the loader itself did what the simulator says; `draft_of`:
     the class whose draft it loads; `otherwise`: what else holds under a setting of the config;
     `fuses_shared`: it may load shared experts as routed ones, which the table does not show. `keys`: of
@@ -131,11 +131,13 @@ class Record:
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     starts: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
+    ends: tuple[tuple[str, str], ...] = ()
     renames_more: bool = False
     one_stage: bool = False
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
     passed: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     unknown: Mapping[str, Mapping[str, Outcome]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     agrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -260,7 +262,7 @@ def record_of(table: Mapping[str, Any]) -> Record:
         agrees={form: tuple(sizes) for form, sizes in table.get("agrees", {}).items()},
         draft_of=table.get("draft_of", ""), otherwise=table.get("otherwise", {}),
         fuses_shared=table.get("fuses_shared", _has_shared(table)),
-        also=table.get("attribute_map", {}), keys=frozenset(table.get("keys", ())),
+        refused=tuple(table.get("refused", ())), also=table.get("attribute_map", {}), keys=frozenset(table.get("keys", ())),
     )  # fmt: skip
 
 
@@ -293,11 +295,13 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Rules of a mapper: what it replaces anywhere and at the start, and whether it does more."""
-    one: Mapping[str, Any] = tables[0] if tables else {}
+    stated = [one for one in tables if one]
+    one: Mapping[str, Any] = stated[0] if stated else {}
     return {
         "parts": _pairs(one.get("substr", ())),
         "starts": _pairs(one.get("prefix", ())),
-        "renames_more": len(tables) > 1 or not set(one) <= {"substr", "prefix"},
+        "ends": _pairs(one.get("suffix", ())),
+        "renames_more": len(stated) > 1 or not set(one) <= {"substr", "prefix", "suffix"},
     }
 
 

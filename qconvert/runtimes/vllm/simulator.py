@@ -319,7 +319,7 @@ def by_table(
     _check_setting(asked)
     numbers = text_config(config)
     plain, sizes = Unquantized(numbers.dtype), record.sizes({**config, **numbers.values})
-    facts = ModelFacts(record.packed, Renames(record.starts, record.parts), plain, tensors)
+    facts = ModelFacts(record.packed, Renames(record.starts, record.parts, record.ends), plain, tensors)
     try:
         layers = next((sizes.of(size) for size in record.layers.values()), 0)
         rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)

@@ -25,6 +25,8 @@ _KINDS = {
     "RowParallelLinear": "row", "ReplicatedLinear": "replicated", "FusedMoE": "experts",
     "RoutedExperts": "experts", "ParallelLMHead": "head", "VocabParallelEmbedding": "embedding",
 }  # fmt: skip
+# vLLM's attention over a latent cache, for which some methods of quantization have no scales of a cache.
+_LATENT = "MLAAttention"
 # Modules that a runtime puts where another pipeline stage has the real one.
 _ABSENT = ("PPMissingLayer", "StageMissingLayer")
 # What sglang's classes have that may load a shared expert as one more routed expert.
@@ -120,7 +122,9 @@ def modules(model: torch.nn.Module, asked: Mapping[int, str]) -> Iterator[dict[s
         elif isinstance(module, torch.nn.ModuleList):
             yield {"name": name, "kind": "list", "length": len(module)}
         elif not kind and id(module) in asked:
-            yield {"name": name, "kind": "attention", "class": type(module).__name__,
+            latent = any(one.__name__ == _LATENT for one in type(module).__mro__)
+            attention = "latent_attention" if latent else "attention"
+            yield {"name": name, "kind": attention, "class": type(module).__name__,
                    "asked": asked[id(module)]}  # fmt: skip
         elif kind:
             own = dict(module.named_parameters(recurse=False))
@@ -213,7 +217,8 @@ def _piece(held: _Held, number: int, name: str, shape: tuple[int, ...]) -> dict[
     grid = np.arange(count).reshape(shape)[_slices(out)]
     order = _order(places, grid)
     if order == "moved":
-        piece["runs"] = _runs(places.reshape(mask[inside].shape), count // max(1, shape[0]))
+        placed, row = places.reshape(mask[inside].shape), count // max(1, shape[0])
+        piece |= {"runs": _runs(placed, row), "within": _within(placed, row)}
     return piece | {"out": out, "order": order}
 
 
@@ -229,6 +234,19 @@ def _runs(places: Array, row: int) -> list[list[int]]:
     ends = [0, *(np.diff(rows) != 1).nonzero()[0] + 1, len(rows)]
     runs = [[int(rows[a]), int(rows[b - 1]) + 1] for a, b in pairwise(ends)]
     return runs if len(runs) <= _MANY else []
+
+
+def _within(places: Array, row: int) -> int:
+    """Rows in the smallest blocks out of which no row is moved, 0 where rows are not whole."""
+    if places.size % row:
+        return 0
+    whole = places.reshape(-1, row)
+    if (whole != whole[:, :1] + np.arange(row)).any():
+        return 0
+    rows = whole[:, 0] // row
+    at = np.arange(len(rows))
+    sizes = (size for size in range(1, len(rows) + 1) if len(rows) % size == 0)
+    return next(size for size in sizes if (rows // size == at // size).all())
 
 
 def _order(places: Array, grid: Array) -> str:
