@@ -118,10 +118,10 @@ def write(
 ) -> Path:
     """A checkpoint's config.json and the header of its one file. `more`: keys of published configs, see
     `as_published`, and `changed` makes a config of theirs what is published; `names`: patterns of names
-    that are published otherwise, None for those that are not; `turned`: the rows of matrices in stacks of
-    experts are published as columns; `otherwise`: experts whose matrices are published in stacks have
-    each its own, and those whose matrices are published apart are in stacks, as commands make them.
-    Raises ValueError where a model has no such form."""
+    that are published otherwise, None for those that are not; `turned`: the rows of matrices in stacks
+    of experts are published as columns; `otherwise`: experts whose matrices are published in stacks
+    have each its own, and those whose matrices are published apart are in stacks, as commands make
+    them. Raises ValueError where a model has no such form."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion

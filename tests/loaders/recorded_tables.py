@@ -132,11 +132,21 @@ class Expressions:
                 return f"{text}+{self._known[rest]}"
             if len(set(rest)) == 1 and 0 < rest[0] <= 4:
                 return f"{text}+{rest[0]}"
-        for one, left in self._telling:
-            for two, right in self._telling:
-                rest = tuple(w - a - b for w, a, b in zip(wanted, one, two, strict=True))
-                if rest in self._known:
-                    return f"{left}+{right}+{self._known[rest]}"
+        return self._sum_of_three(wanted)
+
+    def _sum_of_three(self, wanted: tuple[int, ...]) -> str:
+        """A sum of two telling expressions and a known one: compared as single numbers, of which some
+        come from other values, too."""
+        known = {_number_of(values) for values in self._known}
+        numbers = [_number_of(values) for values, _ in self._telling]
+        for at, (one, left) in enumerate(self._telling):
+            whole = _number_of(wanted) - numbers[at]
+            for other, number in enumerate(numbers):
+                if whole - number in known:
+                    two, right = self._telling[other]
+                    rest = tuple(w - a - b for w, a, b in zip(wanted, one, two, strict=True))
+                    if rest in self._known:
+                        return f"{left}+{right}+{self._known[rest]}"
         return ""
 
     def split(self, total: Sequence[int], first: Sequence[int]) -> list[str]:
@@ -151,6 +161,10 @@ class Expressions:
             known.setdefault(values, text)
         fitting = [{v: text for v, text in known.items() if v[0] == part} for part in first]
         return _chosen(fitting, tuple(total)) or []
+
+
+def _number_of(values: Sequence[int]) -> int:
+    return sum(value << (21 * at) for at, value in enumerate(values))
 
 
 def _chosen(

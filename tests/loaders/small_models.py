@@ -49,7 +49,8 @@ _FIRST_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 _MHA: Mapping[str, Any] = {"num_key_value_heads": None}
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None}, "deepseek_v3": _LATENT,
-    "deepseek_v32": _FIRST_DENSE, "glm4_moe_lite": {**_LATENT, **_FIRST_DENSE},
+    "deepseek_v32": _FIRST_DENSE, "exaone_moe": _FIRST_DENSE, "hy_v3": _FIRST_DENSE,
+    "glm4_moe_lite": {**_LATENT, **_FIRST_DENSE},
     "glm_moe_dsa": _FIRST_DENSE, "kimi_k25": _LATENT,
     # Classes that have as many heads of keys as of queries, whatever a config says.
     "glm5_next": {"num_key_value_heads": (8, 6, 10), "qk_rope_head_dim": (0, 0, 0)},
@@ -68,10 +69,11 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "cosmos3_edge": _sections(1.0, (4, 6, 6), (6, 9, 9), (10, 15, 15)),
     "qwen2_5_vl": _sections(1.0, (2, 3, 3), (4, 6, 6), (3, 4, 5)),
 }  # fmt: skip
+_NO_HEAD: Mapping[str, Any] = {"vision_config": {"vision_use_head": False}}
 _NO_DEEPSTACK: Mapping[str, Any] = {"vision_config": {"deepstack_visual_indexes": []}}
 GIVEN: Mapping[str, Mapping[str, Any]] = {
     **SETTINGS,
-    "gemma3": {"vision_config": {"vision_use_head": False}},
+    "gemma3": _NO_HEAD, "lfm2_vl": _NO_HEAD,
     "gemma4_unified": {"vision_config": {}},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "gemma4": {

@@ -114,12 +114,14 @@ class Variant:
 class Record:
     """A class. `layers`: containers of numbered layers and how many there are; `packed`: names that it
     fuses, as a quantization config is asked; `starts`, `parts` and `ends`: what it replaces in the names
-    that one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there does,
-    by place and name ("": any other); `refused`: names of experts in a form that it does not load; `tied`: parameters that are one; `agrees`: forms of folders, each
-    with the tensor-parallel sizes at which the loader itself did what the simulator says; `draft_of`:
-    the class whose draft it loads; `otherwise`: what else holds under a setting of the config;
-    `fuses_shared`: it may load shared experts as routed ones, which the table does not show. `keys`: of
-    the configs that it was recorded with; `also`: other names of keys."""
+    that one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there
+    does, by place and name ("": any other); `refused`: names of experts in a form that it does not load;
+    `tied`: parameters that are one; `agrees`: forms of folders, each with the tensor-parallel sizes at
+    which the loader itself did what the simulator says; `draft_of`: the class whose draft it loads;
+    `otherwise`: what else holds under a setting of the config; `fuses_shared`: it may load shared
+    experts as routed ones, which the table does not show. `keys`: of the configs that it was recorded
+    with;
+    `also`: other names of keys."""
 
     runtime: str
     version: str
@@ -262,7 +264,8 @@ def record_of(table: Mapping[str, Any]) -> Record:
         agrees={form: tuple(sizes) for form, sizes in table.get("agrees", {}).items()},
         draft_of=table.get("draft_of", ""), otherwise=table.get("otherwise", {}),
         fuses_shared=table.get("fuses_shared", _has_shared(table)),
-        refused=tuple(table.get("refused", ())), also=table.get("attribute_map", {}), keys=frozenset(table.get("keys", ())),
+        refused=tuple(table.get("refused", ())), also=table.get("attribute_map", {}),
+        keys=frozenset(table.get("keys", ())),
     )  # fmt: skip
 
 

@@ -63,8 +63,8 @@ def _own_layers(rank: Rank, config: Config, base: str = "model") -> range:
     return rank.setting.layers(layers)
 
 
-def check_heads(rank: Rank, config: Config) -> None:
-    heads = config.number("num_attention_heads")
+def check_heads(rank: Rank, heads: int) -> None:
+    """Raise LoadRefused where ranks cannot share heads; a config without any has 0."""
     if heads % rank.setting.tp:
         raise LoadRefused(
             "ValidationError", "must be divisible by tensor parallel size", "config.json",
@@ -226,7 +226,7 @@ def _some_experts(own: range, *, dense: bool, of: str) -> None:
 
 
 def _qwen3_next(rank: Rank, config: Config) -> None:
-    check_heads(rank, config)
+    check_heads(rank, config.number("num_attention_heads"))
     gdn_model(rank, config, "model", interleaved=True, dense=False)
     head(rank, config, "", "model", here=True, ties=False, plain=True)
 
@@ -289,7 +289,7 @@ def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:
     base = f"{outer}model"
 
     def built(rank: Rank, config: Config) -> None:
-        check_heads(rank, config)
+        check_heads(rank, config.number("num_attention_heads"))
         tower = config.get("vision_config")
         if vision and isinstance(tower, Mapping):
             if rank.setting.first:
@@ -315,7 +315,7 @@ def _qwen35_class(*, vision: bool, dense: bool) -> ModelClass:
 
 
 def _qwen3_moe(rank: Rank, config: Config) -> None:
-    check_heads(rank, config)
+    check_heads(rank, config.number("num_attention_heads"))
     hidden, experts = config.number("hidden_size"), config.number("num_experts")
     dense, step = config.numbers("mlp_only_layers"), config.number("decoder_sparse_step", 1)
     _embeds(rank, config, "model", here=True)
@@ -337,7 +337,7 @@ def _qwen3_moe(rank: Rank, config: Config) -> None:
 
 
 def _glm4_moe(rank: Rank, config: Config) -> None:
-    check_heads(rank, config)
+    check_heads(rank, config.number("num_attention_heads"))
     check_states(config, head_dim=128)
     _embeds(rank, config, "model", here=rank.setting.first)
     own = _own_layers(rank, config)
@@ -388,7 +388,7 @@ def _latent_attention(rank: Rank, at: str, config: Config) -> None:
 
 
 def _deepseek_v3(rank: Rank, config: Config) -> None:
-    check_heads(rank, config)
+    check_heads(rank, config.number("num_attention_heads"))
     _embeds(rank, config, "model", here=rank.setting.first)
     for layer in _own_layers(rank, config):
         deepseek_layer(rank, layer, config)

@@ -92,7 +92,7 @@ def _held_as(rank: Rank, old: str, new: str, *, beside: tuple[str, ...] = ()) ->
 
 
 def _qwen(rank: Rank, config: Config, *, next_model: bool, dense: bool) -> None:
-    check_heads(rank, config)
+    check_heads(rank, config.number("num_attention_heads"))
     hidden, stated = config.number("hidden_size"), rank.quantization
     layers = config.number("num_nextn_predict_layers" if next_model else "mtp_num_hidden_layers", 1)
     plain = Unquantized(rank.dtype)
@@ -139,7 +139,7 @@ def _qwen_class(*, next_model: bool, dense: bool = False) -> ModelClass:
 
 def _layers(rank: Rank, config: Config, layer: Callable[[Rank, int, Config], None]) -> None:
     """DeepSeek's and GLM's: the layers behind the last."""
-    check_heads(rank, config)
+    check_heads(rank, config.number("num_attention_heads"))
     hidden, vocabulary = config.number("hidden_size"), config.number("vocab_size")
     borrowed = {"model.embed_tokens.weight"}
     for number in drafts(config):
@@ -319,11 +319,13 @@ def by_table(
     _check_setting(asked)
     numbers = text_config(config)
     plain, sizes = Unquantized(numbers.dtype), record.sizes({**config, **numbers.values})
-    facts = ModelFacts(record.packed, Renames(record.starts, record.parts, record.ends), plain, tensors)
+    facts = ModelFacts(
+        record.packed, Renames(record.starts, record.parts, record.ends), plain, tensors
+    )
     try:
         layers = next((sizes.of(size) for size in record.layers.values()), 0)
         rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)
-        check_heads(rank, numbers)
+        check_heads(rank, sizes.flag("num_attention_heads") or 0)
         made = built(record, rank, sizes, tensors)
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused)
