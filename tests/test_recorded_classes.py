@@ -140,6 +140,11 @@ def test_names_beside_the_usual() -> None:
     assert {one.part for one in up} == {(6, 8)}
     down = list(finder.find("model.layers.1.mlp.experts.down_proj", TensorType("BF16", (4, 8, 12))))
     assert [one.part for one in down] == [(8, 12)] * 4
+    norm = "model.layers.*.self_attn.q_norm.weight"
+    table["names"].append({"from": norm, "to": norm, "parameter": True, "rows": "squeezed"})
+    stored = TensorType("BF16", (1, 16))
+    (held,) = names_in(table, tensors).find(norm.replace("*", "1"), stored)
+    assert held.part == (16,)
     one = TensorType("BF16", (4,))
     with pytest.raises(LoadRefused, match="expected 4 experts"):
         finder.find("model.layers.1.mlp.experts.down_proj", one)

@@ -104,7 +104,8 @@ def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:
     modules: list[dict[str, Any]] = [{"name": "layers", "kind": "list", "length": 2}]
     parameters: dict[str, Any] = {
         "norm.weight": {"shape": [hidden], "pieces": [
-            {"tensor": "norm.weight", "into": [[0, hidden]], "order": "same"}]},
+            {"tensor": "norm.weight", "into": [[0, hidden]], "out": [[0, 1], [0, hidden]],
+             "order": "same"}]},
     }  # fmt: skip
     for layer in range(2):
         name = f"layers.{layer}.proj"
@@ -116,6 +117,7 @@ def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:
         for leaf, shape in {**shapes, "score_bias": [rows]}.items():
             parameters[f"{name}.{leaf}"] = {"shape": shape, "pieces": [{
                 "tensor": f"{name}.{leaf}", "into": [[0, size] for size in shape], "order": "same",
+                "out": [[0, size] for size in shape],
             }]}  # fmt: skip
     return {
         "modules": modules, "parameters": parameters, "dtypes": {}, "aliases": [], "unread": [],
@@ -141,6 +143,8 @@ def test_a_table_has_an_entry_for_each_kind_of_module() -> None:
     assert {"from": "layers.*.proj", "to": "layers.*.proj"} in found["names"]
     own = "layers.*.proj.score_bias"
     assert {"from": own, "to": own, "parameter": True} in found["names"]
+    squeezed = {"from": "norm.weight", "to": "norm.weight", "parameter": True, "rows": "squeezed"}
+    assert squeezed in found["names"]
     assert found["layers"] == {"layers": "num_hidden_layers"}
     assert found["unknown"] == {"top": {"": "error"}, "linear": {"": "warn", "bias": "silent"}}
     assert json.loads(written(found)) == found

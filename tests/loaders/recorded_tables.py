@@ -163,6 +163,11 @@ class Expressions:
         return _chosen(fitting, tuple(total)) or []
 
 
+def _has_more(piece: Facts) -> bool:
+    """Tell whether a tensor has more dimensions than what holds it."""
+    return len(piece["out"]) > len(piece["into"])
+
+
 def _number_of(values: Sequence[int]) -> int:
     return sum(value << (21 * at) for at, value in enumerate(values))
 
@@ -392,6 +397,8 @@ def _name(
                 entry |= {"stack": True, "transposed": piece["order"] == "transposed"}
     if piece["order"] == "transposed" and "stack" not in entry:
         entry["rows"] = "transposed"
+    elif module is None and piece["order"] == "same" and _has_more(piece):
+        entry["rows"] = "squeezed"
     elif piece["order"] in ("moved", "scattered", "computed"):
         entry["rows"] = "moved" if piece["order"] != "computed" else "computed"
         in_heads = module is not None and piece.get("within") == module.get("head_size", 0)

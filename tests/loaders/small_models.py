@@ -181,12 +181,21 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     **{name: {"full_attention_interval": 2} for name in GDN},
 }  # fmt: skip
 # Names that published checkpoints have otherwise than transformers 5 saves them, as patterns.
-_SIGLIP = {r"^(.*vision_tower)\.(?!vision_model)": r"\1.vision_model."}
+_TOWER_NAMES = {r"^(.*vision_tower)\.(?!vision_model)": r"\1.vision_model."}
 NAMES: Mapping[str, Mapping[str, str | None]] = {
-    "cohere2_vision": _SIGLIP,
-    "gemma3": _SIGLIP,
-    "lfm2_vl": _SIGLIP,
-    "paligemma": _SIGLIP,
+    **dict.fromkeys(
+        (
+            "cohere2_vision",
+            "gemma3",
+            "lfm2_vl",
+            "llava",
+            "llava_next",
+            "llava_next_video",
+            "llava_onevision",
+            "paligemma",
+        ),
+        _TOWER_NAMES,
+    ),
     "DeepseekForCausalLM": {r"\.e_score_correction_bias$": None},
     "kimi_linear": {r"(layers\.0)\.block_sparse_moe\.(\w+_proj)": r"\1.mlp.\2"},
 }

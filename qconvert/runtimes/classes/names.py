@@ -269,5 +269,7 @@ def _part(name: Name) -> Shard:
 
 
 def _turned(name: Name, stored: TensorType) -> Shape | None:
-    """The shape of a tensor that the class transposes."""
+    """The shape of a tensor that the class transposes, or takes dimensions of 1 from."""
+    if name.rows == "squeezed":
+        return tuple(size for size in stored.shape if size != 1)
     return stored.shape[::-1] if name.rows == "transposed" else None

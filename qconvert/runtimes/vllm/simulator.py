@@ -325,7 +325,8 @@ def by_table(
     try:
         layers = next((sizes.of(size) for size in record.layers.values()), 0)
         rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)
-        check_heads(rank, sizes.flag("num_attention_heads") or 0)
+        heads = "num_attention_heads"
+        check_heads(rank, 0 if sizes.flag(heads) is None else sizes.of(heads))
         made = built(record, rank, sizes, tensors)
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused)
