@@ -18,14 +18,14 @@ from loaders.folders import parts
 # Sizes that no class has by default: heads whose rows are no whole blocks of 128.
 ODD = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "hidden_size": 576}
 CLASSES = (
-    "afmoe", "apertus", "arcee", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-    "ernie4_5_moe", "exaone4", "gemma2", "gemma3", "gemma3_text", "gemma4", "glm4", "glm4_moe",
-    "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "gpt_oss", "granite", "granitemoe",
+    "afmoe", "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "glm4",
+    "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "gpt_oss", "granite", "granitemoe",
     "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_k25", "kimi_linear", "lfm2_moe", "llama", "llama4",
     "llama4_text", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral",
-    "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5",
-    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
-    "qwen3_vl_moe", "starcoder2",
+    "nemotron_h", "olmo2", "olmoe", "opt", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+    "qwen3_vl", "qwen3_vl_moe", "stablelm", "starcoder2",
 )  # fmt: skip
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in CLASSES},
@@ -62,6 +62,9 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         **_MHA,
     },
     "falcon_h1": {"mamba_d_ssm": (256, 384, 480)}, "gptj": {"rotary_dim": 16},
+    "hy_v4": {"hc_mult": (4, 2, 3)},
+    # Other heads in other layers, as published.
+    "laguna": {"num_attention_heads_per_layer": ([8, 6] * 2, [6, 9] * 2, [10, 5] * 2)},
     "mamba2": {"num_heads": (8, 8, 6), "intermediate_size": (256, 384, 480)},
     # sglang takes 8 groups whatever a config says.
     "nemotron_h": {"n_groups": (8, 8, 8), "mamba_num_heads": (8, 16, 24)},
@@ -265,18 +268,19 @@ FURTHER = (
 # Commands that refuse a class, each with a part of what it says; any other refusal is an error, and so
 # is one of these that is no more. The first that names a class and a command counts.
 DENSE = (
-    "apertus", "arcee", "cohere2", "exaone4", "gemma2", "gemma3", "gemma3_text", "gemma4", "glm4",
-    "granite", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "mistral3", "olmo2", "phi3",
-    "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_vl", "starcoder2",
+    "apertus", "arcee", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text",
+    "gemma4", "glm4", "granite", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "mistral3",
+    "olmo2", "opt", "phi3", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_vl",
+    "stablelm", "starcoder2",
 )  # fmt: skip
 TOWERS = (
     "gemma3", "gemma4", "glm4v_moe", "llama4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
     "qwen3_vl", "qwen3_vl_moe",
 )  # fmt: skip
 ONE_STAGE = (
-    "afmoe", "cohere2", "ernie4_5_moe", "gemma2", "gemma3", "gemma3_text", "granite", "granitemoe",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "llama4", "olmo2", "olmoe", "qwen3_next",
-    "starcoder2",
+    "afmoe", "cohere", "cohere2", "ernie4_5_moe", "gemma", "gemma2", "gemma3", "gemma3_text",
+    "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "llama4", "olmo2",
+    "olmoe", "qwen3_next", "stablelm", "starcoder2",
 )  # fmt: skip
 STACKED = ("gpt_oss", "granitemoe", "llama4", "llama4_text", "nemotron_h", "qwen3_vl_moe")
 _STACKS = ("experts stack", "experts unstack")
@@ -307,6 +311,10 @@ REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
     (("experts stack",), ("granitemoe",), "the experts are already stacked"),
     (("experts unstack",), ("granitemoe",), "does not read its experts as a matrix an expert"),
     (("split --pp 2 --for sglang",), ONE_STAGE, "runs in one pipeline stage only in sglang"),
+    (
+        ("split --pp 2 --for sglang", "split --pp 2 --for vllm"), ("opt",),
+        "no stage is known for its role 'model.decoder.embed_positions'",
+    ),
     (
         ("split --pp 2 --for sglang", "split --pp 2 --for vllm"), ("gemma4",),
         "no stage is known for its role 'model.language_model.embed_tokens_per_layer'",
