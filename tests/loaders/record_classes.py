@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -392,10 +393,11 @@ def folder_of(runtime: str, tables: Path = TABLES) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome for a class: its table, or why there is none. `name`: the architecture, or the
-    model_type where transformers makes no small model."""
+    """Outcome for a class: its table, or why there is none. `name`: the architecture, or what was
+    `given` where transformers makes no small model."""
 
     runtime: str
+    given: str
     name: str
     text: str | None
     cause: str
@@ -403,20 +405,22 @@ class Outcome:
 
 def outcome(writer: Writer, server: Server, runtime: str) -> Outcome:
     """The table of a model_type's class, or why there is none."""
+    given = writer.architecture or writer.model_type
     try:
         architecture = architecture_of(replace(writer, head_dim=False))
     except Exception as error:  # what transformers raises for a config is the cause
         cause = f"no small model: {type(error).__name__}: {str(error)[:200]}"
-        return Outcome(runtime, writer.architecture or writer.model_type, None, cause)
+        return Outcome(runtime, given, given, None, cause)
+    made = partial(Outcome, runtime, given, architecture)
     try:
-        return Outcome(runtime, architecture, written(record_of(writer, server, runtime)), "")
+        return made(written(record_of(writer, server, runtime)), "")
     except NotRecorded as why:
-        return Outcome(runtime, architecture, None, str(why).replace(f"{writer.room}/", ""))
+        return made(None, str(why).replace(f"{writer.room}/", ""))
     except Exception as error:  # of one class of two hundred: listed, and the others go on
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(at.filename).name}, {at.name}"
         cause = f"no table: {type(error).__name__}: {str(error)[:200]} in {where}"
-        return Outcome(runtime, architecture, None, cause)
+        return made(None, cause)
 
 
 @dataclass(frozen=True)
@@ -456,7 +460,8 @@ def keep(outcome: Outcome, tables: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     file, listed = out / f"{outcome.name}.json", out / "not_recorded.json"
     causes = json.loads(listed.read_bytes()) if listed.exists() else {}
-    causes.pop(outcome.name, None)
+    for name in (outcome.given, outcome.name):
+        causes.pop(name, None)
     if outcome.text is None:
         causes[outcome.name] = outcome.cause
         file.unlink(missing_ok=True)
