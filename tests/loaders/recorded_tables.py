@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -176,14 +176,20 @@ def _chosen(
     fitting: Sequence[Mapping[tuple[int, ...], str]], total: tuple[int, ...]
 ) -> list[str] | None:
     """The first expressions, one of each, whose values add up."""
-    if len(fitting) < 2:
-        return [fitting[0][total]] if fitting and total in fitting[0] else None
-    for values, text in fitting[0].items():
-        rest = tuple(whole - value for whole, value in zip(total, values, strict=True))
-        others = _chosen(fitting[1:], rest) if min(rest) > 0 else None
-        if others is not None:
-            return [text, *others]
-    return None
+
+    @cache
+    def of(at: int, left: tuple[int, ...]) -> tuple[str, ...] | None:
+        if at == len(fitting) - 1:
+            return (fitting[at][left],) if left in fitting[at] else None
+        for values, text in fitting[at].items():
+            rest = tuple(whole - value for whole, value in zip(left, values, strict=True))
+            others = of(at + 1, rest) if min(rest) > 0 else None
+            if others is not None:
+                return (text, *others)
+        return None
+
+    found = of(0, total) if fitting else None
+    return None if found is None else [*found]
 
 
 @dataclass(frozen=True)
