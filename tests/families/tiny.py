@@ -81,6 +81,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "step3p7": {"sliding_window": 64},
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_ngroups": 1,
+        "hybrid_layer_ids": [1, 3],
     },
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip

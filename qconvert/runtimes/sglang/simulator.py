@@ -18,7 +18,7 @@ from qconvert.runtimes.classes.record import (
     class_record,
     recorded,
 )
-from qconvert.runtimes.loading.building import Config, RankBuild, text_config
+from qconvert.runtimes.loading.building import Config, RankBuild, divided, text_config
 from qconvert.runtimes.loading.load_weights import NameResolver, SimulatedLoad, offered
 from qconvert.runtimes.loading.schemes import NoQuantization, Quantization, Unquantized
 from qconvert.runtimes.loading.setting import HOPPER, LoadRefused, NotSimulated, Setting
@@ -277,6 +277,9 @@ def by_table(
         build = RankBuild(asked, stated, numbers.dtype)
         for size in tuple(record.layers.values())[:1]:
             check_stages(asked, sizes.of(size))
+        heads = "num_attention_heads"
+        if sizes.flag(heads) is not None:  # of linears that ranks share otherwise, too
+            divided(sizes.of(heads), asked.tp, heads)
         made = built(record, build, sizes, tensors)
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused)
