@@ -21,11 +21,12 @@ CLASSES = (
     "afmoe", "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
     "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
     "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "gpt_oss", "granite",
-    "granite_swa", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_k25", "kimi_linear",
-    "lfm2_moe", "llama", "llama4", "llama4_text", "mimo_v2_flash", "minimax_m2", "ministral3",
-    "mistral", "mistral3", "mixtral", "nemotron_h", "olmo2", "olmoe", "opt", "phi3", "qwen2",
-    "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "stablelm", "starcoder2",
+    "granite_swa", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_k25",
+    "kimi_linear", "lfm2", "lfm2_moe", "llama", "llama4", "llama4_text", "mimo_v2_flash",
+    "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral", "nemotron_h", "olmo2", "olmoe",
+    "opt", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
+    "stablelm", "starcoder2",
 )  # fmt: skip
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in CLASSES},
@@ -269,7 +270,7 @@ FURTHER = (
 # is one of these that is no more. The first that names a class and a command counts.
 DENSE = (
     "apertus", "arcee", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text",
-    "gemma4", "glm4", "granite", "granite_swa", "hunyuan_v1_dense", "llama", "ministral3",
+    "gemma4", "glm4", "granite", "granite_swa", "hunyuan_v1_dense", "lfm2", "llama", "ministral3",
     "mistral", "mistral3", "olmo2", "opt", "phi3", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5",
     "qwen3_5_text", "qwen3_vl", "stablelm", "starcoder2",
 )  # fmt: skip
@@ -279,8 +280,8 @@ TOWERS = (
 )  # fmt: skip
 ONE_STAGE = (
     "afmoe", "cohere", "cohere2", "ernie4_5_moe", "gemma", "gemma2", "gemma3", "gemma3_text",
-    "granite", "granite_swa", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe",
-    "llama4", "olmo2", "olmoe", "qwen3_next", "stablelm", "starcoder2",
+    "granite", "granite_swa", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "lfm2",
+    "lfm2_moe", "llama4", "olmo2", "olmoe", "qwen3_next", "stablelm", "starcoder2",
 )  # fmt: skip
 STACKED = ("gpt_oss", "granitemoe", "llama4", "llama4_text", "nemotron_h", "qwen3_vl_moe")
 _STACKS = ("experts stack", "experts unstack")
