@@ -3,6 +3,7 @@ says what the simulator says that knows the class by hand."""
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from simulated_folders import JUNK, LINEARS, folder, integers, places
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.versions import RELEASES
+from qconvert.runtimes import pipeline
 from qconvert.runtimes.classes import record as records
 from qconvert.runtimes.classes.build import (
     built,
@@ -144,6 +147,11 @@ def test_names_beside_the_usual() -> None:
     assert {one.part for one in up} == {(6, 8)}
     down = list(finder.find("model.layers.1.mlp.experts.down_proj", TensorType("BF16", (4, 8, 12))))
     assert [one.part for one in down] == [(8, 12)] * 4
+    norm = "model.layers.*.self_attn.q_norm.weight"
+    table["names"].append({"from": norm, "to": norm, "parameter": True, "rows": "squeezed"})
+    stored = TensorType("BF16", (1, 16))
+    (held,) = names_in(table, tensors).find(norm.replace("*", "1"), stored)
+    assert held.part == (16,)
     one = TensorType("BF16", (4,))
     with pytest.raises(LoadRefused, match="expected 4 experts"):
         finder.find("model.layers.1.mlp.experts.down_proj", one)
@@ -226,6 +234,41 @@ def test_versions_are_folders(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("vllm-0.32.0", "vllm-0.33.0", "sglang-0.5.23"):
         (tmp_path / name).mkdir()
     assert records.versions("vllm") == ("0.32.0", "0.33.0")
+
+
+def test_a_class_with_the_code_of_another_has_its_table(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_TABLES", tmp_path)
+    versions = tmp_path / f"vllm-{RELEASES['vllm'].version}"
+    versions.mkdir()
+    table = {**qwen3_moe("vllm"), "agrees": {"unquantized": [1, 2]}}
+    same = {"architecture": "OtherForCausalLM", "same_as": table["architecture"]}
+    (versions / "OtherForCausalLM.json").write_text(json.dumps(same))
+    records.reread()
+    assert recorded("vllm", "OtherForCausalLM") is None
+    records.reread()
+    (versions / f"{table['architecture']}.json").write_text(json.dumps(table))
+    found = recorded("vllm", "OtherForCausalLM")
+    assert found == replace(record_of(table), architecture="OtherForCausalLM")
+    records.reread()
+
+
+def test_a_config_that_states_what_its_class_was_recorded_without() -> None:
+    record = replace(record_of(qwen3_moe("vllm")), keys=frozenset({"hidden_size"}))
+    record.sizes({"hidden_size": 64, "use_bias": False, "bias_rank": True, "head_dim": None})
+    for stated in ({"qkv_bias": True}, {"bias": True}, {"head_dim": 64}):
+        with pytest.raises(NotSimulated, match="its class was recorded without it"):
+            record.sizes({"hidden_size": 64, **stated})
+
+
+def test_a_class_that_refuses_stages_of_a_tied_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    tied = {"otherwise": {"tie_word_embeddings=true": {"stages": "one"}}}
+    table = record_of({**qwen3_moe("vllm"), "stages": "many", **tied})
+    monkeypatch.setattr(pipeline, "recorded", lambda *_: table)
+    config, _ = folder("qwen3_moe")
+    assert pipeline.one_stage("vllm", {**config, "tie_word_embeddings": True})
+    assert not pipeline.one_stage("vllm", {**config, "tie_word_embeddings": False})
 
 
 def test_shared_experts_that_are_loaded_as_routed_ones() -> None:

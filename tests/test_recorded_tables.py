@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from families.headers_only import as_published
 from loaders.recorded_tables import (
     Expressions,
     Patterns,
@@ -19,7 +20,7 @@ from loaders.recorded_tables import (
     written,
 )
 
-from qconvert.runtimes.loader.server.record import Shapes, numbered, pieces, probe
+from qconvert.runtimes.loader.server.record import Shapes, code_of, numbered, pieces, probe
 
 _CONFIGS = (
     {"hidden_size": 8, "num_attention_heads": 4, "head_dim": 6, "num_hidden_layers": 2},
@@ -82,6 +83,14 @@ def test_sizes_become_expressions() -> None:
     assert Expressions(keys).split((14, 22, 34), (8, 6)) == ["hidden_size", "head_dim"]
 
 
+def test_parts_of_a_size_become_expressions() -> None:
+    found = Expressions(_CONFIGS)
+    total = [2 * config["hidden_size"] + config["head_dim"] for config in _CONFIGS]
+    assert found.split(total, [8, 6, 8]) == ["hidden_size", "head_dim", "hidden_size"]
+    assert found.split(total, [8, 14]) == ["hidden_size", "hidden_size+head_dim"]
+    assert found.split(total, [8, 7, 7]) == found.split(total, []) == []
+
+
 def test_numbers_of_lists_become_stars() -> None:
     patterns = Patterns({"model.layers": 4, "model.layers.0.mixers": 2})
     assert patterns.of("model.layers.3.mlp.0.weight") == ("model.layers.*.mlp.0.weight", (3,))
@@ -95,7 +104,8 @@ def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:
     modules: list[dict[str, Any]] = [{"name": "layers", "kind": "list", "length": 2}]
     parameters: dict[str, Any] = {
         "norm.weight": {"shape": [hidden], "pieces": [
-            {"tensor": "norm.weight", "into": [[0, hidden]], "order": "same"}]},
+            {"tensor": "norm.weight", "into": [[0, hidden]], "out": [[0, 1], [0, hidden]],
+             "order": "same"}]},
     }  # fmt: skip
     for layer in range(2):
         name = f"layers.{layer}.proj"
@@ -107,6 +117,7 @@ def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:
         for leaf, shape in {**shapes, "score_bias": [rows]}.items():
             parameters[f"{name}.{leaf}"] = {"shape": shape, "pieces": [{
                 "tensor": f"{name}.{leaf}", "into": [[0, size] for size in shape], "order": "same",
+                "out": [[0, size] for size in shape],
             }]}  # fmt: skip
     return {
         "modules": modules, "parameters": parameters, "dtypes": {}, "aliases": [], "unread": [],
@@ -132,6 +143,8 @@ def test_a_table_has_an_entry_for_each_kind_of_module() -> None:
     assert {"from": "layers.*.proj", "to": "layers.*.proj"} in found["names"]
     own = "layers.*.proj.score_bias"
     assert {"from": own, "to": own, "parameter": True} in found["names"]
+    squeezed = {"from": "norm.weight", "to": "norm.weight", "parameter": True, "rows": "squeezed"}
+    assert squeezed in found["names"]
     assert found["layers"] == {"layers": "num_hidden_layers"}
     assert found["unknown"] == {"top": {"": "error"}, "linear": {"": "warn", "bias": "silent"}}
     assert json.loads(written(found)) == found
@@ -149,3 +162,48 @@ def test_what_a_setting_changes_says_when() -> None:
     assert [entry["inputs"] for entry in linears] == ["hidden_size", "hidden_size"]
     assert not has_gaps(table(other), table(base))
     assert found["flags"] == ["attention_bias"]
+
+
+def test_two_stages_that_are_refused_for_a_tied_head_say_so() -> None:
+    stages = [_facts(_CONFIGS[0]), _facts(_CONFIGS[0])]
+    base = Recorded([(config, _facts(config)) for config in _CONFIGS], None, stages, untied=True)
+    tied = {"tie_word_embeddings": True}
+    found = under_settings(table(base), [], tied, untied=base.untied)
+    assert found["otherwise"] == {"tie_word_embeddings=true": {"stages": "one"}}
+    assert "otherwise" not in under_settings(table(base), [], tied)
+
+
+def test_what_a_loader_adds_nothing_to_is_its_ancestors_code() -> None:
+    class Model:
+        def load_weights(self) -> None:
+            """As a runtime's class has it."""
+
+    class Renamed(Model):
+        """The same under another name."""
+
+    class Changed(Renamed):
+        packed = ("q", "k")
+
+    assert code_of(Renamed) == code_of(Model) == f"{__name__}.{Model.__qualname__}"
+    assert code_of(Changed) != code_of(Model)
+
+
+def test_a_config_as_published() -> None:
+    config: dict[str, Any] = {
+        "hidden_size": 64, "num_attention_heads": 4, "moe_intermediate_size": 32, "layer_types": ["a"],
+        "vision_config": {"depth": 2},
+    }  # fmt: skip
+    more = {
+        "layer_types": None, "head_dim": 99, "block_dim": "=hidden_size", "moe_intermediate_size": 7,
+        "vision_config.in_chans": 3, "linear_attn_config": {"size": "=hidden_size", "kernel": 4},
+    }  # fmt: skip
+    as_published(config, more)
+    assert config == {
+        "hidden_size": 64, "num_attention_heads": 4, "moe_intermediate_size": 32, "head_dim": 16,
+        "block_dim": 64, "vision_config": {"depth": 2, "in_chans": 3},
+        "linear_attn_config": {"size": 64, "kernel": 4},
+    }  # fmt: skip
+    nested = {"text_config": dict(config)}
+    as_published(nested, {"block_dim": None, "in_text": 1})
+    assert "block_dim" not in nested["text_config"]
+    assert nested["text_config"]["in_text"] == 1

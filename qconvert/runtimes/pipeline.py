@@ -18,8 +18,10 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError, UsageError
 from qconvert.core.family import Place, RoleIndex
 from qconvert.core.shown import count
+from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.record import architecture_of, recorded
 from qconvert.runtimes.consumers import parse_consumer
+from qconvert.runtimes.loading.building import text_config
 
 Runtime = Literal["sglang", "vllm"]
 VARIABLE: dict[str, str] = {
@@ -130,7 +132,10 @@ def one_stage(runtime: str, config: Mapping[str, Any]) -> bool:
     """Return whether a runtime's class of a model runs in one stage only."""
     name = architecture_of(config)
     table = recorded(runtime, name) if runtime in _ONE_STAGE else None
-    return name in _ONE_STAGE.get(runtime, ()) if table is None else table.one_stage
+    if table is None:
+        return name in _ONE_STAGE.get(runtime, ())
+    values = {**config, **text_config(config).values}
+    return table.under(Sizes(values, table.defaults, table.also)).one_stage
 
 
 def parse_partition(text: str) -> tuple[int, ...]:

@@ -27,21 +27,30 @@ SIZES: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+# Lists that name the kind of each layer.
+LAYER_LISTS = ("layer_types", "mlp_layer_types", "indexer_types")
+
+
 def _rope(sections: list[int]) -> dict[str, Any]:
     """Of a multi-modal model: the sections add up to half of what is rotated."""
     return {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
 
 
+# No layer of another size.
+_NO_LAYER: Mapping[str, Any] = {"per_layer_config": {}}
 # What single families need beside them, in their text_config where there is one.
 OWN: Mapping[str, Mapping[str, Any]] = {
     "axk1": {"head_dim": 32},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1},
+    "cosmos3_edge": {"rope_parameters": _rope([8, 12, 12])},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v3": {"head_dim": 32},
     "deepseek_v32": {"head_dim": 32, "num_key_value_heads": 4},
     "dots1": {"intermediate_size": 512, "num_experts_per_tok": 2},
-    "gemma4": {"per_layer_config": {}},
-    "gemma4_text": {"per_layer_config": {}},
+    "gemma4_text": _NO_LAYER, "gemma4_unified": _NO_LAYER, "gemma4_unified_text": _NO_LAYER,
+    "falcon_h1": {
+        "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_ssm": 256, "mamba_n_groups": 1,
+    },
     "glm4v_moe": {"rope_parameters": _rope([4, 6, 6]) | {"partial_rotary_factor": 0.5}},
     "glm5_next": {"num_key_value_heads": 4, "qk_rope_head_dim": 0},
     "glm_moe_dsa": {"num_key_value_heads": 4},
@@ -62,6 +71,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
     # transformers saves rows for its zero experts, which compute nothing and are not published.
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 0, "qk_head_dim": 64, "head_dim": 32},
+    "mamba2": {"num_heads": 8},
     "minimax_m2": {"intermediate_size": 256},
     "mixtral": {"intermediate_size": 256},
     "nemotron_h": {"moe_shared_expert_intermediate_size": 256, "moe_latent_size": 128},
@@ -69,6 +79,10 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "phimoe": {"intermediate_size": 256},
     "qwen2_5_vl": {"rope_parameters": _rope([8, 12, 12])},
     "step3p7": {"sliding_window": 64},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_ngroups": 1,
+        "hybrid_layer_ids": [1, 3],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -94,7 +108,7 @@ def _small(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         if isinstance(value, dict) and key.endswith("_config"):
             found[key] = _small(value, own if key == "text_config" else {})
-        elif key in ("layer_types", "mlp_layer_types") and isinstance(value, list):
+        elif key in LAYER_LISTS and isinstance(value, list):
             kinds = list(dict.fromkeys(value))  # every kind of layer that there is
             found[key] = [kinds[i % len(kinds)] for i in range(LAYERS)]
         elif key in ("moe_layers", "no_rope_layers", "transformers_version"):

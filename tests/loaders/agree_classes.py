@@ -24,7 +24,7 @@ if __name__ == "__main__":  # the tests' modules are found from their folder
 from loaders.agreement import config_of, disagreements, headers, once
 from loaders.client import PYTHON, Rank, Server
 from loaders.recorded_tables import written
-from loaders.small_models import COMMANDS, MODELS, made, origin
+from loaders.small_models import COMMANDS, FURTHER, MODELS, made, origin
 from qconvert.core.versions import RELEASES
 from qconvert.runtimes.classes import record as records
 from qconvert.runtimes.classes.record import (
@@ -144,7 +144,7 @@ def _written(model: str, folders: Path, runtime: str, server: Server) -> Iterato
         yield f"{architecture} was not recorded"
         return
     found = list[Compared]()
-    for command in COMMANDS:
+    for command in (*COMMANDS, *FURTHER):
         try:
             found += of_model(model, folders, runtime, server, (command,))
         except AssertionError as reason:  # of `made`: what commands refuse is test_class_matrix's

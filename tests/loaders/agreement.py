@@ -25,10 +25,10 @@ _DTYPES = {
 # Below these shares the harness takes bytes that no tensor came to for chance (held.py).
 _BY_CHANCE = {"F8_E4M3": 0.05, "U8": 0.05, "I8": 0.05}
 _NEVER = 0.0005
-# Modules that hold scales of a cache alone, and buffers that a norm computes.
+# Modules that hold scales of a cache alone, and buffers that a class computes.
 _CACHES = (".attn", ".attn_mqa", ".attn_mha")
 _OF_CACHES = ("KVCacheMethod", "KVCacheMethodFp8")
-_COMPUTED = ".gemma_weight"
+_COMPUTED = (".gemma_weight", ".normalizer")
 # Modules that vLLM's wrappers hold a second time, and buffers of its attention.
 _TWICE = (
     ".experts.gate.", "._shared_experts.", ".expert_gate.", ".mla_attn.",

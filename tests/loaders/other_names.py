@@ -1,52 +1,19 @@
-"""Checkpoints of a class as others publish them than transformers saves: experts in stacks or each by
-itself, fused rows of linear attention, and the layers of a draft model behind those of the model."""
+"""Checkpoints of a class as others publish them than transformers saves: fused rows of linear attention,
+and the layers of a draft model behind those of the model."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 # Type and shape by name.
 Entry = tuple[str, tuple[int, ...]]
 Entries = dict[str, Entry]
 
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-_STACK = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 _FUSED = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
 _ENDS = {"embed_tokens": "embed_tokens", "lm_head": "shared_head.head"}
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
-
-
-def stacked(entries: Entries) -> Entries:
-    """Experts of three matrices each in two tensors of all."""
-    found: Entries = {}
-    for name, (dtype, shape) in entries.items():
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            found[name] = dtype, shape
-            continue
-        base, number, which = match.groups()
-        rows, columns = shape
-        to = f"{base}.{'down' if which == 'down' else 'gate_up'}_proj"
-        found[to] = dtype, (int(number) + 1, rows if which == "down" else 2 * rows, columns)
-    return found
-
-
-def apart(entries: Entries, *, turned: bool) -> Entries:
-    """Stacks of experts as matrices; `turned`: rows of those in the stack are columns."""
-    found: Entries = {}
-    for name, (dtype, shape) in entries.items():
-        match = _STACK.fullmatch(name)
-        if match is None or len(shape) != 3:
-            found[name] = dtype, shape
-            continue
-        experts, rows, columns = (shape[0], shape[2], shape[1]) if turned else shape
-        parts, rows = (("gate", "up"), rows // 2) if match[2] == "gate_up" else (("down",), rows)
-        for number in range(experts):
-            for part in parts:
-                found[f"{match[1]}.{number}.{part}_proj.weight"] = dtype, (rows, columns)
-    return found
 
 
 def fused(entries: Entries) -> Entries:
@@ -93,10 +60,6 @@ def with_draft(entries: Entries, config: Mapping[str, Any], *, ends: bool = True
     return entries | own
 
 
-# A draft that has the model's embeddings and head alone.
-WITHOUT_ENDS = "without ends"
-OTHER: Mapping[str, Callable[[Entries], Entries]] = {
-    "stacks": stacked, "matrices": lambda entries: apart(entries, turned=False),
-    "matrices of turned": lambda entries: apart(entries, turned=True), "fused rows": fused,
-    WITHOUT_ENDS: dict,
-}  # fmt: skip
+# Forms of a checkpoint: its experts in the form that transformers does not save, fused projections, and
+# a draft that has the model's embeddings and head alone.
+OTHER_EXPERTS, FUSED_ROWS, WITHOUT_ENDS = "other experts", "fused rows", "without ends"

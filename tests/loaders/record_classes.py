@@ -4,7 +4,8 @@
     PYTHONPATH=tests python tests/loaders/record_classes.py --runtime vllm llama mixtral
 
 Needs the loaders (make loaders). Without names it records every class of transformers that generates
-text and that the runtime has; what cannot be recorded stands in not_recorded.json with its cause.
+text and that the runtime has, and those of the runtime's own that read configs and names of one of
+these; what cannot be recorded stands in not_recorded.json with its cause.
 """
 
 from __future__ import annotations
@@ -19,18 +20,30 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from checkpoints import edit_json
 from families.classes import model_types
 from families.headers_only import COUNT, sized, write
+from huggingface_hub.errors import StrictDataclassError
 
 from loaders.client import PYTHON, Rank, Server
-from loaders.other_names import OTHER, WITHOUT_ENDS, Entries, with_draft
-from loaders.recorded_tables import Recorded, has_gaps, table, under_settings, written
-from loaders.small_models import DRAFTS, GIVEN, PUBLISHED, SIZES
+from loaders.other_names import FUSED_ROWS, OTHER_EXPERTS, WITHOUT_ENDS, Entries, fused, with_draft
+from loaders.recorded_tables import (
+    UNTIED,
+    Recorded,
+    has_gaps,
+    table,
+    under_settings,
+    unknown_of,
+    written,
+)
+from loaders.small_models import AS_PUBLISHED, DRAFTS, GIVEN, LIKE, NAMES, PUBLISHED, SIZES
 from qconvert.runtimes.loader.server.record import stored
 
 TABLES = Path(__file__).parent.parent.parent / "qconvert" / "runtimes" / "classes"
@@ -62,6 +75,7 @@ _METHODS = {
     "vllm": ("fp8", "modelopt_fp4", "modelopt_mixed", "compressed-tensors", "auto_gptq"),
 }  # fmt: skip
 _NULLABLE = ("q_lora_rank",)
+_NEXT = "num_nextn_predict_layers"
 
 
 class NotRecorded(Exception):
@@ -71,11 +85,13 @@ class NotRecorded(Exception):
 @dataclass(frozen=True)
 class Writer:
     """Folders of headers of one model_type, each written once. `head_dim`: configs state one also where
-    the class of transformers has no such key; `draft`: folders hold a draft, whose class is meant."""
+    the class of transformers has no such key; `architecture`: another class that reads them; `draft`:
+    folders hold a draft, whose class is meant."""
 
     room: Path
     model_type: str
     head_dim: bool = True
+    architecture: str = ""
     draft: bool = False
 
     def folder(
@@ -86,11 +102,11 @@ class Writer:
         form: str = "",
         without: str = "",
     ) -> Path:
-        """The checkpoint at a set of sizes, with settings of its config changed, under other names if
-        `form` says so (other_names.py), `without` a key that published configs state."""
+        """The checkpoint at a set of sizes, with settings of its config changed, in another form
+        (other_names.py), `without` a key that published configs state."""
         own = [number, sorted(fixed), dict(changed), self.head_dim, form, without, self.draft]
         name = json.dumps(own).replace("/", "-")
-        folder = self.room / self.model_type / name
+        folder = self.room / (self.architecture or self.model_type) / name
         if folder.is_dir():
             return folder
         given = dict(GIVEN.get(self.model_type, {}))
@@ -98,21 +114,29 @@ class Writer:
         config = sized(self.model_type, given, sizes, number, fixed, head_dim=self.head_dim)
         if changed:
             config = _changed(config, changed)
-        keys = {**PUBLISHED.get(self.model_type, {}), **DRAFTS.get(self.model_type, {})}
+        keys = {**_published(self), **DRAFTS.get(self.model_type, {})}
         keys.pop(without, None)
         outer, _, inner = without.rpartition(".")
+        names = {**NAMES.get(self.model_type, {}), **NAMES.get(self.architecture, {})}
 
         def published(entries: Entries, saved: Mapping[str, Any]) -> Entries:
-            named = OTHER[form](entries) if form else entries
+            named = fused(entries) if form == FUSED_ROWS else entries
             return with_draft(named, saved, ends=form != WITHOUT_ENDS) if self.draft else named
 
-        turned = self.model_type in _TURNED
-        write(config, folder, keys, turned=turned, published=published)
+        write(
+            config, folder, keys, names, AS_PUBLISHED.get(self.model_type), published=published,
+            turned=self.model_type in _TURNED, otherwise=form == OTHER_EXPERTS,
+        )  # fmt: skip
+        if self.architecture:
+            edit_json(folder / "config.json", lambda c: c.update(architectures=[self.architecture]))
         if outer:
-            saved = config_of(folder)
-            saved[outer].pop(inner, None)
-            (folder / "config.json").write_text(json.dumps(saved))
+            edit_json(folder / "config.json", lambda c: c[outer].pop(inner, None))
         return folder
+
+
+def _published(writer: Writer) -> dict[str, Any]:
+    """Keys that published configs of a writer's class state, None for those that they have not."""
+    return {**PUBLISHED.get(writer.model_type, {}), **PUBLISHED.get(writer.architecture, {})}
 
 
 def _changed(config: Any, changed: Mapping[str, Any]) -> Any:
@@ -155,9 +179,7 @@ def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
     for number in range(1, COUNT):
         sets.append(_with_sizes(writer, server, runtime, number))
     two = asked(server, runtime, start, Rank(2, 0), draft=draft)
-    stages = [] if draft else [
-        asked(server, runtime, start, Rank(1, 0, 2, stage), load=False) for stage in (0, 1)
-    ]  # fmt: skip
+    stages, untied = _stages(writer, server, runtime, start, first)
     forms = [
         asked(server, runtime, folder, Rank(), draft=draft)
         for folder in _in_other_forms(writer, start)
@@ -175,7 +197,7 @@ def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
             server, runtime, start, Rank(1, 0, 2, 1), load=False, environment=partition
         )  # fmt: skip
         refuses = bool(none["error"])
-    return Recorded(sets, two, stages, forms, methods, reads, twice, draft, refuses)
+    return Recorded(sets, two, stages, untied, forms, methods, reads, twice, draft, refuses)
 
 
 def _asked_for(
@@ -188,7 +210,8 @@ def _asked_for(
         f"{outer}.{key}" for outer, values in given.items() if isinstance(values, Mapping)
         for key in values if outer.endswith("_config")
     ]  # fmt: skip
-    for key in (*PUBLISHED.get(writer.model_type, {}), *inside):
+    published = [key for key, value in _published(writer).items() if value is not None]
+    for key in (*published, *inside):
         try:
             folder = writer.folder(0, frozenset(), without=key)
         except Exception:  # transformers needs it, too: configs without it are none
@@ -213,18 +236,14 @@ def _layers_of(facts: Mapping[str, Any]) -> int:
 
 
 def _in_other_forms(writer: Writer, start: Path) -> Iterator[Path]:
-    """Folders of the first set under other names than transformers saves (other_names.py)."""
+    """Folders of the first set in other forms than transformers saves."""
     names = stored(start)
-    forms = ["fused rows"] if any(".in_proj_qkv." in name for name in names) else []
-    if any(re.search(r"\.experts\.0\.gate_proj\.weight$", name) for name in names):
-        forms += ["stacks"]
-    elif any(re.search(r"\.experts\.down_proj$", name) for name in names):
-        biased = any(name.endswith("_proj_bias") for name in names)
-        turned = writer.model_type in _TURNED
-        forms += [] if biased else ["matrices of turned" if turned else "matrices"]
+    with suppress(ValueError):  # of experts that have one form
+        yield writer.folder(0, frozenset(), form=OTHER_EXPERTS)
+    if any(".in_proj_qkv." in name for name in names):
+        yield writer.folder(0, frozenset(), form=FUSED_ROWS)
     if any(".enorm." in name for name in names):
-        forms.append(WITHOUT_ENDS)
-    yield from (writer.folder(0, frozenset(), form=form) for form in forms)
+        yield writer.folder(0, frozenset(), form=WITHOUT_ENDS)
 
 
 def _reads_weights(
@@ -255,6 +274,23 @@ def _reads_weights(
     if spoils("*"):
         found |= {name: "load" for name in names if name not in found and spoils(name)}
     return found, [one for one in every.get("aliases", ()) if one[0].endswith("weight_packed")]
+
+
+def _stages(
+    writer: Writer, server: Server, runtime: str, start: Path, first: Mapping[str, Any]
+) -> tuple[list[Any], bool]:
+    """Each of two stages, or why there are none; and whether they are of a head that is not tied, for a
+    tied one is refused."""
+
+    def of(folder: Path) -> list[Any]:
+        ranks = (Rank(1, 0, 2, stage) for stage in (0, 1))
+        return [asked(server, runtime, folder, rank, load=False) for rank in ranks]
+
+    stages = [] if writer.draft else of(start)
+    if stages and first["aliases"] and all(stage["error"] for stage in stages):
+        stages = of(writer.folder(0, frozenset(), UNTIED))
+        return stages, not any(stage["error"] for stage in stages)
+    return stages, False
 
 
 def _with_sizes(
@@ -319,8 +355,35 @@ def _under(
     return made
 
 
+_ALL = ("code", "modules", "parameters", "unread", "aliases", "probes", "renames", "packed")
+
+
+def same_as(writer: Writer, server: Server, runtime: str) -> str:
+    """The architecture of a model_type's own class where the runtime has the same code for the writer's
+    and makes the same of it, "" where it is another."""
+    own = replace(writer, architecture="")
+    said = [
+        asked(server, runtime, one.folder(0, frozenset()), Rank(), probes=True)
+        for one in (own, writer)
+    ]
+    same = all(said[0].get(key) == said[1].get(key) for key in _ALL)
+    return architecture_of(own) if same and not said[0]["error"] else ""
+
+
+def architecture_of(writer: Writer) -> str:
+    """The architecture that a writer's configs name."""
+    named: str = config_of(writer.folder(0, frozenset()))["architectures"][0]
+    return named
+
+
 def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     """The table of a class; raises NotRecorded."""
+    same = same_as(writer, server, runtime) if writer.architecture else ""
+    if same:
+        return {
+            "runtime": runtime, "version": VERSIONS[runtime], "architecture": writer.architecture,
+            "model_type": writer.model_type, "same_as": same,
+        }  # fmt: skip
     try:
         base = recorded(writer, server, runtime)
     except NotRecorded:
@@ -337,7 +400,8 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
             if made is not None:
                 others.append((changed, made))
     values = {**config.get("text_config", config), **config}
-    found = under_settings(found, others, values)
+    found = under_settings(found, others, values, untied=base.untied)
+    found |= _of_next_layers(writer, server, runtime, found, config)
     return {
         "runtime": runtime, "version": VERSIONS[runtime],
         "architecture": config["architectures"][0], "model_type": config["model_type"],
@@ -349,6 +413,25 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _of_next_layers(
+    writer: Writer,
+    server: Server,
+    runtime: str,
+    found: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Answers of a table's class to names that lead nowhere where its config counts draft layers."""
+    if config.get("text_config", config).get(_NEXT) != 0:
+        return {}
+    folder = writer.folder(0, frozenset(), {_NEXT: 1})
+    facts = asked(server, runtime, folder, Rank(), probes=True)
+    unknown = {} if facts["error"] else unknown_of(facts)
+    if facts["error"] or unknown == found["unknown"]:
+        return {}
+    otherwise = {**found.get("otherwise", {}), f"{_NEXT}=1": {"unknown": unknown}}
+    return {"otherwise": otherwise, "flags": sorted({*found["flags"], _NEXT})}
+
+
 def defaults(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """Values that the class of a config takes for keys of a table that config.json leaves out; null
     where it follows from other keys."""
@@ -357,10 +440,13 @@ def defaults(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:
     hf: Any = transformers
     given = GIVEN.get(model_type, {})  # as in a small model
     sizes = {"hidden_size": 6144, "num_attention_heads": 48}  # of no default
-    first, other = (
-        hf.AutoConfig.for_model(model_type, **{**given, **more}).to_dict()
-        for more in ({}, {"text_config": sizes} if "text_config" in given else sizes)
-    )
+    try:
+        first, other = (
+            hf.AutoConfig.for_model(model_type, **{**given, **more}).to_dict()
+            for more in ({}, {"text_config": sizes} if "text_config" in given else sizes)
+        )
+    except StrictDataclassError:  # of sizes that must fit others: a config states all that it uses
+        return {}
     words = json.dumps([found["modules"], found["names"], found["layers"]])
     used = {*found["flags"], *re.findall(r"[a-z_]+[a-z0-9_]*(?:\.[a-z0-9_]+)?", words)}
     return {key: value if _at(other, key) == value else None for key in sorted(used)
@@ -409,10 +495,11 @@ def folder_of(runtime: str, tables: Path = TABLES) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome for a class: its table, or why there is none. `name`: the architecture, or the
-    model_type where transformers makes no small model."""
+    """Outcome for a class: its table, or why there is none. `name`: the architecture, or what was
+    `given` where transformers makes no small model."""
 
     runtime: str
+    given: str
     name: str
     text: str | None
     cause: str
@@ -420,46 +507,55 @@ class Outcome:
 
 def outcome(writer: Writer, server: Server, runtime: str) -> Outcome:
     """The table of a model_type's class, or why there is none."""
+    given = writer.architecture or writer.model_type
     try:
-        plain = replace(writer, head_dim=False, draft=False)
-        architecture = str(config_of(plain.folder(0, frozenset()))["architectures"][0])
+        architecture = architecture_of(replace(writer, head_dim=False, draft=False))
     except Exception as error:  # what transformers raises for a config is the cause
         cause = f"no small model: {type(error).__name__}: {str(error)[:200]}"
-        return Outcome(runtime, writer.model_type, None, cause)
+        return Outcome(runtime, given, given, None, cause)
     architecture += ".draft" if writer.draft else ""
+    made = partial(Outcome, runtime, given, architecture)
     try:
-        return Outcome(runtime, architecture, written(record_of(writer, server, runtime)), "")
+        return made(written(record_of(writer, server, runtime)), "")
     except NotRecorded as why:
-        return Outcome(runtime, architecture, None, str(why).replace(f"{writer.room}/", ""))
+        return made(None, str(why).replace(f"{writer.room}/", ""))
     except Exception as error:  # of one class of two hundred: listed, and the others go on
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(at.filename).name}, {at.name}"
         cause = f"no table: {type(error).__name__}: {str(error)[:200]} in {where}"
-        return Outcome(runtime, architecture, None, cause)
+        return made(None, cause)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model_type to record in each of some runtimes, whose servers are in `servers`."""
+    """A model_type, or a class that reads one (`LIKE`), to record in each of some runtimes, whose
+    servers are in `servers`."""
 
-    model_type: str
+    name: str
     runtimes: Sequence[str]
     servers: Path
     room: Path
 
 
+def writer_of(room: Path, name: str, *, draft: bool = False) -> Writer:
+    """The writer of a model_type, or of a class that reads one."""
+    if name in LIKE:
+        return Writer(room, LIKE[name], architecture=name)
+    return Writer(room, name, draft=draft)
+
+
 def done(job: Job) -> list[Outcome]:
     """Outcomes of a job, in a process of its own."""
-    writer, found = Writer(job.room, job.model_type), []
+    writer, found = writer_of(job.room / job.name, job.name), []
     for runtime in job.runtimes:
         began = time.monotonic()
         server = Server(PYTHON, job.servers, runtime)
-        for draft in (False, True)[: 1 + (job.model_type in DRAFTS)]:
+        for draft in (False, True)[: 1 + (job.name in DRAFTS)]:
             found.append(outcome(replace(writer, draft=draft), server, runtime))
             seconds = f"{time.monotonic() - began:.0f} s"
-            print(runtime, job.model_type, found[-1].name, found[-1].cause or seconds, flush=True)
+            print(runtime, job.name, found[-1].name, found[-1].cause or seconds, flush=True)
         server.close()
-    shutil.rmtree(job.room / job.model_type, ignore_errors=True)
+    shutil.rmtree(writer.room, ignore_errors=True)
     return found
 
 
@@ -470,7 +566,8 @@ def keep(outcome: Outcome, tables: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     file, listed = out / f"{outcome.name}.json", out / "not_recorded.json"
     causes = json.loads(listed.read_bytes()) if listed.exists() else {}
-    causes.pop(outcome.name, None)
+    for name in (outcome.given, outcome.name):
+        causes.pop(name, None)
     if outcome.text is None:
         causes[outcome.name] = outcome.cause
         file.unlink(missing_ok=True)
@@ -489,9 +586,9 @@ def main() -> None:
     takes.add_argument("--tables", type=Path, default=TABLES)
     takes.add_argument("--room", type=Path, help="where servers of loaders listen")
     takes.add_argument("--jobs", type=int, default=2, help="model_types at a time")
-    takes.add_argument("model_type", nargs="*")
+    takes.add_argument("name", nargs="*", help="a model_type, or a class that reads one")
     given = takes.parse_args()
-    names = given.model_type or model_types()
+    names = given.name or [*model_types(), *LIKE]
     runtimes = given.runtime or sorted(VERSIONS)
     importlib.import_module("transformers.modeling_utils")  # once, before processes are forked
     with tempfile.TemporaryDirectory() as made:

@@ -8,8 +8,8 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import combinations_with_replacement, product
+from functools import cache, cached_property
+from itertools import combinations_with_replacement
 from typing import Any
 
 Facts = Mapping[str, Any]
@@ -27,6 +27,8 @@ _SIZES = (
     "inner",
     "rows",
 )
+# Kinds that have no weights, scales of a cache at most.
+_ATTENTION = ("attention", "latent_attention")
 # Parameters that a kind of layers has; what a class adds to one is a parameter by itself.
 _LEAVES = ("weight", "bias", "w13_weight", "w2_weight", "w13_bias", "w2_bias")
 # Keys that count what has nothing to do with a size, or that published configs do not have, because it
@@ -128,11 +130,21 @@ class Expressions:
                 return f"{text}+{self._known[rest]}"
             if len(set(rest)) == 1 and 0 < rest[0] <= 4:
                 return f"{text}+{rest[0]}"
-        for one, left in self._telling:
-            for two, right in self._telling:
-                rest = tuple(w - a - b for w, a, b in zip(wanted, one, two, strict=True))
-                if rest in self._known:
-                    return f"{left}+{right}+{self._known[rest]}"
+        return self._sum_of_three(wanted)
+
+    def _sum_of_three(self, wanted: tuple[int, ...]) -> str:
+        """A sum of two telling expressions and a known one: compared as single numbers, of which some
+        come from other values, too."""
+        known = {_number_of(values) for values in self._known}
+        numbers = [_number_of(values) for values, _ in self._telling]
+        for at, (one, left) in enumerate(self._telling):
+            whole = _number_of(wanted) - numbers[at]
+            for other, number in enumerate(numbers):
+                if whole - number in known:
+                    two, right = self._telling[other]
+                    rest = tuple(w - a - b for w, a, b in zip(wanted, one, two, strict=True))
+                    if rest in self._known:
+                        return f"{left}+{right}+{self._known[rest]}"
         return ""
 
     def split(self, total: Sequence[int], first: Sequence[int]) -> list[str]:
@@ -142,13 +154,40 @@ class Expressions:
             (tuple(a + b for a, b in zip(one, two, strict=True)), f"{left}+{right}")
             for (one, left), (two, right) in combinations_with_replacement(single, 2)
         ]
-        fitting = [
-            [item for item in (*self._products, *sums) if item[0][0] == part] for part in first
-        ]
-        for chosen in product(*fitting):
-            if tuple(map(sum, zip(*(values for values, _ in chosen), strict=True))) == tuple(total):
-                return [text for _, text in chosen]
-        return []
+        known: dict[tuple[int, ...], str] = {}
+        for values, text in (*self._products, *sums):
+            known.setdefault(values, text)
+        fitting = [{v: text for v, text in known.items() if v[0] == part} for part in first]
+        return _chosen(fitting, tuple(total)) or []
+
+
+def _has_more(piece: Facts) -> bool:
+    """Tell whether a tensor has more dimensions than what holds it."""
+    return len(piece["out"]) > len(piece["into"])
+
+
+def _number_of(values: Sequence[int]) -> int:
+    return sum(value << (21 * at) for at, value in enumerate(values))
+
+
+def _chosen(
+    fitting: Sequence[Mapping[tuple[int, ...], str]], total: tuple[int, ...]
+) -> list[str] | None:
+    """The first expressions, one of each, whose values add up."""
+
+    @cache
+    def of(at: int, left: tuple[int, ...]) -> tuple[str, ...] | None:
+        if at == len(fitting) - 1:
+            return (fitting[at][left],) if left in fitting[at] else None
+        for values, text in fitting[at].items():
+            rest = tuple(whole - value for whole, value in zip(left, values, strict=True))
+            others = of(at + 1, rest) if min(rest) > 0 else None
+            if others is not None:
+                return (text, *others)
+        return None
+
+    found = of(0, total) if fitting else None
+    return None if found is None else [*found]
 
 
 @dataclass(frozen=True)
@@ -208,7 +247,7 @@ def _things(facts: Facts) -> dict[str, Entry]:
         if module["kind"] in ("list", "absent"):
             continue
         entry: Entry = {"kind": module["kind"], "asked": module["asked"], "name": module["name"]}
-        if module["kind"] != "attention":
+        if module["kind"] not in _ATTENTION:
             entry |= {"sizes": _module_sizes(module), "bias": module["bias"]}
             if "gated" in module:
                 entry["gated"] = module["gated"]
@@ -222,7 +261,9 @@ def _things(facts: Facts) -> dict[str, Entry]:
     for name, held in shapes.items():
         module, _, leaf = name.rpartition(".")
         owner = found.get(module)
-        if owner is not None and owner["kind"] != "attention" and leaf in _LEAVES:
+        if owner is not None and owner["kind"] not in _ATTENTION and leaf in _LEAVES:
+            if leaf == "weight" and name in facts["dtypes"]:
+                owner["dtype"] = facts["dtypes"][name]
             continue
         entry = {
             "kind": "parameter", "name": name, "sizes": {"shape": held["shape"]},
@@ -321,7 +362,7 @@ def _names(facts: Facts) -> dict[str, tuple[Entry, list[tuple[int, ...]]]]:
     """Destinations of the checkpoint's tensors by pattern, each with the numbers of its modules."""
     patterns = patterns_of(facts)
     modules = {
-        m["name"]: m for m in facts["modules"] if m["kind"] not in ("list", "absent", "attention")
+        m["name"]: m for m in facts["modules"] if m["kind"] not in ("list", "absent", *_ATTENTION)
     }
     found: dict[str, tuple[Entry, list[tuple[int, ...]]]] = {}
     for name, held in facts["parameters"].items():
@@ -371,8 +412,13 @@ def _name(
                 entry |= {"stack": True, "transposed": piece["order"] == "transposed"}
     if piece["order"] == "transposed" and "stack" not in entry:
         entry["rows"] = "transposed"
+    elif module is None and piece["order"] == "same" and _has_more(piece):
+        entry["rows"] = "squeezed"
     elif piece["order"] in ("moved", "scattered", "computed"):
         entry["rows"] = "moved" if piece["order"] != "computed" else "computed"
+        in_heads = module is not None and piece.get("within") == module.get("head_size", 0)
+        if in_heads and piece["within"]:
+            entry["rows"] = "moved in heads"
     if "computed" in piece:
         entry["computed"] = piece["computed"]
     return entry, numbers
@@ -394,7 +440,8 @@ def _without_expert(source: str, piece: Facts) -> str:
 @dataclass(frozen=True)
 class Recorded:
     """Records of a class. `sets`: config and facts at each set of sizes; `tp2`, `stages`:
-    facts of set 0 as one of two ranks, and as each of two stages, or why there are none; `forms`: under
+    facts of set 0 as one of two ranks, and as each of two stages, or why there are none; `untied`:
+    two stages are refused where the embeddings are the head, and these are without; `forms`: under
     other names; `methods`: as one of two ranks under methods of quantization; `reads`: when the class
     reads the weights of linears that it asks for by such names; `twice`: names of one packed weight;
     `needs_experts`: it refuses a stage without."""
@@ -402,6 +449,7 @@ class Recorded:
     sets: Sequence[tuple[Mapping[str, Any], Facts]]
     tp2: Facts | None
     stages: Sequence[Facts]
+    untied: bool = False
     forms: Sequence[Facts] = ()
     methods: Mapping[str, Facts] = field(default_factory=dict)
     reads: Mapping[str, str] = field(default_factory=dict)
@@ -452,15 +500,16 @@ def table(recorded: Recorded) -> dict[str, Any]:
     for entry, where in names.values():
         inside = next((b for b in kinds if entry["to"].startswith(f"{b}.*.")), None)
         found_names.append(entry | _variant_of(inside, kinds, [w[0] for w in where if w]))
-    refused = list[str]()
+    refused, left = set[str](), set[str]()
     for other in recorded.forms:
-        more, ended = _in_form(other, found_names, facts)
+        more, ended, passed = _in_form(other, found_names, facts, modules)
         found_names += more
-        refused += ended
+        refused |= ended
+        left |= passed
     unread = facts["unread"]
     if recorded.draft:
         found_names = [*_of_draft(found_names, config)]
-        refused = [name for name in refused if name.startswith("mtp.")] or refused
+        refused = {name for name in refused if name.startswith("mtp.")} or refused
         own = ("mtp.", f"model.layers.{config.get('text_config', config)['num_hidden_layers']}.")
         unread = [name for name in unread if name.startswith(own)]
     layers = {base: _count_key(base, patterns.lists[base], config) for base in kinds}
@@ -472,21 +521,34 @@ def table(recorded: Recorded) -> dict[str, Any]:
         "layers": layers, "packed": facts["packed"], "renames": facts["renames"],
         "fuses_shared": facts["fuses_shared"], "stages": _stages(recorded, patterns), "modules": modules,
         "variants": variants, "names": found_names,
-        "passed": sorted({_passed(name, patterns) for name in unread}),
-        "unknown": {place: _condensed(said) for place, said in facts["probes"].items()},
+        "passed": sorted({_passed(name, patterns) for name in unread} | left),
+        "unknown": unknown_of(facts),
         "tied": [*_tied(facts, patterns), *_packed_twice(recorded.twice, patterns)],
     }  # fmt: skip
 
 
-def _in_form(other: Facts, known: Sequence[Entry], facts: Facts) -> tuple[list[Entry], list[str]]:
-    """Names that a checkpoint in another form has beside those that are known, each marked; where the
-    load ends, the names themselves."""
+def unknown_of(facts: Facts) -> dict[str, dict[str, str]]:
+    """Answers of a class to names that lead nowhere, by their places."""
+    return {place: _condensed(said) for place, said in facts["probes"].items()}
+
+
+def _in_form(
+    other: Facts, known: Sequence[Entry], facts: Facts, modules: Sequence[Entry]
+) -> tuple[list[Entry], set[str], set[str]]:
+    """Names that a checkpoint in another form has beside those that are known, each marked; those that
+    end the load, and those that are passed over."""
+    here, there = ({*map(starred_name, one["stored"])} for one in (facts, other))
+    own = there - here
     if other["error"]:
-        here, there = ({*map(starred_name, one["stored"])} for one in (facts, other))
-        return [], sorted(there - here)
+        return [], own if other["step"] == "load" else set(), set()
     sources = {entry["from"] for entry in known}
-    more = (entry for entry, _ in _names(other).values() if entry["from"] not in sources)
-    return [entry | {"other": True} for entry in more], []
+    experts = {one["name"]: one for one in modules if one["kind"] == "experts"}
+    more = [
+        entry | {key: value for key, value in experts.get(entry["to"], {}).items() if key == "variant"}
+        for entry, _ in _names(other).values() if entry["from"] not in sources
+    ]  # fmt: skip
+    left = own & {starred_name(name) for name in other["unread"]}
+    return [entry | {"other": True} for entry in more], set(), left
 
 
 def _of_draft(names: Sequence[Entry], config: Mapping[str, Any]) -> Iterator[Entry]:
@@ -759,15 +821,18 @@ def _condensed(said: Mapping[str, str]) -> dict[str, str]:
 _NUMBERS = "numbers"
 # Settings of a config that change what is built.
 _MERGED = ("modules", "names")
+UNTIED: Mapping[str, Any] = {"tie_word_embeddings": False}
 
 
 def under_settings(
     base: Mapping[str, Any],
     others: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
     values: Mapping[str, Any],
+    *,
+    untied: bool = False,
 ) -> dict[str, Any]:
     """A table joined with those of other settings: what is not in both says when it is so. `values`:
-    the settings of the base."""
+    the settings of the base; `untied`: it runs in several stages where the head is not tied."""
     found = dict(base)
     for key in _MERGED:
         entries: dict[str, tuple[Entry, Entry]] = {
@@ -799,6 +864,9 @@ def under_settings(
                 found.setdefault("otherwise", {}).setdefault(f"{name}={json.dumps(value)}", {})[
                     key
                 ] = other[key]
+    if untied:
+        tied = found.setdefault("otherwise", {}).setdefault("tie_word_embeddings=true", {})
+        tied["stages"] = "one"
     found["flags"] = sorted({name for changed, _ in others for name in changed})
     return found
 

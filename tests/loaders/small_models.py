@@ -4,12 +4,13 @@ options."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from checkpoints import edit_json, run_cli
 from families.classes import SETTINGS
+from families.headers_only import as_published, write_index
 from families.tiny import saved
 
 from loaders.folders import parts
@@ -17,14 +18,15 @@ from loaders.folders import parts
 # Sizes that no class has by default: heads whose rows are no whole blocks of 128.
 ODD = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "hidden_size": 576}
 CLASSES = (
-    "afmoe", "apertus", "arcee", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-    "ernie4_5_moe", "exaone4", "gemma2", "gemma3", "gemma3_text", "gemma4", "glm4", "glm4_moe",
-    "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "gpt_oss", "granite", "granitemoe",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_linear", "lfm2_moe", "llama", "llama4",
-    "llama4_text", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral",
-    "nemotron_h", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5",
-    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
-    "qwen3_vl_moe", "starcoder2",
+    "afmoe", "apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4",
+    "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "gpt_oss", "granite",
+    "granite_swa", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_k25",
+    "kimi_linear", "lfm2", "lfm2_moe", "llama", "llama4", "llama4_text", "mimo_v2_flash",
+    "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral", "nemotron_h", "olmo2", "olmoe",
+    "opt", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
+    "stablelm", "starcoder2",
 )  # fmt: skip
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in CLASSES},
@@ -36,16 +38,58 @@ _LATENT = {
     "q_lora_rank": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
     "v_head_dim": 128, "num_key_value_heads": 4,
 }  # fmt: skip
+
+
+def _sections(share: float, *of_sets: Sequence[int]) -> Mapping[str, Any]:
+    """Rotary embeddings of a multi-modal model: sections of half of what is rotated, at each set."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": share}
+    return {"rope_parameters": tuple({**rope, "mrope_section": [*one]} for one in of_sets)}
+
+
 _FIRST_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+_MHA: Mapping[str, Any] = {"num_key_value_heads": None}
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None}, "deepseek_v3": _LATENT,
-    "deepseek_v32": _FIRST_DENSE, "glm4_moe_lite": {**_LATENT, **_FIRST_DENSE},
-    "glm_moe_dsa": _FIRST_DENSE,
+    "deepseek_v32": _FIRST_DENSE, "exaone_moe": _FIRST_DENSE, "hy_v3": _FIRST_DENSE,
+    "glm4_moe_lite": {**_LATENT, **_FIRST_DENSE},
+    "glm_moe_dsa": _FIRST_DENSE, "kimi_k25": _LATENT,
+    # Classes that have as many heads of keys as of queries, whatever a config says.
+    "glm5_next": {"num_key_value_heads": (8, 6, 10), "qk_rope_head_dim": (0, 0, 0)},
+    "olmo": _MHA, "olmoe": _MHA,
+    "phi": {**_MHA, "intermediate_size": (512, 768, 960)}, "kimi_linear": _FIRST_DENSE,
+    "zamba2": {
+        "attention_hidden_size": (256, 384, 480), "attention_head_dim": (32, 64, 48),
+        "kv_channels": (16, 32, 24), "mamba_headdim": (32, 48, 60), "n_mamba_heads": (8, 8, 8),
+        **_MHA,
+    },
+    "falcon_h1": {"mamba_d_ssm": (256, 384, 480)}, "gptj": {"rotary_dim": 16},
+    "hy_v4": {"hc_mult": (4, 2, 3)},
+    # Other heads in other layers, as published.
+    "laguna": {"num_attention_heads_per_layer": ([8, 6] * 2, [6, 9] * 2, [10, 5] * 2)},
+    "mamba2": {"num_heads": (8, 8, 6), "intermediate_size": (256, 384, 480)},
+    # sglang takes 8 groups whatever a config says.
+    "nemotron_h": {"n_groups": (8, 8, 8), "mamba_num_heads": (8, 16, 24)},
+    "glm4v_moe": _sections(0.5, (2, 3, 3), (3, 4, 5), (5, 7, 8)),
+    "cosmos3_edge": _sections(1.0, (4, 6, 6), (6, 9, 9), (10, 15, 15)),
+    "qwen2_5_vl": _sections(1.0, (2, 3, 3), (4, 6, 6), (3, 4, 5)),
 }  # fmt: skip
+_NO_HEAD: Mapping[str, Any] = {"vision_config": {"vision_use_head": False}}
 _NO_DEEPSTACK: Mapping[str, Any] = {"vision_config": {"deepstack_visual_indexes": []}}
 GIVEN: Mapping[str, Mapping[str, Any]] = {
     **SETTINGS,
-    "gemma4": {"vision_config": {"hidden_size": 256, "intermediate_size": 512}},
+    "gemma3": _NO_HEAD, "lfm2_vl": _NO_HEAD,
+    "gemma4_unified": {"vision_config": {}},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "gemma4": {
+        "text_config": {
+            "enable_moe_block": True, "num_experts": 8, "moe_intermediate_size": 256,
+            "top_k_experts": 2, "attention_k_eq_v": True, "global_head_dim": 128,
+            "num_global_key_value_heads": 1, "num_key_value_heads": 2, "head_dim": 64,
+            "hidden_size_per_layer_input": 0, "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        "vision_config": {"hidden_size": 256, "intermediate_size": 512},
+    },
     "glm4v_moe": {"vision_config": {"num_heads": 4}},
     "mistral3": {"tie_word_embeddings": False},
     "qwen3_5": _NO_DEEPSTACK, "qwen3_5_moe": _NO_DEEPSTACK,
@@ -82,15 +126,62 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 5e6, "swa_rope_theta": 1e4, "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
     },
+    "kimi_k25": {**_DEEPSEEK_V3, "num_nextn_predict_layers": 0},
     "minimax_m2": {
         "scoring_func": "sigmoid", "rotary_dim": 32, "use_routing_bias": True, "use_qk_norm": True,
         "qk_norm_type": "per_layer",
     },
     "nemotron_h": {
         "layers_block_type": ["mamba", "moe", "attention", "mlp"],
-        "mtp_layers_block_type": ["attention", "moe"],
+        "mtp_layers_block_type": ["attention", "moe"], "num_hidden_layers": 4,
     },
     "qwen3_vl_moe": {"norm_topk_prob": True},
+    "exaone_moe": {
+        "is_moe_layer": [False, True, True, True], "scoring_func": "sigmoid",
+        "first_last_k_dense_replace": 1,
+    },
+    "hy_v3": {
+        "qk_norm": True, "route_norm": True, "first_k_dense_replace": 1,
+        "expert_hidden_dim": "=moe_intermediate_size",
+    },
+    "kimi_linear": {
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "linear_attn_config": {
+            "kda_layers": [1, 3], "full_attn_layers": [2, 4], "short_conv_kernel_size": 4,
+            "head_dim": "=linear_head_dim", "num_heads": "=linear_num_heads",
+        },
+        "linear_head_dim": None, "linear_num_heads": None, "linear_conv_kernel_dim": None,
+        "layer_types": None,
+    },
+    "lfm2": {"block_dim": "=hidden_size", "block_ff_dim": "=intermediate_size"},
+    "lfm2_vl": {"block_dim": "=hidden_size", "block_ff_dim": "=intermediate_size"},
+    "longcat_flash": {
+        "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity",
+    },
+    "phi": {"intermediate_size": None},
+    "minicpmv4_6": {"full_attention_interval": 2},
+    "qwen2_vl": {"vision_config.in_chans": 3},
+    "step3p7": {
+        "moe_layers_enum": "1,2,3", "rope_theta": [1e4] * 4, "partial_rotary_factors": [1.0] * 4,
+        "use_head_wise_attn_gate": True, "need_fp32_gate": True,
+    },
+    "SolarForCausalLM": {
+        "bskcn_1": [1], "bskcn_2": [2], "bskcn_3": [3], "bskcn_4": [3], "bskcn_tv": [0.9, 0.8],
+    },
+    "MiniCPMForCausalLM": {
+        "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4, "num_experts": 0,
+    },
+    "TeleFLMForCausalLM": {
+        "use_mup": True, "input_mult": 1.0, "output_mult": 1.0, "mup_scale_factor": 1.0,
+    },
+    "NanbeigeForCausalLM": {"rope_theta": 7e6},
+    "XverseMoeForCausalLM": {"moe_top_k": 2, "num_shared_experts": 1},
+    "minimax_m3_vl_text": {"rope_theta": 5e6, "scoring_func": "sigmoid"},
+    "mamba2": {"rms_norm": True}, "Param2MoEForCausalLM": {"rope_theta": 1e4},
+    "DeepseekForCausalLM": {
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "scoring_func": "softmax",
+    },
     **{name: {"full_attention_interval": 2} for name in GDN},
 }  # fmt: skip
 # What published configs of classes with a draft model state of it.
@@ -98,27 +189,104 @@ DRAFTS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"num_nextn_predict_layers": 1} for name in ("deepseek_v3", "glm4_moe")},
     **{name: {"mtp_num_hidden_layers": 1} for name in GDN if name != "qwen3_next"}, "qwen3_next": {},
 }  # fmt: skip
+# Names that published checkpoints have otherwise than transformers 5 saves them, as patterns.
+_TOWER_NAMES = {r"^(.*vision_tower)\.(?!vision_model)": r"\1.vision_model."}
+NAMES: Mapping[str, Mapping[str, str | None]] = {
+    **dict.fromkeys(
+        (
+            "cohere2_vision",
+            "gemma3",
+            "lfm2_vl",
+            "llava",
+            "llava_next",
+            "llava_next_video",
+            "llava_onevision",
+            "paligemma",
+        ),
+        _TOWER_NAMES,
+    ),
+    "DeepseekForCausalLM": {r"\.e_score_correction_bias$": None},
+    "kimi_linear": {r"(layers\.0)\.block_sparse_moe\.(\w+_proj)": r"\1.mlp.\2"},
+}
+# Classes of a runtime that read configs and names of a model_type, whose published configs state
+# another one that transformers does not know.
+LIKE: Mapping[str, str] = {
+    **{
+        f"{name}ForCausalLM": "llama"
+        for name in (
+            "IQuestCoder", "InternLM3", "LLaMA", "MiniCPM", "Nanbeige", "PanguEmbedded", "Solar",
+            "Step1", "TeleChat3", "TeleFLM", "Xverse",
+        )
+    },
+    "MiMoForCausalLM": "qwen2", "SDARForCausalLM": "qwen3", "SDARMoeForCausalLM": "qwen3_moe",
+    "IQuestQ1ForCausalLM": "qwen3_moe", "Rnj1ForCausalLM": "gemma3_text",
+    "DeepseekForCausalLM": "glm4_moe", "Ernie4_5_ForCausalLM": "ernie4_5",
+    "ExaoneMoEForCausalLM": "exaone_moe",
+    "MiniMaxM3SparseForCausalLM": "minimax_m3_vl_text",
+    "NemotronHPuzzleForCausalLM": "nemotron_h", "PhiMoEForCausalLM": "phimoe",
+    "XverseMoeForCausalLM": "qwen2_moe", "Param2MoEForCausalLM": "glm4_moe",
+}  # fmt: skip
+
+
+def _gemma4(config: dict[str, Any]) -> None:
+    """Sizes of layers of full attention under keys of their own."""
+    text = config["text_config"]
+    (layer, *_) = text.pop("per_layer_config").values()
+    text["global_head_dim"] = layer["head_dim"]
+    text["num_global_key_value_heads"] = layer["num_key_value_heads"]
+
+
+def _kimi_k25(config: dict[str, Any]) -> None:
+    """Names of the model's own code, whose tower has other keys."""
+    config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    config["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    tower, text = config["vision_config"], config["text_config"]
+    config["vision_config"] = {
+        "merge_kernel_size": tower["merge_kernel_size"], "merge_type": "sd2_tpool",
+        "mm_hidden_size": tower["hidden_size"], "mm_projector_type": "patchmerger",
+        "patch_size": tower["patch_size"], "pos_emb_type": "divided_fixed",
+        "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
+        "text_hidden_size": text["hidden_size"], "video_attn_type": "spatial_temporal",
+        **{f"init_pos_emb_{one}": tower[f"pos_emb_{one}"] for one in ("height", "width", "time")},
+        **{f"vt_{one}": tower[one] for one in (
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
+        )},
+    }  # fmt: skip
+
+
+# What a config of transformers 5 becomes in the published form, where it has other keys.
+AS_PUBLISHED: Mapping[str, Callable[[dict[str, Any]], None]] = {
+    "gemma4": _gemma4, "kimi_k25": _kimi_k25,
+}  # fmt: skip
 COMMANDS = (
     "as saved", "text", "experts stack", "experts unstack", "fuse --for sglang", "unfuse", "fp8",
     "fp8 --channel", "int8", "mx", "mx --targets Linear", "nvfp4 --dialect compressed-tensors",
     "nvfp4 --dialect modelopt", "w4a16 --rtn", "w4a16 --rtn --targets Linear",
     "w4a16 --rtn --packing gptq", "split --pp 2 --for sglang", "split --pp 2 --for vllm",
 )  # fmt: skip
+# What they make of a checkpoint in FP8, and with options of some more forms.
+FURTHER = (
+    "fp8 then w4a16 --rtn", "fp8 then nvfp4 --dialect compressed-tensors",
+    "nvfp4 --dialect compressed-tensors --targets Linear", "fp8 --channel --kv-scale 0.5",
+    "w4a16 --rtn --kv-scale 0.5", "w4a16 --rtn --asymmetric", "w4a16 --rtn --bits 8",
+    "w4a16 --rtn --targets Linear --asymmetric", "w4a16 --rtn --targets Linear --bits 8",
+)  # fmt: skip
 # Commands that refuse a class, each with a part of what it says; any other refusal is an error, and so
 # is one of these that is no more. The first that names a class and a command counts.
 DENSE = (
-    "apertus", "arcee", "cohere2", "exaone4", "gemma2", "gemma3", "gemma3_text", "gemma4", "glm4",
-    "granite", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "mistral3", "olmo2", "phi3",
-    "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_vl", "starcoder2",
+    "apertus", "arcee", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text",
+    "gemma4", "glm4", "granite", "granite_swa", "hunyuan_v1_dense", "lfm2", "llama", "ministral3",
+    "mistral", "mistral3", "olmo2", "opt", "phi3", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5",
+    "qwen3_5_text", "qwen3_vl", "stablelm", "starcoder2",
 )  # fmt: skip
 TOWERS = (
     "gemma3", "gemma4", "glm4v_moe", "llama4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
     "qwen3_vl", "qwen3_vl_moe",
 )  # fmt: skip
 ONE_STAGE = (
-    "afmoe", "cohere2", "ernie4_5_moe", "gemma2", "gemma3", "gemma3_text", "granite", "granitemoe",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "llama4", "olmo2", "olmoe", "qwen3_next",
-    "starcoder2",
+    "afmoe", "cohere", "cohere2", "ernie4_5_moe", "gemma", "gemma2", "gemma3", "gemma3_text",
+    "granite", "granite_swa", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "lfm2",
+    "lfm2_moe", "llama4", "olmo2", "olmoe", "qwen3_next", "stablelm", "starcoder2",
 )  # fmt: skip
 STACKED = ("gpt_oss", "granitemoe", "llama4", "llama4_text", "nemotron_h", "qwen3_vl_moe")
 _STACKS = ("experts stack", "experts unstack")
@@ -150,6 +318,10 @@ REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
     (("experts unstack",), ("granitemoe",), "does not read its experts as a matrix an expert"),
     (("split --pp 2 --for sglang",), ONE_STAGE, "runs in one pipeline stage only in sglang"),
     (
+        ("split --pp 2 --for sglang", "split --pp 2 --for vllm"), ("opt",),
+        "no stage is known for its role 'model.decoder.embed_positions'",
+    ),
+    (
         ("split --pp 2 --for sglang", "split --pp 2 --for vllm"), ("gemma4",),
         "no stage is known for its role 'model.language_model.embed_tokens_per_layer'",
     ),
@@ -161,10 +333,14 @@ def origin(folders: Path, model: str) -> Path:
     folder = folders / model
     if not folder.is_dir():
         model_type, own = MODELS[model]
-        sizes = {**SIZES.get(model_type, {}), **own}
+        given = {**SIZES.get(model_type, {}), **own}
+        sizes = {key: value for key, value in given.items() if not isinstance(value, tuple)}
         saved(model_type, folder, GIVEN.get(model_type, {}), sizes)
         keys = PUBLISHED.get(model_type, {})
-        edit_json(folder / "config.json", lambda c: c.get("text_config", c).update(keys))
+        edit_json(folder / "config.json", lambda c: as_published(c, keys))
+        if model_type in AS_PUBLISHED:
+            edit_json(folder / "config.json", AS_PUBLISHED[model_type])
+        write_index(folder)
     return folder
 
 
@@ -176,10 +352,11 @@ def refusal(model: str, command: str) -> str:
 
 def made(folders: Path, model: str, command: str) -> list[Path]:
     """The folders that a command makes; none where it refuses, as it is known to."""
-    source = origin(folders, model)
+    first, then, command = command.rpartition(" then ")
+    source = made(folders, model, first)[0] if then else origin(folders, model)
     if command == "as saved":
         return [source]
-    words, out = command.split(), folders / f"{model} {command}"
+    words, out = command.split(), folders / f"{source.name} {command}"
     if out.is_dir():
         return parts(out)
     number = 2 if words[0] == "experts" else 1
@@ -188,4 +365,8 @@ def made(folders: Path, model: str, command: str) -> list[Path]:
     assert bool(done.code) == bool(says), done.err or f"no longer says {says!r}"
     assert says in done.err
     assert "Traceback" not in done.err
-    return [] if done.code else parts(out)
+    found = [] if done.code else parts(out)
+    for folder in found:
+        if (folder / "model.safetensors").exists():
+            write_index(folder)
+    return found

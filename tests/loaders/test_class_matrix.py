@@ -34,11 +34,10 @@ pytestmark = [
 # Classes whose folder does not load as saved, and why: transformers 5 saves their tensors under other
 # names or in another order than published (gemma3, kimi_linear, qwen3_vl_moe), or rotary's parameters of
 # two kinds of layers, which published configs do not have (mimo_v2_flash); sglang has nothing for
-# experts of Llama 4's text model, and looks for its tower in an index, which one file has not; vLLM's
-# class of Mistral 3 needs a package for images.
+# experts of Llama 4's text model, and looks for its tower in an index, which one file has not.
 UNLOADED: Mapping[str, Collection[str]] = {
     "sglang": ("gemma3", "kimi_linear", "llama4", "llama4_text", "mimo_v2_flash", "qwen3_vl_moe"),
-    "vllm": ("gemma3", "kimi_linear", "mistral3", "qwen3_vl_moe"),
+    "vllm": ("gemma3", "kimi_linear", "qwen3_vl_moe"),
 }
 LEAST_LOADED = 40
 STARTS = {"sglang": "sglang.launch_server", "vllm": "vllm serve"}

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from loaders.client import PYTHON, Server
-from loaders.record_classes import TABLES, VERSIONS, Writer, folder_of, record_of
+from loaders.record_classes import TABLES, VERSIONS, folder_of, record_of, writer_of
 from loaders.recorded_tables import written
+from loaders.small_models import LIKE
 
 pytestmark = [
     pytest.mark.loader,
@@ -34,7 +35,9 @@ def test_a_table_is_made_anew(
     there = json.loads(file.read_bytes())
     there.pop("agrees", None)
     server = {"sglang": hopper, "vllm": vllm}[runtime]
-    writer = Writer(tmp_path, there["model_type"], draft=there.get("draft", False))
+    name = architecture.removesuffix(".draft")
+    draft = there.get("draft", False)
+    writer = writer_of(tmp_path, name if name in LIKE else there["model_type"], draft=draft)
     made = record_of(writer, server, runtime)
     assert written(made) == written(there)
 

@@ -151,14 +151,14 @@ def _stated(variant: Variant, layer: int, sizes: Sizes) -> bool:
 @dataclass(frozen=True)
 class Built:
     """Product of a table on a rank: the modules of a record by the runtime's names, the record for the
-    settings of the config, how many routed experts a layer has, and how many layers the model."""
+    settings of the config, the number of routed experts of a layer, and the config's sizes."""
 
     build: RankBuild
     modules: Mapping[str, Module]
     layers: Layers
     record: Record
     experts: int
-    hidden: int = 0
+    sizes: Sizes
 
 
 def built(
@@ -206,10 +206,7 @@ def built(
         kinds = "embedding", "head"
         ends = {name for name, one in made.items() if one.kind in kinds}
         build.borrowed = frozenset(n for n in build.parameters if n.rpartition(".")[0] in ends)
-    hidden = sizes.flag("num_hidden_layers")
-    return Built(
-        build, made, layers, record, max(routed, default=0), hidden if type(hidden) is int else 0
-    )
+    return Built(build, made, layers, record, max(routed, default=0), sizes)
 
 
 def check_weight(build: RankBuild, module: str) -> None:
@@ -368,9 +365,9 @@ def _add(
     elif module.kind == "convolution":
         _add_parameter(build, replace(module, cut=0), f"{name}.weight", numbers, layer, sizes)
         build.schemes[name] = Unquantized().linear_name
-    elif module.kind == "attention":
+    elif module.kind in ("attention", "latent_attention"):
         if asked is not None:
-            build.cache_scales(name)
+            build.cache_scales(name, latent=module.kind == "latent_attention")
     elif module.kind in ("embedding", "head"):
         rows, columns = numbers
         quantized = module.kind == "head" and asked is not None

@@ -14,10 +14,10 @@ from functools import cached_property
 
 from qconvert.core.dtypes import Shape, TensorType
 from qconvert.runtimes.classes.build import Built, captured, filled, numbers_of, pattern_of
-from qconvert.runtimes.classes.record import Name, Place, Record
+from qconvert.runtimes.classes.record import Module, Name, Place, Record
 from qconvert.runtimes.loading.building import Config
 from qconvert.runtimes.loading.load_weights import PASSED, Found, Target
-from qconvert.runtimes.loading.parameters import Expert, Shard
+from qconvert.runtimes.loading.parameters import Expert, Linear, Shard
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 
 # The parameters of all experts that hold their three matrices, gate and up in one.
@@ -65,7 +65,7 @@ class RecordedNames:
             return PASSED
         if leaf in _CACHE and (attention := self._attention(tensor)) is not None:
             return self._of_cache(attention, tensor, leaf, "fused")
-        if self.record.refused.intersection((pattern, f"{base}.weight")):
+        if self.record.refused.intersection((pattern, base, f"{base}.weight")):
             raise LoadRefused(
                 "", "", tensor, "the class ends the load at a checkpoint in this form"
             )
@@ -81,7 +81,8 @@ class RecordedNames:
         return self.record.draft and ".layers." in tensor and not self._is_own(tensor)
 
     def _is_own(self, tensor: str) -> bool:
-        return is_of_draft(tensor, self.built.hidden)
+        layers = self.built.sizes.flag("num_hidden_layers")
+        return is_of_draft(tensor, layers if type(layers) is int else 0)
 
     @cached_property
     def _places(self) -> Mapping[str, str]:
@@ -199,7 +200,11 @@ class RecordedNames:
             )
         if module is not None and module.kind == "experts":
             return self._expert(name, tensor, numbers, leaf)
-        if name.rows and stored.dtype not in _FLOATS:
+        if (
+            name.rows
+            and stored.dtype not in _FLOATS
+            and not self._keeps_blocks(name, module, parameter)
+        ):
             raise NotSimulated(
                 f"{name.source}: its class moves rows, and of codes that was not seen"
             )
@@ -209,6 +214,14 @@ class RecordedNames:
         if module is not None and module.kind == "replicated" and module.parts:
             return self._joined(name, parameter, tensor, leaf, stored)
         return self._there(parameter, tensor, leaf, place, _part(name), _turned(name, stored))
+
+    def _keeps_blocks(self, name: Name, module: Module | None, parameter: str) -> bool:
+        """Tell whether rows of codes are moved within the blocks that share a scale."""
+        if name.rows != "moved in heads" or module is None or not parameter.endswith(".weight"):
+            return False
+        scales = self.built.build.parameters.get(f"{parameter}_scale_inv")
+        block = scales.slot.block if scales is not None and isinstance(scales.slot, Linear) else 0
+        return bool(block) and block % self.built.sizes.of(module.sizes[3]) == 0
 
     def _joined(
         self, name: Name, parameter: str, tensor: str, leaf: str, stored: TensorType
@@ -343,5 +356,7 @@ def _part(name: Name) -> Shard:
 
 
 def _turned(name: Name, stored: TensorType) -> Shape | None:
-    """The shape of a tensor that the class transposes."""
+    """The shape of a tensor that the class transposes, or takes dimensions of 1 from."""
+    if name.rows == "squeezed":
+        return tuple(size for size in stored.shape if size != 1)
     return stored.shape[::-1] if name.rows == "transposed" else None

@@ -3,7 +3,8 @@ checkpoint.
 
 A table was made by the runtime itself (tests/loaders/record_classes.py): the class was built at
 several sizes, and loaded tensors that told which and where they are. `*` stands for a number in a dotted
-name, of a layer or an expert. Sizes are expressions over the config (expressions.py).
+name, of a layer or an expert. Sizes are expressions over the config (expressions.py). A class that has
+another's code, and makes the same of a checkpoint, has a table that names that one (`same_as`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Size = str | int
 Condition = bool | Mapping[str, Any]
 ModuleKind = Literal[
     "replicated", "column", "merged", "merged_replicated", "qkv", "row", "experts", "embedding",
-    "head", "attention", "convolution", "parameter",
+    "head", "attention", "latent_attention", "convolution", "parameter",
 ]  # fmt: skip
 # Linears, as ranks divide them.
 LINEARS: Mapping[str, Kind] = {
@@ -43,6 +44,7 @@ LINEARS: Mapping[str, Kind] = {
 }  # fmt: skip
 # Keys that classes ask for and take something else in place of, where a config does not state them.
 _HEAD = re.compile(r"head_dim$|kv_channels$")
+_BIAS = re.compile(r"(^|_)bias$")
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
 UNQUANTIZED = "unquantized"
@@ -121,12 +123,12 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class Record:
     """A class. `layers`: containers of numbered layers and how many there are; `packed`: names that it
-    fuses, as a quantization config is asked; `starts` and `parts`: what it replaces in the names that
-    one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there does,
-    by place and name ("": any other); `tied`: parameters that are one; `agrees`: forms of folders, each
-    with the tensor-parallel sizes at which the loader itself did what the simulator says; `draft`: it
-    is of the class that loads the draft of a folder; `otherwise`: what else holds under a setting of the
-    config; `fuses_shared`: it may load shared experts as routed ones, which the table does not show.
+    fuses, as a quantization config is asked; `starts`, `parts` and `ends`: what it replaces in the names
+    that one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there
+    does, by place and name ("": any other); `tied`: parameters that are one; `agrees`: forms of folders,
+    each with the tensor-parallel sizes at which the loader itself did what the simulator says; `draft`:
+    it is of the class that loads the draft of a folder; `otherwise`: what else holds under a setting of
+    the config; `fuses_shared`: it may load shared experts as routed ones, which the table does not show.
     `keys`: of the configs that it was recorded with; `also`: other names of keys; `refused`: names of
     checkpoints in other forms that end the load; `first`: first numbers of layers, if not 0;
     `needs_experts`: it refuses a stage without experts, None where that was not tried;
@@ -142,6 +144,7 @@ class Record:
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     starts: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
+    ends: tuple[tuple[str, str], ...] = ()
     renames_more: bool = False
     one_stage: bool = False
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
@@ -161,12 +164,15 @@ class Record:
     asks: tuple[str, ...] = ()
 
     def sizes(self, values: Mapping[str, Any]) -> Sizes:
-        """Values of a config. Raises NotSimulated for one that states a size of heads that the class was
-        recorded without: it may be built by that."""
+        """Values of a config. Raises NotSimulated for one that states a size of heads, or biases, that
+        the class was recorded without: it may be built by that."""
         if self.renames_more:
             raise NotSimulated("its class renames names by patterns, which there are no rules for")
         for key, value in values.items():
-            if self.keys and type(value) is int and _HEAD.search(key) and key not in self.keys:
+            builds = (type(value) is int and _HEAD.search(key)) or (
+                value is True and _BIAS.search(key)
+            )
+            if self.keys and builds and key not in self.keys:
                 raise NotSimulated(
                     f"config.json states {key}, and its class was recorded without it"
                 )
@@ -256,6 +262,9 @@ def recorded(
 @lru_cache(maxsize=64)
 def _read(path: Path) -> Record | None:
     table = json.loads(path.read_bytes()) if path.exists() else {}
+    if "same_as" in table:
+        same = _read(path.with_stem(table["same_as"]))
+        return same and replace(same, architecture=table["architecture"])
     return record_of(table) if "modules" in table else None  # there is a list of what has no table
 
 
@@ -312,11 +321,13 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Rules of a mapper: what it replaces anywhere and at the start, and whether it does more."""
-    one: Mapping[str, Any] = tables[0] if tables else {}
+    stated = [one for one in tables if one]
+    one: Mapping[str, Any] = stated[0] if stated else {}
     return {
         "parts": _pairs(one.get("substr", ())),
         "starts": _pairs(one.get("prefix", ())),
-        "renames_more": len(tables) > 1 or not set(one) <= {"substr", "prefix"},
+        "ends": _pairs(one.get("suffix", ())),
+        "renames_more": len(stated) > 1 or not set(one) <= {"substr", "prefix", "suffix"},
     }
 
 

@@ -242,8 +242,8 @@ class RankBuild:
         self.schemes[module] = scheme.experts_name
         self._add(module, scheme.experts(moe))
 
-    def cache_scales(self, module: str) -> None:
-        """Scales of the cache, 1 unless given."""
+    def cache_scales(self, module: str, *, latent: bool = False) -> None:
+        """Scales of the cache, of latent attention if `latent`, 1 unless given."""
         if self.quantization.cache:
             for name in ("k_scale", "v_scale"):
                 made = Parameter("F32", (), Whole(), needed=False, default=True)

@@ -12,7 +12,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.classes.build import after_load, built, in_right_groups
 from qconvert.runtimes.classes.names import RecordedNames, of_draft
 from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
-from qconvert.runtimes.loading.building import RankBuild, check_stages, text_config
+from qconvert.runtimes.loading.building import RankBuild, check_stages, divided, text_config
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, offered
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.sglang.quantization import Mixed, Renames, quantization_of, root_block
@@ -83,6 +83,9 @@ def by_table(
                 record, modules=tuple(own)
             )  # it takes a draft that is not listed for bf16
         build = RankBuild(setting, stated, numbers.dtype)
+        heads = "num_attention_heads"
+        if sizes.flag(heads) is not None:  # of linears that ranks share otherwise, too
+            divided(sizes.of(heads), setting.tp, heads)
         shared = fused(record.architecture, config, root_block(config), setting)
         made = built(record, build, sizes, tensors, shared)
     except LoadRefused as refused:

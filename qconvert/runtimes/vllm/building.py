@@ -43,8 +43,11 @@ class Rank(RankBuild):
             parameter.slot = _own(parameter)
         return made
 
-    def cache_scales(self, module: str) -> None:
-        """Scales of attention, 1 unless given."""
+    def cache_scales(self, module: str, *, latent: bool = False) -> None:
+        """Scales of attention, 1 unless given; modelopt's methods alone have those of latent attention
+        (their get_quant_method)."""
+        if latent and not self.quantization.name.startswith("modelopt"):
+            return
         if self.quantization.name == "compressed-tensors":
             for which in ("k", "v", "q"):
                 for name, dtype in (("scale", "F32"), ("zero_point", self.dtype)):

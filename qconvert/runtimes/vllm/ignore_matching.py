@@ -127,11 +127,12 @@ def holds_codes(name: str, quantized: Sequence[str], fused: Fused) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """Replacements of a class's mapper in names: `parts` anywhere, then `starts` (models/utils.py,
-    WeightsMapper)."""
+    """Replacements of a class's mapper in names: `parts` anywhere, then `starts` and `ends`
+    (models/utils.py, WeightsMapper)."""
 
     starts: Sequence[tuple[str, str]] = ()
     parts: Sequence[tuple[str, str]] = ()
+    ends: Sequence[tuple[str, str]] = ()
 
     def of(self, name: str) -> str:
         for old, new in self.parts:
@@ -139,6 +140,9 @@ class Renames:
         for old, new in self.starts:
             if name.startswith(old):
                 name = name.replace(old, new, 1)
+        for old, new in self.ends:
+            if name.endswith(old):
+                name = new.join(name.rsplit(old, 1))
         return name
 
 

@@ -13,7 +13,7 @@ from qconvert.core.shown import count
 from qconvert.runtimes.classes.build import after_load, built, in_right_groups
 from qconvert.runtimes.classes.names import RecordedNames, of_draft
 from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
-from qconvert.runtimes.loading.building import Config, RankBuild, text_config
+from qconvert.runtimes.loading.building import RankBuild, text_config
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors, offered
 from qconvert.runtimes.loading.schemes import Unquantized
 from qconvert.runtimes.loading.setting import HOPPER, LoadRefused, NotSimulated, Setting
@@ -59,8 +59,8 @@ def _check_setting(asked: Setting) -> None:
         raise NotSimulated(f"ep {asked.ep}: vLLM divides all experts among its {asked.tp} ranks")
 
 
-def _check_heads(rank: Rank, config: Config) -> None:
-    heads = config.number("num_attention_heads")
+def _check_heads(rank: Rank, heads: int) -> None:
+    """Raise LoadRefused where ranks cannot share heads; a config without any has 0."""
     if heads % rank.setting.tp:
         raise LoadRefused(
             "ValidationError", "must be divisible by tensor parallel size", "config.json",
@@ -96,11 +96,14 @@ def by_table(
         raise NotSimulated("a draft in pipeline stages")
     numbers = text_config(config)
     plain, sizes = Unquantized(numbers.dtype), record.sizes({**config, **numbers.values})
-    facts = ModelFacts(record.packed, Renames(record.starts, record.parts), plain, tensors)
+    facts = ModelFacts(
+        record.packed, Renames(record.starts, record.parts, record.ends), plain, tensors
+    )
     try:
         layers = next((sizes.of(size) for size in record.layers.values()), 0)
         rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)
-        _check_heads(rank, numbers)
+        heads = "num_attention_heads"
+        _check_heads(rank, 0 if sizes.flag(heads) is None else sizes.of(heads))
         made = built(record, rank, sizes, tensors)
         if asked.pp > 1 and not made.experts:
             _check_stage(record)

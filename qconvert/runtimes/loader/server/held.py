@@ -76,10 +76,11 @@ def hashes(model: torch.nn.Module) -> dict[str, list[Any]]:
 
 def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers that a checkpoint may fill."""
-    held = {**parameters(model), **dict(model.named_buffers())}
+    kept = model.state_dict()  # without buffers that a class computes for itself
+    buffers = {name: value for name, value in model.named_buffers() if name in kept}
     return {
         name: value
-        for name, value in held.items()
+        for name, value in {**parameters(model), **buffers}.items()
         if value.numel() and not any(word in name for word in _COMPUTED)
     }
 

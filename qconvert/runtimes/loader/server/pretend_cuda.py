@@ -70,6 +70,7 @@ def pretend(capability: tuple[int, int]) -> None:
         setattr(cuda, name, _answer(value))
     cuda.Stream = cuda.Event = _Stream
     module: Any = torch
+    module.accelerator.empty_cache = module.accelerator.synchronize = _answer(None)
     real = torch.get_device_module
     module.get_device_module = lambda device=None: (
         cuda if device in (None, "cuda") else real(device)

@@ -26,6 +26,8 @@ _KINDS = {
     "RowParallelLinear": "row", "ReplicatedLinear": "replicated", "FusedMoE": "experts",
     "RoutedExperts": "experts", "ParallelLMHead": "head", "VocabParallelEmbedding": "embedding",
 }  # fmt: skip
+# vLLM's attention over a latent cache, for which some methods of quantization have no scales of a cache.
+_LATENT = "MLAAttention"
 # Modules that a runtime puts where another pipeline stage has the real one.
 _ABSENT = ("PPMissingLayer", "StageMissingLayer")
 # What sglang's classes have that may load a shared expert as one more routed expert.
@@ -50,6 +52,10 @@ _STEP = 2.0**-16
 _OFF = 0.25
 # How far from an element's place its number may be: as it was, and after an exp in single precision.
 _EXACT, _ROUGH = 1e-3, 0.4
+# What a class has that states nothing.
+_IN_ANY_CLASS = frozenset(
+    {"__module__", "__doc__", "__abstractmethods__", "_abc_impl", "__parameters__"}
+)
 # Runs of rows that are told one by one.
 _MANY = 16
 
@@ -81,6 +87,7 @@ def spy(base: Any, linear: Any, job: Mapping[str, Any], own: type | None = None)
         "get_config_filenames": staticmethod(list),
         "from_config": classmethod(lambda cls, config: cls()),
         "get_scaled_act_names": lambda self: [],
+        "get_cache_scale": lambda self, name: None,
         "get_quant_method": get_quant_method,
         # What classes ask modelopt's config beside its name.
         "is_checkpoint_nvfp4_serialized": True,
@@ -168,7 +175,9 @@ def modules(model: torch.nn.Module, asked: Mapping[int, str]) -> Iterator[dict[s
             first = min(map(int, module), default=0)
             yield {"name": name, "kind": "list", "length": len(module), "first": first}
         elif not kind and id(module) in asked:
-            yield {"name": name, "kind": "attention", "class": type(module).__name__,
+            latent = any(one.__name__ == _LATENT for one in type(module).__mro__)
+            attention = "latent_attention" if latent else "attention"
+            yield {"name": name, "kind": attention, "class": type(module).__name__,
                    "asked": asked[id(module)]}  # fmt: skip
         elif kind:
             own = dict(module.named_parameters(recurse=False))
@@ -261,7 +270,8 @@ def _piece(held: _Held, number: int, name: str, shape: tuple[int, ...]) -> dict[
     grid = np.arange(count).reshape(shape)[_slices(out)]
     order = _order(places, grid)
     if order == "moved":
-        piece["runs"] = _runs(places.reshape(mask[inside].shape), count // max(1, shape[0]))
+        placed, row = places.reshape(mask[inside].shape), count // max(1, shape[0])
+        piece |= {"runs": _runs(placed, row), "within": _within(placed, row)}
     return piece | {"out": out, "order": order}
 
 
@@ -277,6 +287,19 @@ def _runs(places: Array, row: int) -> list[list[int]]:
     ends = [0, *(np.diff(rows) != 1).nonzero()[0] + 1, len(rows)]
     runs = [[int(rows[a]), int(rows[b - 1]) + 1] for a, b in pairwise(ends)]
     return runs if len(runs) <= _MANY else []
+
+
+def _within(places: Array, row: int) -> int:
+    """Rows in the smallest blocks out of which no row is moved, 0 where rows are not whole."""
+    if places.size % row:
+        return 0
+    whole = places.reshape(-1, row)
+    if (whole != whole[:, :1] + np.arange(row)).any():
+        return 0
+    rows = whole[:, 0] // row
+    at = np.arange(len(rows))
+    sizes = (size for size in range(1, len(rows) + 1) if len(rows) % size == 0)
+    return next(size for size in sizes if (rows // size == at // size).all())
 
 
 def _order(places: Array, grid: Array) -> str:
@@ -411,11 +434,18 @@ def _is_pair(item: object) -> bool:
     return isinstance(item, tuple) and len(item) == 2
 
 
+def code_of(kind: type) -> str:
+    """The class whose code a class is: its own, or that of the ancestor that it adds nothing to."""
+    found = next(one for one in kind.__mro__ if set(vars(one)) - _IN_ANY_CLASS)
+    return f"{found.__module__}.{found.__qualname__}"
+
+
 def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
     """Tell all of a built model; `config` is the spy that it was built with."""
     torch.set_num_threads(1)
     shapes = stored(Path(job["folder"]))
     told("class", type(model).__name__)
+    told("code", code_of(type(model)))
     told("fuses_shared", any(hasattr(type(model), name) for name in _FUSES_SHARED))
     found = [*modules(model, config.asked)]
     told("modules", found)

@@ -28,7 +28,7 @@ from .serving import Told, Watch, serve
 # Of vLLM's imports, those that have no build without a GPU, or are the server's.
 _STUBBED = frozenset((
     "cuda", "cutlass", "cv2", "deep_gemm", "fastsafetensors", "flash_attn", "flashinfer",
-    "llguidance", "numba", "quack", "sentencepiece", "soxr", "tilelang", "torchaudio",
+    "llguidance", "mistral_common", "numba", "quack", "sentencepiece", "soxr", "tilelang", "torchaudio",
     "torchcodec", "torchvision", "traitlets", "tvm_ffi", "uvloop", "xgrammar",
 ))  # fmt: skip
 _COMPILED = r"vllm\.(.*\.)?_\w*C(_\w+)?"
@@ -173,6 +173,7 @@ def _become(job: dict[str, Any]) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.v1.worker import workspace
 
     world, rank = job["tp"] * job["pp"], job["stage"] * job["tp"] + job["rank"]
     fake: Any = torch.distributed
@@ -187,6 +188,7 @@ def _become(job: dict[str, Any]) -> None:
         distributed_init_method="fake://",
     )  # fmt: skip
     parallel_state.initialize_model_parallel(job["tp"], job["pp"], backend="fake")
+    workspace.init_workspace_manager(torch.device("cpu"))  # as a worker does
 
 
 def _dropped(model: torch.nn.Module) -> Iterator[str]:
