@@ -31,11 +31,13 @@ from qconvert.runtimes.classes.record import STAGES, check_form, form_of, record
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.building import RankBuild
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
-from qconvert.runtimes.loading.schemes import NoQuantization, Unquantized
+from qconvert.runtimes.loading.mxfp4 import Mxfp4
+from qconvert.runtimes.loading.schemes import Moe, NoQuantization, Unquantized
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.serving import NotKnown, Offered, asked
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
+from qconvert.runtimes.vllm.ignore_matching import Renames
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 64, "num_attention_heads": 4, "sizes": [3, 5], "vision_config": {"depth": 7},
@@ -172,6 +174,89 @@ def test_names_beside_the_usual() -> None:
     assert [found.shard for found in finder.find(f"{query}.weight", one)] == ["q"]
     with pytest.raises(NotSimulated, match="moves rows"):
         finder.find(f"{query}.weight", TensorType("F8_E4M3", (4,)))
+
+
+def test_a_tensor_that_is_keys_and_values() -> None:
+    table = qwen3_moe("sglang")
+    table["names"][1] |= {"shard": ["k", "v"], "rows": "twice"}
+    del table["names"][2]
+    _, tensors = folder("qwen3_moe")
+    key = "model.layers.1.self_attn.k_proj.weight"
+    found = names_in(table, tensors).find(key, TensorType("BF16", (64, 64)))
+    assert [(one.name, one.shard) for one in found] == [
+        ("model.layers.1.self_attn.qkv_proj.weight", part) for part in "kv"
+    ]
+
+
+def test_experts_in_a_form_that_a_class_refuses() -> None:
+    table = qwen3_moe("vllm")
+    table["refused"] = ["model.layers.*.mlp.experts.gate_up_proj"]
+    _, tensors = folder("qwen3_moe")
+    with pytest.raises(LoadRefused, match="does not load experts in this form"):
+        names_in(table, tensors).find(
+            "model.layers.1.mlp.experts.gate_up_proj", TensorType("BF16", (4, 8, 12))
+        )
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_rows_moved_within_blocks_of_fp8(kept: bool) -> None:
+    """A block of 128 rows keeps its scale where whole heads lie in it, and not in a head of them all."""
+    table = qwen3_moe("vllm")
+    table["names"][0]["rows"] = "moved in heads"
+    if not kept:
+        qkv = next(one for one in table["modules"] if one["kind"] == "qkv")
+        qkv |= {"heads": 1, "kv_heads": 1, "head_size": "num_attention_heads * head_dim"}
+    config, tensors = folder("qwen3_moe", fp8=True)
+    if kept:
+        assert by_table_of("vllm", table, config, tensors).refused is None
+        return
+    with pytest.raises(NotSimulated, match="moves rows"):
+        by_table_of("vllm", table, config, tensors)
+
+
+def by_table_of(runtime: str, table: dict[str, Any], config: Any, tensors: Any) -> SimulatedLoad:
+    said: SimulatedLoad = SIMULATE[runtime].by_table(record_of(table), config, tensors, Setting())
+    return said
+
+
+@pytest.mark.parametrize("runtime", SIMULATE)
+def test_experts_without_a_gate(runtime: str) -> None:
+    """Their first matrix has the rows of one, and a third matrix is none of theirs."""
+    table = qwen3_moe(runtime)
+    experts = next(one for one in table["modules"] if one["kind"] == "experts")
+    experts["gated"] = False
+    table["names"] = [one for one in table["names"] if one.get("shard") != "w3"]
+    config, tensors = folder("qwen3_moe")
+    kept = {name: one for name, one in tensors.items() if not _of_up(name)}
+    said = by_table_of(runtime, table, config, kept)
+    inner, hidden = config["moe_intermediate_size"], config["hidden_size"]
+    name = experts["name"].replace("*", "1") + ".w13_weight"
+    assert said.parameters[name].shape == (config["num_experts"], inner, hidden)
+    assert said.whole
+
+
+def _of_up(name: str) -> bool:
+    return ".experts." in name and "up_proj" in name
+
+
+@pytest.mark.parametrize(("tp", "rows", "left"), [(1, 2880, 0.0), (4, 768, 0.125), (8, 384, 0.5)])
+def test_mxfp4_is_padded(tp: int, rows: int, left: float) -> None:
+    """gpt-oss-120b's 90 blocks of 32 rows as both loaders divide them; padding is no lack."""
+    moe = Moe(4, 0, 2880, 2880, 1, 0, tp, rank=tp - 1)
+    made = dict(Mxfp4("", "bias").experts(moe))
+    weight = made["w13_weight"]
+    assert weight.shape == (4, 2 * rows, 1440)
+    assert weight.lacks
+    assert weight.write(TensorType("U8", (4, 5760, 90, 16)), None) is None
+    assert weight.unwritten == pytest.approx(left)
+    assert not weight.lacks
+    with pytest.raises(LoadRefused, match="of which a rank takes its share"):
+        made["w2_weight"].write(TensorType("U8", (4, 2880, 45, 16)), None)
+
+
+def test_mappers_one_after_another() -> None:
+    inner = Renames(starts=(("b.", "c."),), ends=((".old", ".new"),))
+    assert Renames(starts=(("a.", "b."),), then=inner).of("a.x.old") == "c.x.new"
 
 
 def test_a_layer_of_no_recorded_kind() -> None:

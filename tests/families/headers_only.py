@@ -29,19 +29,20 @@ SETS: dict[str, tuple[Any, ...]] = {
     "linear_num_value_heads": (4, 8, 9), "linear_key_head_dim": (32, 64, 16),
     "linear_value_head_dim": (24, 48, 64), "linear_conv_kernel_dim": (4, 3, 5),
     "index_n_heads": (4, 10, 14), "index_head_dim": (64, 96, 128),
-    "mamba_num_heads": (16, 24, 8), "mamba_head_dim": (32, 48, 24), "ssm_state_size": (16, 24, 40),
+    "mamba_num_heads": (16, 24, 8), "mamba_head_dim": (32, 48, 24), "ssm_state_size": (24, 40, 56),
     "n_groups": (8, 8, 8), "conv_kernel": (4, 3, 5), "mamba_n_heads": (8, 6, 10),
     "mamba_d_head": (32, 64, 48), "mamba_d_state": (56, 40, 88), "mamba_d_conv": (4, 3, 5),
     "ffn_hidden_size": (224, 352, 416), "expert_ffn_hidden_size": (96, 160, 288),
     "n_embd": (128, 192, 240), "n_head": (8, 6, 10), "d_model": (128, 192, 240),
     "n_shared_experts": (1, 2, 3), "num_shared_experts": (1, 2, 3), "n_heads": (8, 6, 10),
     "linear_head_dim": (32, 64, 16), "linear_num_heads": (4, 8, 12),
-    "vocab_size_per_layer_input": (336, 464, 592),
+    "vocab_size_per_layer_input": (336, 464, 592), "intermediate_size_mlp": (384, 544, 608),
 }  # fmt: skip
 # Of a tower: sizes of its own, whose result is as wide as the text model.
 TOWER: dict[str, tuple[Any, ...]] = {
     "hidden_size": (64, 96, 160), "intermediate_size": (152, 184, 232),
-    "num_heads": (4, 6, 5), "num_attention_heads": (4, 6, 5), "depth": (2, 2, 2),
+    "num_heads": (4, 6, 5), "num_attention_heads": (4, 6, 5),
+    "depth": (2, 2, 2),
     "num_hidden_layers": (2, 2, 2), "out_hidden_size": (128, 192, 240),
     "embed_dim": (64, 96, 160), "num_key_value_heads": (2, 3, 5),
     "projection_dim": (120, 216, 248), "num_position_embeddings": (64, 144, 256),
@@ -77,6 +78,8 @@ def sized(
     values.pop("model_type")
     values.pop("qk_head_dim", None)  # of two others
     changed = _with_set(values, number, fixed, top=True)
+    if "projection_hidden_size" in changed:  # a projector is as wide as its tower
+        changed["projection_hidden_size"] = changed["vision_config"]["hidden_size"]
     text = changed.get("text_config", changed)
     for key, value in sizes.items():
         if value is None or isinstance(value, tuple):
@@ -121,6 +124,7 @@ def write(
     more: Mapping[str, Any],
     names: Mapping[str, str | None] = MappingProxyType({}),
     changed: Callable[[dict[str, Any]], None] | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
     *,
     turned: bool = False,
     otherwise: bool = False,
@@ -155,7 +159,7 @@ def write(
         shape = [*tensor.shape]
         if turned and len(shape) == 3 and ".experts." in name:
             shape[1:] = reversed(shape[1:])
-        if stored := _published(name, names):
+        if stored := published_name(name, names):
             entries[stored] = kept.get(tensor.dtype, "BF16"), tuple(shape)
     stated = config.to_dict() | {"architectures": [type(model).__name__]}
     header: dict[str, Any] = {}
@@ -177,7 +181,7 @@ def write(
     return folder
 
 
-def _published(name: str, names: Mapping[str, str | None]) -> str:
+def published_name(name: str, names: Mapping[str, str | None]) -> str:
     """The name of a published tensor, "" where there is none."""
     for saved_as, published in names.items():
         if published is None and re.search(saved_as, name):

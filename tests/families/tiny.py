@@ -66,6 +66,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "kimi_k25": {"head_dim": 32},
     "laguna": {"num_attention_heads_per_layer": [4] * LAYERS},
+    "llama4": {"intermediate_size_mlp": 1024},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1,
     },

@@ -28,10 +28,10 @@ _NEVER = 0.0005
 # Modules that hold scales of a cache alone, and buffers that a class computes.
 _CACHES = (".attn", ".attn_mqa", ".attn_mha")
 _OF_CACHES = ("KVCacheMethod", "KVCacheMethodFp8")
-_COMPUTED = (".gemma_weight", ".normalizer")
+_COMPUTED = (".gemma_weight", ".normalizer", ".conv_weights")
 # Modules that vLLM's wrappers hold a second time, and buffers of its attention.
 _TWICE = (
-    ".experts.gate.", "._shared_experts.", ".expert_gate.", ".mla_attn.",
+    ".self_decoder.", ".experts.gate.", "._shared_experts.", ".expert_gate.", ".mla_attn.",
     ".routed_experts.e_score_correction_bias",
 )  # fmt: skip
 _BUFFERS = ("._k_scale", "._v_scale", "._q_scale", "._prob_scale", "._expert_map")

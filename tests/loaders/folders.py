@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoints import run_cli
+from checkpoints import edit_json, read_tensors, run_cli, tensor, write_shard
 
 from loaders.client import Loaded
 from loaders.published import published
@@ -32,6 +32,32 @@ def converted(folders: Path, command: str, origin: Path, *options: str) -> Path:
     if not out.is_dir():
         done = run_cli(*command.split(), origin, out, *options, "--jobs", "1")
         assert done.code == 0, done.err
+    return out
+
+
+def in_mxfp4(origin: Path) -> Path:
+    """gpt-oss with its experts in blocks of MXFP4 codes, as it is published; made once. Numbers mean
+    nothing in them."""
+    out = origin.with_name(f"{origin.name} in MXFP4")
+    if out.is_dir():
+        return out
+    out.mkdir()
+    tensors = read_tensors(origin)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = experts, outputs, inputs // 32
+        tensors[f"{name}_blocks"] = tensor("U8", *blocks, 16)
+        tensors[f"{name}_scales"] = tensor("U8", *blocks)
+    write_shard(out / "model.safetensors", tensors)
+    (out / "config.json").write_bytes((origin / "config.json").read_bytes())
+    kept = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    block = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    edit_json(out / "config.json", lambda config: config.update(quantization_config=block))
     return out
 
 

@@ -74,7 +74,7 @@ _METHODS = {
     "sglang": ("fp8", "modelopt_fp4", "modelopt_mixed", "compressed_tensors", "gptq_marlin"),
     "vllm": ("fp8", "modelopt_fp4", "modelopt_mixed", "compressed-tensors", "auto_gptq"),
 }  # fmt: skip
-_NULLABLE = ("q_lora_rank",)
+_NULLABLE = ("q_lora_rank", "moe_latent_size")
 _NEXT = "num_nextn_predict_layers"
 
 
@@ -114,7 +114,8 @@ class Writer:
         config = sized(self.model_type, given, sizes, number, fixed, head_dim=self.head_dim)
         if changed:
             config = _changed(config, changed)
-        keys = {**_published(self), **DRAFTS.get(self.model_type, {})}
+        counted = {key: value for key, value in changed.items() if key == _NEXT}
+        keys = {**_published(self), **DRAFTS.get(self.model_type, {}), **counted}
         keys.pop(without, None)
         outer, _, inner = without.rpartition(".")
         names = {**NAMES.get(self.model_type, {}), **NAMES.get(self.architecture, {})}
@@ -210,8 +211,8 @@ def _asked_for(
         f"{outer}.{key}" for outer, values in given.items() if isinstance(values, Mapping)
         for key in values if outer.endswith("_config")
     ]  # fmt: skip
-    published = [key for key, value in _published(writer).items() if value is not None]
-    for key in (*published, *inside):
+    stated = [key for key, value in _published(writer).items() if value is not None]
+    for key in (*stated, *inside):
         try:
             folder = writer.folder(0, frozenset(), without=key)
         except Exception:  # transformers needs it, too: configs without it are none
@@ -421,7 +422,7 @@ def _of_next_layers(
     config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Answers of a table's class to names that lead nowhere where its config counts draft layers."""
-    if config.get("text_config", config).get(_NEXT) != 0:
+    if config.get("text_config", config).get(_NEXT):
         return {}
     folder = writer.folder(0, frozenset(), {_NEXT: 1})
     facts = asked(server, runtime, folder, Rank(), probes=True)

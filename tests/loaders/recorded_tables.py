@@ -268,6 +268,7 @@ def _things(facts: Facts) -> dict[str, Entry]:
         entry = {
             "kind": "parameter", "name": name, "sizes": {"shape": held["shape"]},
             "dtype": facts["dtypes"].get(name, "model"), "loads": bool(held["pieces"]),
+            **({"buffer": True} if held.get("buffer") else {}),
         }  # fmt: skip
         found[name] = entry
     return found
@@ -414,6 +415,8 @@ def _name(
         entry["rows"] = "transposed"
     elif module is None and piece["order"] == "same" and _has_more(piece):
         entry["rows"] = "squeezed"
+    elif piece["order"] == "twice":
+        entry["rows"] = "twice"
     elif piece["order"] in ("moved", "scattered", "computed"):
         entry["rows"] = "moved" if piece["order"] != "computed" else "computed"
         in_heads = module is not None and piece.get("within") == module.get("head_size", 0)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints import edit_json, run_cli
+from checkpoints import edit_json, read_tensors, run_cli, write_shard
 from families.classes import SETTINGS
-from families.headers_only import as_published, write_index
+from families.headers_only import as_published, published_name, write_index
 from families.tiny import saved
 
-from loaders.folders import parts
+from loaders.folders import in_mxfp4, parts
 
 # Sizes that no class has by default: heads whose rows are no whole blocks of 128.
 ODD = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "hidden_size": 576}
@@ -88,9 +88,11 @@ GIVEN: Mapping[str, Mapping[str, Any]] = {
             "hidden_size_per_layer_input": 0, "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
-        "vision_config": {"hidden_size": 256, "intermediate_size": 512},
+        "vision_config": {"hidden_size": 256, "intermediate_size": 512, "standardize": True},
     },
     "glm4v_moe": {"vision_config": {"num_heads": 4}},
+    "kimi_k25": {"tie_word_embeddings": False, "projection_hidden_size": 256},
+    "llama4": {"text_config": {"interleave_moe_layer_step": 2}},
     "mistral3": {"tie_word_embeddings": False},
     "qwen3_5": _NO_DEEPSTACK, "qwen3_5_moe": _NO_DEEPSTACK,
 }  # fmt: skip
@@ -106,7 +108,8 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy", "n_group": 1,
         "topk_group": 1,
     },
-    "deepseek_v3": _DEEPSEEK_V3, "deepseek_v32": _DEEPSEEK_V3, "glm_moe_dsa": _DEEPSEEK_V3,
+    "deepseek_v3": _DEEPSEEK_V3, "deepseek_v32": _DEEPSEEK_V3,
+    "glm_moe_dsa": {**_DEEPSEEK_V3, "num_nextn_predict_layers": 0},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh"}, "glm4_moe": {"head_dim": 64},
     "glm4_moe_lite": {
         "first_k_dense_replace": 1, "moe_layer_freq": 1, "topk_method": "noaux_tc",
@@ -192,22 +195,18 @@ DRAFTS: Mapping[str, Mapping[str, Any]] = {
 # Names that published checkpoints have otherwise than transformers 5 saves them, as patterns.
 _TOWER_NAMES = {r"^(.*vision_tower)\.(?!vision_model)": r"\1.vision_model."}
 NAMES: Mapping[str, Mapping[str, str | None]] = {
-    **dict.fromkeys(
-        (
-            "cohere2_vision",
-            "gemma3",
-            "lfm2_vl",
-            "llava",
-            "llava_next",
-            "llava_next_video",
-            "llava_onevision",
-            "paligemma",
-        ),
-        _TOWER_NAMES,
-    ),
+    **dict.fromkeys((
+        "cohere2_vision", "gemma3", "lfm2_vl", "llava", "llava_next", "llava_next_video",
+        "llava_onevision", "paligemma",
+    ), _TOWER_NAMES),
     "DeepseekForCausalLM": {r"\.e_score_correction_bias$": None},
+    "kimi_k25": {
+        r"^language_model\.model\.blocks\.": "language_model.model.layers.",
+        r"^lm_head\.": "language_model.lm_head.", r"^model\.mm_projector\.": "mm_projector.",
+        r"^vision_tower\.encoder\.patch_embed\.": "vision_tower.patch_embed.",
+    },
     "kimi_linear": {r"(layers\.0)\.block_sparse_moe\.(\w+_proj)": r"\1.mlp.\2"},
-}
+}  # fmt: skip
 # Classes of a runtime that read configs and names of a model_type, whose published configs state
 # another one that transformers does not know.
 LIKE: Mapping[str, str] = {
@@ -237,8 +236,10 @@ def _gemma4(config: dict[str, Any]) -> None:
 
 
 def _kimi_k25(config: dict[str, Any]) -> None:
-    """Names of the model's own code, whose tower has other keys."""
+    """Names of the model's own code. Its published tower has other keys, and the sizes that the runtimes
+    take by default."""
     config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    config.pop("projection_hidden_size")
     config["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
     tower, text = config["vision_config"], config["text_config"]
     config["vision_config"] = {
@@ -248,7 +249,7 @@ def _kimi_k25(config: dict[str, Any]) -> None:
         "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5,
         "text_hidden_size": text["hidden_size"], "video_attn_type": "spatial_temporal",
         **{f"init_pos_emb_{one}": tower[f"pos_emb_{one}"] for one in ("height", "width", "time")},
-        **{f"vt_{one}": tower[one] for one in (
+        **{f"{prefix}{one}": tower[one] for prefix in ("", "vt_") for one in (
             "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
         )},
     }  # fmt: skip
@@ -266,7 +267,7 @@ COMMANDS = (
 )  # fmt: skip
 # What they make of a checkpoint in FP8, and with options of some more forms.
 FURTHER = (
-    "fp8 then w4a16 --rtn", "fp8 then nvfp4 --dialect compressed-tensors",
+    "in MXFP4", "fp8 then w4a16 --rtn", "fp8 then nvfp4 --dialect compressed-tensors",
     "nvfp4 --dialect compressed-tensors --targets Linear", "fp8 --channel --kv-scale 0.5",
     "w4a16 --rtn --kv-scale 0.5", "w4a16 --rtn --asymmetric", "w4a16 --rtn --bits 8",
     "w4a16 --rtn --targets Linear --asymmetric", "w4a16 --rtn --targets Linear --bits 8",
@@ -275,7 +276,7 @@ FURTHER = (
 # is one of these that is no more. The first that names a class and a command counts.
 DENSE = (
     "apertus", "arcee", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text",
-    "gemma4", "glm4", "granite", "granite_swa", "hunyuan_v1_dense", "lfm2", "llama", "ministral3",
+    "glm4", "granite", "granite_swa", "hunyuan_v1_dense", "lfm2", "llama", "ministral3",
     "mistral", "mistral3", "olmo2", "opt", "phi3", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5",
     "qwen3_5_text", "qwen3_vl", "stablelm", "starcoder2",
 )  # fmt: skip
@@ -314,8 +315,8 @@ REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
     ((*_STACKS, *_OF_EXPERTS, *_OF_ALL), ("gpt_oss",), "interleave the rows of gate and up"),
     (_STACKS, ("llama4", "llama4_text", "qwen3_vl_moe"), "rows of a matrix are columns of the stack"),
     (_STACKS, ("nemotron_h",), "its experts have no gate projection"),
-    (("experts stack",), ("granitemoe",), "the experts are already stacked"),
-    (("experts unstack",), ("granitemoe",), "does not read its experts as a matrix an expert"),
+    (("experts stack",), ("gemma4", "granitemoe"), "the experts are already stacked"),
+    (("experts unstack",), ("gemma4", "granitemoe"), "does not read its experts as a matrix an expert"),
     (("split --pp 2 --for sglang",), ONE_STAGE, "runs in one pipeline stage only in sglang"),
     (
         ("split --pp 2 --for sglang", "split --pp 2 --for vllm"), ("opt",),
@@ -340,6 +341,10 @@ def origin(folders: Path, model: str) -> Path:
         edit_json(folder / "config.json", lambda c: as_published(c, keys))
         if model_type in AS_PUBLISHED:
             edit_json(folder / "config.json", AS_PUBLISHED[model_type])
+        if names := NAMES.get(model_type):
+            tensors = read_tensors(folder)
+            renamed = {published_name(name, names): one for name, one in tensors.items()}
+            write_shard(folder / "model.safetensors", renamed)
         write_index(folder)
     return folder
 
@@ -352,6 +357,8 @@ def refusal(model: str, command: str) -> str:
 
 def made(folders: Path, model: str, command: str) -> list[Path]:
     """The folders that a command makes; none where it refuses, as it is known to."""
+    if command == "in MXFP4":
+        return [in_mxfp4(origin(folders, model))] if MODELS[model][0] == "gpt_oss" else []
     first, then, command = command.rpartition(" then ")
     source = made(folders, model, first)[0] if then else origin(folders, model)
     if command == "as saved":

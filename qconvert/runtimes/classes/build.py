@@ -16,6 +16,7 @@ from qconvert.runtimes.loading.schemes import Scheme, Unquantized
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 
 _NUMBER = re.compile(r"(?<![^.])[0-9]{1,6}(?![^.])")
+_EXPERTS = re.compile(r"(?:^|\.)experts(?=\.)")
 _MOST_LAYERS = 4096
 # Types as torch calls them.
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32"}
@@ -117,7 +118,7 @@ def _kinds(
             if name.startswith(f"{place}."):
                 number, _, rest = name[len(place) + 1 :].partition(".")
                 if number.isdecimal() and int(number) in met:
-                    inner = pattern_of(rest)
+                    inner = _of_any_form(pattern_of(rest))
                     met[int(number)] |= {inner, inner.rpartition(".")[0]}
     return {
         layer: _kind(found, variants, layer, f"{container}.{layer}", sizes)
@@ -125,16 +126,26 @@ def _kinds(
     }
 
 
+def _of_any_form(inner: str) -> str:
+    """A name in a layer; of experts without what tells stacks from matrices."""
+    found = _EXPERTS.search(inner)
+    return inner if found is None else inner[: found.end()]
+
+
+def _of_kind(name: str) -> str:
+    return _of_any_form(pattern_of(name))
+
+
 def _kind(
     found: set[str], variants: Sequence[Variant], layer: int, where: str, sizes: Sizes
 ) -> int:
     """The kind of layer of which all names are there, or most; of several the one with most, or the
     config's."""
-    fits = [at for at, one in enumerate(variants) if found.issuperset(map(pattern_of, one.names))]
+    fits = [at for at, one in enumerate(variants) if found.issuperset(map(_of_kind, one.names))]
     most = max((len(variants[at].names) for at in fits), default=0)
     fits = [at for at in fits if len(variants[at].names) == most]
     if not fits:  # a layer that lacks a tensor, or has one under another name
-        there = [len(found.intersection(map(pattern_of, one.names))) for one in variants]
+        there = [len(found.intersection(map(_of_kind, one.names))) for one in variants]
         fits = [at for at, number in enumerate(there) if number and number == max(there)]
     if len(fits) > 1:
         fits = [at for at in fits if variants[at].key and _stated(variants[at], layer, sizes)]
@@ -289,16 +300,22 @@ def _tie(record: Record, build: RankBuild) -> None:
 def _stored_shapes(
     record: Record, tensors: Mapping[str, TensorType]
 ) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of the folder's tensors that are plain parameters whose sizes follow from no key, by the
-    runtime's patterns."""
-    unknown = {one.name for one in record.modules if one.kind == "parameter" and "" in one.sizes}
+    """Shapes of the folder's tensors that are plain parameters, or weights of linears of one part, whose
+    sizes follow from no key, by the runtime's patterns."""
+    unknown = {
+        one.name
+        for one in record.modules
+        if "" in one.sizes
+        and (one.kind == "parameter" or (one.kind in LINEARS and len(one.sizes) == 2))
+    }
     if not unknown:
         return {}
     sources = {one.source: one.to for one in record.names if one.to in unknown}
     return {
         sources[pattern]: tensors[name].shape
         for name in tensors
-        if (pattern := pattern_of(name)) in sources
+        if (pattern := pattern_of(name).removesuffix(".weight")) in sources
+        or (pattern := pattern_of(name)) in sources
     }
 
 
@@ -352,8 +369,14 @@ def _add(
     stored: Mapping[str, tuple[int, ...]],
     shared: int,
 ) -> None:
-    if module.name in stored:
-        numbers = list(stored[module.name])
+    shape = stored.get(module.name)
+    if shape is not None and module.kind == "parameter":
+        numbers = list(shape)
+    elif shape is not None and len(shape) == 2:
+        numbers = [
+            sizes.of(size, layer) if size else held
+            for size, held in zip(module.sizes, reversed(shape), strict=True)
+        ]
     else:
         numbers = [sizes.of(size, layer) for size in module.sizes]
     asked = None if module.asked is None else filled(module.asked, [] if layer is None else [layer])
@@ -363,7 +386,10 @@ def _add(
     if module.kind == "parameter":
         _add_parameter(build, module, name, numbers, layer, sizes)
     elif module.kind == "convolution":
-        _add_parameter(build, replace(module, cut=0), f"{name}.weight", numbers, layer, sizes)
+        cut = replace(module, cut=0)
+        _add_parameter(build, cut, f"{name}.weight", numbers, layer, sizes)
+        if holds(module.bias, sizes):
+            _add_parameter(build, cut, f"{name}.bias", numbers[:1], layer, sizes)
         build.schemes[name] = Unquantized().linear_name
     elif module.kind in ("attention", "latent_attention"):
         if asked is not None:
@@ -377,10 +403,12 @@ def _add(
         if holds(module.bias, sizes):
             raise NotSimulated(f"{name} with a bias")
     elif module.kind == "experts":
-        if not module.gated or holds(module.bias, sizes):
-            raise NotSimulated("experts with a bias or without a gate projection")
+        if holds(module.bias, sizes) and build.quantization.name != "mxfp4":
+            raise NotSimulated("experts with a bias")
         routed, hidden, inner = numbers
-        build.experts(name, routed, shared, hidden, inner, asked=asked or "", scheme=plain)
+        build.experts(
+            name, routed, shared, hidden, inner, asked=asked or "", scheme=plain, gated=module.gated
+        )
     else:
         _add_linear(build, module, name, numbers, asked, plain, sizes)
 
@@ -424,12 +452,16 @@ def _add_parameter(
     layer: int | None,
     sizes: Sizes,
 ) -> None:
-    """A parameter that every rank has all of, or that is divided along one dimension."""
+    """A parameter that every rank has all of, or that is divided along one dimension; none that a
+    scheme of quantization made."""
+    if name in build.parameters:
+        return
     setting = build.setting
     dtype = _dtype(build, module)
     if module.cut is None:
         made = Parameter(dtype, tuple(shape), Whole())
     else:
+        shape = [*shape]
         shape[module.cut] = divided(shape[module.cut], setting.tp, name)
         if module.kind == "convolution" or module.parts:
             parts = tuple(sizes.of(part, layer) for part in module.parts or module.sizes[:1])
@@ -437,5 +469,5 @@ def _add_parameter(
             made = Parameter(dtype, tuple(shape), slot)
         else:
             made = Parameter(dtype, tuple(shape), Sharded(setting.rank, setting.tp, module.cut))
-    made.needed = module.loads
+    made.needed, made.default = module.loads, module.buffer
     build.parameters[name] = made

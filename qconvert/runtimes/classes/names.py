@@ -17,6 +17,7 @@ from qconvert.runtimes.classes.build import Built, captured, filled, numbers_of,
 from qconvert.runtimes.classes.record import Module, Name, Place, Record
 from qconvert.runtimes.loading.building import Config
 from qconvert.runtimes.loading.load_weights import PASSED, Found, Target
+from qconvert.runtimes.loading.mxfp4 import PARAMETERS
 from qconvert.runtimes.loading.parameters import Expert, Linear, Shard
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 
@@ -26,6 +27,9 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 _CACHE = ("k_scale", "v_scale", "q_scale")
 # Places where a class that finds nothing has looked for a parameter.
 _LOOKED_FOR = ("fused", "linear", "experts", "parameter", "module")
+_OF_BLOCKS = tuple(f"proj{end}" for end in PARAMETERS)
+# What vLLM's classes of DeepSeek's sparse attention dequantize.
+_DEQUANTIZED = ".indexer.wk"
 _FLOATS = ("BF16", "F16", "F32")
 
 
@@ -52,6 +56,8 @@ class RecordedNames:
         pattern, parts = pattern_of(tensor), tensor.split(".")
         if parts[-1] in self.skipped or self._is_of_model(tensor):
             return PASSED
+        if self.built.build.quantization.name == "mxfp4" and parts[-1].endswith(_OF_BLOCKS):
+            return self._in_blocks(pattern, parts, tensor)
         found = self._name(pattern, parts)
         if found is not None:
             return self._whole(*found, tensor, stored)
@@ -201,16 +207,25 @@ class RecordedNames:
         if module is not None and module.kind == "experts":
             return self._expert(name, tensor, numbers, leaf)
         if (
-            name.rows
+            name.rows not in ("", "twice")
             and stored.dtype not in _FLOATS
             and not self._keeps_blocks(name, module, parameter)
         ):
             raise NotSimulated(
                 f"{name.source}: its class moves rows, and of codes that was not seen"
             )
+        coded = leaf.startswith("weight_scale") or stored.dtype not in _FLOATS
+        if coded and self.record.runtime == "vllm" and name.source.endswith(_DEQUANTIZED):
+            return self._dequantized(f"{to}.weight", _part(name), tensor, stored)
         place: Place = "linear" if module is not None else "parameter"
         if module is not None and module.kind in ("qkv", "merged", "merged_replicated"):
             place = "fused"
+        if name.rows == "twice" and isinstance(name.shard, tuple):
+            return [
+                target
+                for shard in name.shard
+                for target in self._there(parameter, tensor, leaf, place, shard)
+            ]
         if module is not None and module.kind == "replicated" and module.parts:
             return self._joined(name, parameter, tensor, leaf, stored)
         return self._there(parameter, tensor, leaf, place, _part(name), _turned(name, stored))
@@ -222,6 +237,34 @@ class RecordedNames:
         scales = self.built.build.parameters.get(f"{parameter}_scale_inv")
         block = scales.slot.block if scales is not None and isinstance(scales.slot, Linear) else 0
         return bool(block) and block % self.built.sizes.of(module.sizes[3]) == 0
+
+    def _in_blocks(self, pattern: str, parts: Sequence[str], tensor: str) -> Found:
+        """A stack of MXFP4 blocks, of their scales or of biases, by the name of the stack in BF16."""
+        end = next(end for end in PARAMETERS if pattern.endswith(end))
+        last = parts[-1].removesuffix(end)
+        found = self._name(pattern.removesuffix(end), [*parts[:-1], last])
+        if found is None:
+            raise NotSimulated(f"{tensor} is not among the names that its class was recorded with")
+        name, numbers = found
+        to, which = filled(name.to, numbers), _HELD[str(name.shard)]
+        names = [f"{to}.{which}{one}{PARAMETERS[end]}" for one in ("", "weight_")]
+        held = next((one for one in names if one in self.built.build.parameters), None)
+        if held is None:
+            return PASSED if self._elsewhere(name, numbers, names[0]) else self._nowhere(
+                names[0], tensor, parts[-1], "experts"
+            )  # fmt: skip
+        return PASSED if self.built.build.parameters[held].default else (Target(held),)
+
+    def _dequantized(self, parameter: str, shard: Shard, tensor: str, stored: TensorType) -> Found:
+        """Nothing for the first of FP8 codes and their scales, both for the second: the class makes a
+        part of an unquantized module of them (models/deepseek_v2.py, _try_load_fp8_indexer_wk)."""
+        other = self.waiting.pop(parameter, None)
+        if other is None:
+            self.waiting[parameter] = tensor, stored
+            return PASSED
+        codes = max((stored, other[1]), key=lambda one: one.numel)
+        found = self._there(parameter, tensor, "weight", "fused", shard, codes.shape)
+        return [replace(target, beside=other[0]) for target in found]
 
     def _joined(
         self, name: Name, parameter: str, tensor: str, leaf: str, stored: TensorType

@@ -66,7 +66,8 @@ class Module:
     `whole`: a linear that every rank has all of; `cut`: the dimension along which ranks share a
     parameter, in `parts`. `loads`: a checkpoint has it; `in_parts`: a tensor fills several parts of it,
     which the class takes apart itself; `undivided`: methods of quantization under which every rank has
-    all of it; `reads`: the class reads its `weight` while it builds, or once all is loaded."""
+    all of it; `reads`: the class reads its `weight` while it builds, or once all is loaded; `buffer`: it
+    has a value without a checkpoint."""
 
     name: str
     kind: ModuleKind
@@ -86,6 +87,7 @@ class Module:
     in_parts: bool = False
     undivided: tuple[str, ...] = ()
     reads: Literal["", "build", "load"] = ""
+    buffer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +122,24 @@ class Variant:
     value: Any = None
 
 
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapper:
+    """Replacements in names: `parts` anywhere, `starts` and `ends`."""
+
+    starts: Pairs = ()
+    parts: Pairs = ()
+    ends: Pairs = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A class. `layers`: containers of numbered layers and how many there are; `packed`: names that it
-    fuses, as a quantization config is asked; `starts`, `parts` and `ends`: what it replaces in the names
-    that one lists, `renames_more`: by other rules, too; `unknown`: what a parameter that is not there
-    does, by place and name ("": any other); `tied`: parameters that are one; `agrees`: forms of folders,
+    fuses, as a quantization config is asked; `mappers`: what it replaces in the names that one lists,
+    `renames_more`: by other rules, too; `unknown`: what a parameter that is not there does, by place and
+    name ("": any other); `tied`: parameters that are one; `agrees`: forms of folders,
     each with the tensor-parallel sizes at which the loader itself did what the simulator says; `draft`:
     it is of the class that loads the draft of a folder; `otherwise`: what else holds under a setting of
     the config; `fuses_shared`: it may load shared experts as routed ones, which the table does not show.
@@ -142,9 +156,7 @@ class Record:
     modules: tuple[Module, ...]
     names: tuple[Name, ...]
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    starts: tuple[tuple[str, str], ...] = ()
-    parts: tuple[tuple[str, str], ...] = ()
-    ends: tuple[tuple[str, str], ...] = ()
+    mappers: tuple[Mapper, ...] = ()
     renames_more: bool = False
     one_stage: bool = False
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
@@ -200,7 +212,8 @@ class Record:
         at = self.agrees.get(form, ())
         if not at or (setting.pp > 1 and STAGES not in self.agrees):
             return False
-        several = any(size > 1 for size in (*at, *self.agrees.get(UNQUANTIZED, ())))
+        plain = [one for key, one in self.agrees.items() if key.startswith(UNQUANTIZED)]
+        several = any(size > 1 for sizes in (at, *plain) for size in sizes)
         return setting.tp in at or (setting.tp > 1 and several)
 
 
@@ -320,18 +333,17 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rules of a mapper: what it replaces anywhere and at the start, and whether it does more."""
+    """Rules of a class's mappers, one after another, and whether they do more."""
     stated = [one for one in tables if one]
-    one: Mapping[str, Any] = stated[0] if stated else {}
-    return {
-        "parts": _pairs(one.get("substr", ())),
-        "starts": _pairs(one.get("prefix", ())),
-        "ends": _pairs(one.get("suffix", ())),
-        "renames_more": len(stated) > 1 or not set(one) <= {"substr", "prefix", "suffix"},
-    }
+    made = [
+        Mapper(*(_pairs(one.get(key, ())) for key in ("prefix", "substr", "suffix")))
+        for one in stated
+    ]
+    known = {"substr", "prefix", "suffix"}
+    return {"mappers": tuple(made), "renames_more": any(not set(one) <= known for one in stated)}
 
 
-def _pairs(pairs: Sequence[Sequence[str]]) -> tuple[tuple[str, str], ...]:
+def _pairs(pairs: Sequence[Sequence[str]]) -> Pairs:
     return tuple((old, new) for old, new in pairs)
 
 
@@ -361,6 +373,7 @@ def _module(table: Mapping[str, Any], fused: Collection[str]) -> Module:
         table.get("gated", True), table.get("dtype", "model"), table.get("cut"),
         tuple(table.get("parts", ())), table.get("loads", True), table["name"] in fused,
         tuple(table.get("undivided", ())), table.get("reads", ""),
+        table.get("buffer", False),
     )  # fmt: skip
 
 
@@ -403,6 +416,8 @@ def _method(block: Config | None) -> str:
         return "fp8 in blocks" if block.get("weight_block_size") else "fp8"
     if method == "modelopt":
         return f"modelopt {block.get('quant_algo')}"
+    if method == "mxfp4":
+        return method
     if method == "gptq":
         return f"gptq of {block.get('bits')} bits"
     groups = block.get("config_groups")

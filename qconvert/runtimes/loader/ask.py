@@ -39,7 +39,7 @@ _DTYPES = {
 }  # fmt: skip
 # Modules that vLLM's wrappers hold a second time, and its attention's scales, which have defaults.
 _TWICE = (
-    ".experts.gate.", "._shared_experts.", ".expert_gate.", ".mla_attn.",
+    ".self_decoder.", ".experts.gate.", "._shared_experts.", ".expert_gate.", ".mla_attn.",
     ".routed_experts.e_score_correction_bias.", "._k_scale.", "._v_scale.", "._q_scale.",
     "._prob_scale.", "._expert_map.",
 )  # fmt: skip
@@ -199,6 +199,11 @@ class RuntimeLoader:
         ignored = [name for name in unread if (name in drafts) is draft and name not in passed]
         unwritten = {name: share for name, share in said["shares"].items() if not _is_twice(name)}
         spare = {*said.get("dropped", ()), *_without_use(unwritten, config)}
+        spare |= {
+            name
+            for name, share in unwritten.items()
+            if share < 1 and _is_padded(said["schemes"].get(name.rpartition(".")[0], ""))
+        }
         if not at.last:
             spare |= _BUILT_EVERYWHERE
         if draft and self.runtime == "sglang":
@@ -285,6 +290,12 @@ def _refusal(said: Mapping[str, Any]) -> LoadRefused | None:
     inside = said.get("at", ())
     at = f" ({inside[-1]})" if inside else ""
     return LoadRefused(kind, text, where, f"{kind}: {shortened(text, 300)}{at}")
+
+
+def _is_padded(scheme: str) -> bool:
+    """Tell whether a method of experts makes room for whole tiles of its kernels, filled as it should
+    be where no tensor comes."""
+    return scheme.endswith("Mxfp4MoEMethod")
 
 
 def _is_twice(name: str) -> bool:

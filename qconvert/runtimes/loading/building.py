@@ -231,6 +231,7 @@ class RankBuild:
         *,
         asked: str = "",
         scheme: Scheme | None = None,
+        gated: bool = True,
     ) -> None:
         """All experts of a layer, `fused` shared ones behind the routed."""
         setting = self.setting
@@ -238,7 +239,17 @@ class RankBuild:
         divided(inner, setting.moe_tp, module)
         if scheme is None:
             scheme = self.quantization.experts(asked or module)
-        moe = Moe(routed, fused, hidden, inner, setting.ep, setting.ep_rank, setting.moe_tp)
+        moe = Moe(
+            routed,
+            fused,
+            hidden,
+            inner,
+            setting.ep,
+            setting.ep_rank,
+            setting.moe_tp,
+            gated,
+            setting.rank % setting.moe_tp,
+        )
         self.schemes[module] = scheme.experts_name
         self._add(module, scheme.experts(moe))
 

@@ -195,7 +195,7 @@ def offered(
         tuple(
             name
             for name in unwritten
-            if held[name].needed and name not in build.aliases and name not in build.borrowed
+            if held[name].lacks and name not in build.aliases and name not in build.borrowed
         ),
         tuple(
             name for name, how in zip(whole, done, strict=True) if how != _WRITTEN and name not in read

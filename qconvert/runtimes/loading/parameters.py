@@ -25,6 +25,10 @@ _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _RANKS = {**dict.fromkeys(_FLOAT8, 0), "F16": 1, "BF16": 1, "F32": 2, "F64": 3}
 
 
+# What a share of a parameter may be off by.
+_ROUNDED = 1e-6
+
+
 class WeightLoader(Protocol):
     """Way of a tensor into a parameter. Returns the part that it fills and the number of its
     elements; raises LoadRefused."""
@@ -43,13 +47,15 @@ class Filled:
 @dataclass(slots=True)
 class Parameter:
     """A parameter as the runtime builds it. `needed`: the runtime computes with it. `default`: it starts
-    with a value that is right where the folder has none."""
+    with a value that is right where the folder has none. `padded`: the share of it that a tensor fills,
+    of one that is larger than that."""
 
     dtype: str
     shape: Shape
     slot: WeightLoader
     needed: bool = True
     default: bool = False
+    padded: float = 1.0
     parts: dict[object, int] = field(default_factory=dict)
 
     @property
@@ -61,6 +67,11 @@ class Parameter:
         """The share of its elements to which no tensor came."""
         size = prod(self.shape)
         return max(0.0, 1 - sum(self.parts.values()) / size) if size else 0.0
+
+    @property
+    def lacks(self) -> bool:
+        """Tell whether the runtime computes with elements to which a tensor should have come."""
+        return self.needed and self.unwritten > 1 - self.padded + _ROUNDED
 
     def write(self, tensor: TensorType, shard: Shard) -> str | None:
         """Take a tensor. Returns what goes wrong in silence, if anything does."""
@@ -161,8 +172,8 @@ class Convolution:
     rank: int
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
-        if len(tensor.shape) != 3:
-            raise refused("RuntimeError", "", tensor, into, "expected 3 dimensions")
+        if len(tensor.shape) != len(into):
+            raise refused("RuntimeError", "", tensor, into, f"expected {len(into)} dimensions")
         start = 0
         for size in self.sizes:
             part = size // self.tp
@@ -419,7 +430,8 @@ ExpertRole = Literal["weight", "group", "channel", "tensor", "single"]
 class Experts:
     """A parameter of all experts of a rank: [experts, ...]. `transposed`: the folder's matrices are
     transposed on loading (compressed-tensors' integers), `zeros` are not though their parameter is.
-    `group`: columns of w2 that share a scale; a rank's share must be whole ones."""
+    `group`: columns of w2 that share a scale; a rank's share must be whole ones. `gated`: the first
+    matrix is gate and up."""
 
     role: ExpertRole
     routed: int  # of all ranks
@@ -432,6 +444,7 @@ class Experts:
     modelopt: bool = False
     everywhere: bool = False
     group: int = 0
+    gated: bool = True
 
     def local(self, expert: int) -> int | None:
         """The slot of an expert on this rank."""
@@ -477,7 +490,7 @@ class Experts:
         whole = prod(into[1:])
         if self.role == "single" or which == "w2":
             return slot, whole
-        return (slot, which), whole // 2
+        return (slot, which), whole // (1 + self.gated)
 
     def _down(self, data: Shape, tensor: TensorType, shape: Shape, dim: int) -> str | None:
         if self.role == "channel":
@@ -491,7 +504,7 @@ class Experts:
         return silent
 
     def _gate_or_up(self, data: Shape, tensor: TensorType, shape: Shape, dim: int) -> str | None:
-        size = data[dim] // 2
+        size = data[dim] // (1 + self.gated)
         part = self._share(tensor, shape, dim)
         place = (*data[:dim], size, *data[dim + 1 :])
         silent = self._silent(shape, dim, size)

@@ -28,7 +28,8 @@ from qconvert.runtimes.loading.setting import LoadRefused
 @dataclass(frozen=True, slots=True)
 class Moe:
     """The experts of a layer: `routed` of them and `fused` shared ones in slots behind, each of
-    `inner` x `hidden`; `columns` of `inner` are one rank's."""
+    `inner` x `hidden`; `columns` of `inner` are one rank's, and `rows` those of its first matrix, of
+    gate and up unless experts have no gate (`gated`)."""
 
     routed: int
     fused: int
@@ -37,6 +38,8 @@ class Moe:
     ep: int
     ep_rank: int
     tp: int
+    gated: bool = True
+    rank: int = 0
 
     @property
     def slots(self) -> int:
@@ -45,6 +48,10 @@ class Moe:
     @property
     def columns(self) -> int:
         return self.inner // self.tp
+
+    @property
+    def rows(self) -> int:
+        return (1 + self.gated) * self.columns
 
     def parameter(
         self,
@@ -61,7 +68,7 @@ class Moe:
     ) -> Parameter:
         slot = Experts(
             role, self.routed, self.fused, self.ep, self.ep_rank, self.tp, transposed, zeros, modelopt,
-            everywhere,
+            everywhere, gated=self.gated,
         )  # fmt: skip
         return Parameter(dtype, shape, slot, needed, default)
 
@@ -110,7 +117,7 @@ class Unquantized:
         yield "weight", linear_parameter(layout, "plain", self.dtype, shape, wrapped=wrapped)
 
     def experts(self, moe: Moe) -> Named:
-        up, down = (moe.slots, 2 * moe.columns, moe.hidden), (moe.slots, moe.hidden, moe.columns)
+        up, down = (moe.slots, moe.rows, moe.hidden), (moe.slots, moe.hidden, moe.columns)
         yield "w13_weight", moe.parameter(self.dtype, up, "weight")
         yield "w2_weight", moe.parameter(self.dtype, down, "weight")
 
@@ -141,9 +148,9 @@ def _fp8_experts(moe: Moe, rows: int, columns: int, scale: str) -> Named:
     slots, hidden = moe.slots, moe.hidden
     blocks = ceil_div(size, rows), ceil_div(hidden, columns)
     down = ceil_div(hidden, rows), ceil_div(size, columns)
-    yield "w13_weight", moe.parameter("F8_E4M3", (slots, 2 * size, hidden), "weight")
+    yield "w13_weight", moe.parameter("F8_E4M3", (slots, moe.rows, hidden), "weight")
     yield "w2_weight", moe.parameter("F8_E4M3", (slots, hidden, size), "weight")
-    scales = slots, 2 * blocks[0], blocks[1]
+    scales = slots, (1 + moe.gated) * blocks[0], blocks[1]
     yield f"w13_{scale}", moe.parameter("F32", scales, "group")
     yield f"w2_{scale}", moe.parameter("F32", (slots, *down), "group")
 
@@ -231,7 +238,7 @@ class PerRow:
 
     def experts(self, moe: Moe) -> Named:
         for which, rows, columns in (
-            ("w13", 2 * moe.columns, moe.hidden), ("w2", moe.hidden, moe.columns),
+            ("w13", moe.rows, moe.hidden), ("w2", moe.hidden, moe.columns),
         ):  # fmt: skip
             yield (
                 f"{which}_weight",
@@ -295,6 +302,7 @@ class PackedIntegers:
         columns = size * moe.tp if whole else size
         up, down = (1, 1) if self.group == -1 else (hidden // self.group, columns // self.group)
         kind: ExpertRole = "channel" if self.group == -1 else "group"
+        # Room for gate and up, also where experts have no gate.
         shapes: dict[str, tuple[str, Shape, ExpertRole]] = {
             "w13_weight_packed": ("I32", (slots, hidden // word, 2 * size), "weight"),
             "w2_weight_packed": ("I32", (slots, size // word, hidden), "weight"),
@@ -360,15 +368,15 @@ class PackedFp4:
 
     def experts(self, moe: Moe) -> Named:
         slots, hidden, size = moe.slots, moe.hidden, moe.columns
-        yield "w13_weight_packed", moe.parameter("U8", (slots, 2 * size, hidden // 2), "weight")
+        yield "w13_weight_packed", moe.parameter("U8", (slots, moe.rows, hidden // 2), "weight")
         yield "w2_weight_packed", moe.parameter("U8", (slots, hidden, size // 2), "weight")
-        scales = slots, 2 * size, hidden // 16
+        scales = slots, moe.rows, hidden // 16
         yield "w13_weight_scale", moe.parameter("F8_E4M3", scales, "group")
         scales = slots, hidden, size // 16
         yield "w2_weight_scale", moe.parameter("F8_E4M3", scales, "group")
         for what in ("weight", *(["input"] if self.inputs else [])):
             needed = what == "weight" or self.native
-            for which, shape in (("w13", (slots, 2)), ("w2", (slots,))):
+            for which, shape in (("w13", (slots, 1 + moe.gated)), ("w2", (slots,))):
                 given = moe.parameter("F32", shape, "tensor", needed=needed)
                 yield f"{which}_{what}_global_scale", given
 
@@ -422,9 +430,9 @@ class ModeloptFp4:
         size = ceil_div(moe.columns, self.padded) * self.padded
         every = moe.routed + moe.fused
         shapes: dict[str, tuple[str, Shape]] = {
-            "w13_weight": ("U8", (slots, 2 * size, hidden // 2)),
+            "w13_weight": ("U8", (slots, moe.rows, hidden // 2)),
             "w2_weight": ("U8", (slots, hidden, size // 2)),
-            "w13_weight_scale": ("F8_E4M3", (slots, 2 * size, hidden // self.group)),
+            "w13_weight_scale": ("F8_E4M3", (slots, moe.rows, hidden // self.group)),
             "w2_weight_scale": ("F8_E4M3", (slots, hidden, size // self.group)),
         }
         for name, (dtype, shape) in shapes.items():
@@ -434,9 +442,15 @@ class ModeloptFp4:
                 whole = shape[0], -(-shape[1] // 128) * 128, -(-shape[2] // 4) * 4
                 made = moe.parameter("F8_E4M3", whole, "weight", needed=False)
                 yield f"{which}_blockscale_swizzled", made
-        yield "w13_weight_scale_2", moe.parameter("F32", (slots, 2), "tensor", modelopt=True)
+        yield (
+            "w13_weight_scale_2",
+            moe.parameter("F32", (slots, 1 + moe.gated), "tensor", modelopt=True),
+        )
         yield "w2_weight_scale_2", moe.parameter("F32", (slots,), "tensor", modelopt=True)
-        for name, shape in (("w13_input_scale", (every, 2)), ("w2_input_scale", (every,))):
+        for name, shape in (
+            ("w13_input_scale", (every, 1 + moe.gated)),
+            ("w2_input_scale", (every,)),
+        ):
             # Numbers of 1 where the folder has none; a loaded one stands for gate and up.
             given = moe.parameter(
                 "F32", shape, "single", modelopt=True, everywhere=True, needed=not self.weights

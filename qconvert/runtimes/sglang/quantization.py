@@ -14,6 +14,7 @@ from typing import Any
 
 from qconvert.core.patterns import compiled
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group, names_of, pair_of
+from qconvert.runtimes.loading.mxfp4 import Mxfp4, Mxfp4Experts
 from qconvert.runtimes.loading.parameters import (
     ExpertRole,
     Layout,
@@ -107,7 +108,7 @@ class MarlinGptq:
         )
         kind: ExpertRole = "channel" if self.group == -1 else "group"
         for which, rows, columns, groups in (
-            ("w13", 2 * size, hidden, up),
+            ("w13", moe.rows, hidden, up),
             ("w2", hidden, size, down),
         ):
             for name, dtype, shape, role, needed in (
@@ -135,7 +136,7 @@ class MxInt4:
 
     def experts(self, moe: Moe) -> Named:
         slots, hidden, size = moe.slots, moe.hidden, moe.columns
-        for which, rows, columns in (("w13", 2 * size, hidden), ("w2", hidden, size)):
+        for which, rows, columns in (("w13", moe.rows, hidden), ("w2", hidden, size)):
             codes = slots, rows, columns // 8
             yield f"{which}_weight_packed", moe.parameter("I32", codes, "weight")
             scales = slots, rows, columns // 32
@@ -630,6 +631,8 @@ def _stated(
         return Modelopt(block, fused, plain, setting)
     if method == "gptq":
         return Gptq(block, plain)
+    if method == "mxfp4":
+        return Mxfp4Experts(Mxfp4("Mxfp4MoEMethod", "weight_bias", once=True), plain)
     raise NotSimulated(f"quant_method {method!r}")
 
 

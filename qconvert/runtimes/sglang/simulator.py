@@ -67,10 +67,10 @@ def by_table(
         raise NotSimulated("a draft in pipeline stages")
     setting = replace(asked, moe_runner=runner_of(record.architecture, config, asked))
     numbers = text_config(config)
-    sizes, renames = (
-        record.sizes({**config, **numbers.values}),
-        Renames(record.parts, record.starts),
-    )
+    sizes = record.sizes({**config, **numbers.values})
+    if len(record.mappers) > 1:
+        raise NotSimulated("two mappers of names, one after another")
+    renames = next((Renames(one.parts, one.starts) for one in record.mappers), Renames())
     shared = 0
     try:
         if record.draft and not record.layers:
@@ -78,10 +78,9 @@ def by_table(
         check_stages(setting, (sizes.of(n) for n in record.layers.values()), one=record.one_stage)
         stated = quantization_of(config, record.packed, setting, numbers.dtype, renames)
         if record.draft and isinstance(stated, Mixed) and stated.names("mtp."):
-            own = (replace(one, unquantized=()) for one in record.modules)
-            record = replace(
-                record, modules=tuple(own)
-            )  # it takes a draft that is not listed for bf16
+            # It takes a draft that is not listed for bf16.
+            own = tuple(replace(one, unquantized=()) for one in record.modules)
+            record = replace(record, modules=own)
         build = RankBuild(setting, stated, numbers.dtype)
         heads = "num_attention_heads"
         if sizes.flag(heads) is not None:  # of linears that ranks share otherwise, too

@@ -128,11 +128,12 @@ def holds_codes(name: str, quantized: Sequence[str], fused: Fused) -> bool:
 @dataclass(frozen=True, slots=True)
 class Renames:
     """Replacements of a class's mapper in names: `parts` anywhere, then `starts` and `ends`
-    (models/utils.py, WeightsMapper)."""
+    (models/utils.py, WeightsMapper); `then` those of the class inside it."""
 
     starts: Sequence[tuple[str, str]] = ()
     parts: Sequence[tuple[str, str]] = ()
     ends: Sequence[tuple[str, str]] = ()
+    then: Renames | None = None
 
     def of(self, name: str) -> str:
         for old, new in self.parts:
@@ -143,7 +144,7 @@ class Renames:
         for old, new in self.ends:
             if name.endswith(old):
                 name = new.join(name.rsplit(old, 1))
-        return name
+        return name if self.then is None else self.then.of(name)
 
 
 def renamed(entries: Iterable[str], renames: Renames) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from qconvert.core.dtypes import TensorType
 from qconvert.core.patterns import compiled
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group, names_of, pair_of
+from qconvert.runtimes.loading.mxfp4 import Mxfp4, Mxfp4Experts
 from qconvert.runtimes.loading.schemes import (
     CompressedFp8,
     NoQuantization,
@@ -510,4 +511,6 @@ def _quantization(block: Mapping[str, Any], stated: ModelFacts) -> Quantization:
         return Modelopt(block, stated)
     if method == "gptq":
         return GptqCodes(block, stated)
+    if method == "mxfp4":
+        return Mxfp4Experts(Mxfp4("GptOssMxfp4MoEMethod", "bias"), stated.plain)
     raise NotSimulated(f"quant_method {method!r}")

@@ -224,6 +224,7 @@ def expert_part(parameter: Parameter, finer: tuple[int, int] = (1, 1)) -> Expert
         "zeros",
         "modelopt",
         "everywhere",
+        "gated",
     )
     return ExpertPart(**{name: getattr(slot, name) for name in names}, finer=finer)
 
@@ -286,14 +287,14 @@ class Integers(PackedIntegers):
         up, down = (1, 1) if self.group == -1 else (hidden // self.group, size // self.group)
         kind = "channel" if self.group == -1 else "group"
         shapes: dict[str, tuple[str, Shape]] = {
-            "w13_weight_packed": ("I32", (slots, 2 * size, hidden // word)),
+            "w13_weight_packed": ("I32", (slots, moe.rows, hidden // word)),
             "w2_weight_packed": ("I32", (slots, hidden, size // word)),
-            "w13_weight_scale": (self.dtype, (slots, 2 * size, up)),
+            "w13_weight_scale": (self.dtype, (slots, moe.rows, up)),
             "w2_weight_scale": (self.dtype, (slots, hidden, down)),
         }
         if not self.symmetric:
             shapes |= {
-                "w13_weight_zero_point": ("I32", (slots, 2 * size // word, up)),
+                "w13_weight_zero_point": ("I32", (slots, moe.rows // word, up)),
                 "w2_weight_zero_point": ("I32", (slots, hidden // word, down)),
             }
         for name, (dtype, shape) in shapes.items():
@@ -349,7 +350,7 @@ class Mx:
     def experts(self, moe: Moe) -> Named:
         for name, dtype, many, role in self._parts:
             for which, rows, columns in (
-                ("w13", 2 * moe.columns, moe.hidden), ("w2", moe.hidden, moe.columns),
+                ("w13", moe.rows, moe.hidden), ("w2", moe.hidden, moe.columns),
             ):  # fmt: skip
                 shape = moe.slots, rows, columns // many
                 yield f"{which}_{name}", moe.parameter(dtype, shape, role)
@@ -378,7 +379,9 @@ class ModelFp4(ModeloptFp4):
     def experts(self, moe: Moe) -> Named:
         for name, parameter in ModeloptFp4.experts(self, moe):
             if name.endswith("input_scale"):
-                shape: Shape = (moe.slots, 2) if name.startswith("w13") else (moe.slots,)
+                shape: Shape = (
+                    (moe.slots, 1 + moe.gated) if name.startswith("w13") else (moe.slots,)
+                )
                 role = "tensor"
                 made = moe.parameter("F32", shape, role, needed=not self.weights)  # type: ignore[arg-type]
                 yield name, made
@@ -442,14 +445,14 @@ class Gptq:
         up, down = (1, 1) if self.group == -1 else (hidden // self.group, size // self.group)
         kind = "channel" if self.group == -1 else "group"
         for name, dtype, shape, role in (
-            ("w13_qweight", "I32", (slots, hidden // word, 2 * size), "weight"),
+            ("w13_qweight", "I32", (slots, hidden // word, moe.rows), "weight"),
             ("w2_qweight", "I32", (slots, size // word, hidden), "weight"),
-            ("w13_scales", self.dtype, (slots, up, 2 * size), kind),
+            ("w13_scales", self.dtype, (slots, up, moe.rows), kind),
             ("w2_scales", self.dtype, (slots, down, hidden), kind),
-            ("w13_qzeros", "I32", (slots, up, 2 * size // word), kind),
+            ("w13_qzeros", "I32", (slots, up, moe.rows // word), kind),
             ("w2_qzeros", "I32", (slots, down, hidden // word), kind),
         ):
             yield name, moe.parameter(dtype, shape, role, transposed=True, zeros=True)  # type: ignore[arg-type]
         # Dropped after the load where the folder has none.
-        yield "w13_bias", moe.parameter(self.dtype, (slots, 2 * size), "weight", needed=False)
+        yield "w13_bias", moe.parameter(self.dtype, (slots, moe.rows), "weight", needed=False)
         yield "w2_bias", moe.parameter(self.dtype, (slots, hidden), "channel", needed=False)

@@ -96,9 +96,10 @@ def by_table(
         raise NotSimulated("a draft in pipeline stages")
     numbers = text_config(config)
     plain, sizes = Unquantized(numbers.dtype), record.sizes({**config, **numbers.values})
-    facts = ModelFacts(
-        record.packed, Renames(record.starts, record.parts, record.ends), plain, tensors
-    )
+    renames = Renames()
+    for mapper in reversed(record.mappers):
+        renames = Renames(mapper.starts, mapper.parts, mapper.ends, renames)
+    facts = ModelFacts(record.packed, renames, plain, tensors)
     try:
         layers = next((sizes.of(size) for size in record.layers.values()), 0)
         rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)

@@ -28,6 +28,8 @@ _KINDS = {
 }  # fmt: skip
 # vLLM's attention over a latent cache, for which some methods of quantization have no scales of a cache.
 _LATENT = "MLAAttention"
+# Buffers that a class computes.
+_COMPUTED = ("rotary", "cos_sin")
 # Modules that a runtime puts where another pipeline stage has the real one.
 _ABSENT = ("PPMissingLayer", "StageMissingLayer")
 # What sglang's classes have that may load a shared expert as one more routed expert.
@@ -296,14 +298,16 @@ def _within(places: Array, row: int) -> int:
     whole = places.reshape(-1, row)
     if (whole != whole[:, :1] + np.arange(row)).any():
         return 0
-    rows = whole[:, 0] // row
+    rows = whole[:, 0] // row - whole.min() // row
     at = np.arange(len(rows))
     sizes = (size for size in range(1, len(rows) + 1) if len(rows) % size == 0)
-    return next(size for size in sizes if (rows // size == at // size).all())
+    return next((size for size in sizes if (rows // size == at // size).all()), 0)
 
 
 def _order(places: Array, grid: Array) -> str:
     """Place of the elements `grid` of a tensor in a parameter."""
+    if places.size == 2 * grid.size and (places.reshape(2, -1) == grid.reshape(-1)).all():
+        return "twice"
     if grid.size != places.size:
         return "moved"
     if (grid.reshape(-1) == places).all():
@@ -463,11 +467,19 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
         told("step", "load")
         model.load_weights(_read_of(model, config, numbered(shapes), job["hidden"]))
     told("step", "read")
-    parameters, read = {}, set()
+    parameters: dict[str, dict[str, Any]] = {}
+    read = set()
     for name, parameter in model.named_parameters():
         held = pieces(parameter.data.numpy(), names, shapes) if job["load"] else []
         read |= {piece["tensor"] for piece in held}
         parameters[name] = {"shape": list(parameter.shape), "pieces": held}
+    lasting = model.state_dict().keys()
+    for name, buffer in model.named_buffers() if job["load"] else ():
+        private = name.rpartition(".")[2].startswith("_") or any(o in name for o in _COMPUTED)
+        if name in lasting and not private and buffer.numel() and buffer.dtype == torch.float64:
+            held = [p for p in pieces(buffer.numpy(), names, shapes) if p["tensor"] is not None]
+            read |= {piece["tensor"] for piece in held}
+            parameters[name] = {"shape": list(buffer.shape), "pieces": held, "buffer": True}
     told("parameters", parameters)
     told("unread", [name for name in names if name not in read])
     if job["probes"]:

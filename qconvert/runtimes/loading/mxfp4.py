@@ -1,0 +1,98 @@
+"""Experts of quant_method mxfp4, as gpt-oss publishes them: all of a layer in one tensor, blocks of 32
+codes and a scale for each, which both runtimes cut by blocks and pad for their kernels.
+
+Read in sglang: `layers/quantization/mxfp4.py`, `models/gpt_oss.py` (_load_mxfp4_experts_weights); in
+vLLM: `layers/quantization/mxfp4.py`, `layers/fused_moe/oracle/mxfp4.py`, `models/gpt_oss.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from qconvert.core.dtypes import Shape, TensorType, ceil_div
+from qconvert.runtimes.loading.parameters import Filled, Layout, Parameter, Shard, Wrapped, refused
+from qconvert.runtimes.loading.schemes import Moe, Named, Scheme, Unquantized
+from qconvert.runtimes.loading.setting import NotSimulated
+
+# Codes of a block that share a scale, and rows to which the kernels of capability 9.0 pad.
+_BLOCK, _TILE = 32, 64
+# What a published tensor's name adds to that of a stack, and the parameter that it is for.
+PARAMETERS = {"_blocks": "weight", "_scales": "weight_scale", "_bias": "bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A parameter of all experts of a layer: `stored` is the tensor's shape, of which a rank has a
+    `share`; what its padding holds is right as it was made."""
+
+    stored: Shape
+    share: float
+
+    def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        if tensor.shape != self.stored:
+            raise refused(
+                "RuntimeError", "", tensor, into,
+                f"expected {list(self.stored)}, of which a rank takes its share",
+            )  # fmt: skip
+        return Filled({None: round(self.share * prod(into))})
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """MXFP4 codes with a bias; `bias`: what the runtime calls it; `once`: that of the second matrix is
+    the first rank's alone, and 0 in others."""
+
+    experts_name: str
+    bias: str
+    once: bool = False
+    linear_name: str = ""
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        raise NotSimulated("a linear in MXFP4 under quant_method mxfp4")
+
+    def experts(self, moe: Moe) -> Named:
+        if moe.ep > 1 or not moe.gated or moe.inner % _BLOCK or moe.hidden % _TILE:
+            raise NotSimulated("experts of quant_method mxfp4 of other sizes than gpt-oss has")
+        blocks = moe.inner // _BLOCK
+        each = ceil_div(blocks, moe.tp) * _BLOCK
+        here = max(0, min(each, moe.inner - moe.rank * each))
+        held = ceil_div(moe.columns, _TILE) * _TILE
+        share = here / held
+        slots, hidden = moe.slots, moe.hidden
+        for which, rows, stored, columns, whole in (
+            ("w13", 2 * held, 2 * moe.inner, hidden, hidden),
+            ("w2", hidden, hidden, held, moe.inner),
+        ):
+            for name, dtype, last, of in (
+                ("weight", "U8", columns // 2, (whole // _BLOCK, _BLOCK // 2)),
+                ("weight_scale", "U8", columns // _BLOCK, (whole // _BLOCK,)),
+            ):
+                slot = Stack((slots, stored, *of), share)
+                yield f"{which}_{name}", Parameter(dtype, (slots, rows, last), slot, padded=share)
+            part = share if which == "w13" else 1.0
+            slot = Stack((slots, stored), part)
+            zeros = self.once and which == "w2" and moe.rank > 0
+            made = Parameter("BF16", (slots, rows), slot, default=zeros, padded=part)
+            yield f"{which}_{self.bias}", made
+
+
+@dataclass(frozen=True)
+class Mxfp4Experts:
+    """quant_method mxfp4: experts alone."""
+
+    scheme: Mxfp4
+    plain: Unquantized
+    name: str = "mxfp4"
+    blocks_shared: bool = False
+    packed_int4: bool = False
+    cache: bool = False
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        return self.plain
+
+    def experts(self, module: str) -> Scheme:
+        return self.scheme
+
+    def head(self, module: str) -> Scheme | None:
+        return None
