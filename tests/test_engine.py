@@ -216,7 +216,9 @@ class _LateRay:
         self._asked += 1
         return f"answer {self._asked}"
 
-    def wait(self, refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+    def wait(
+        self, refs: list[str], num_returns: int, timeout: float
+    ) -> tuple[list[str], list[str]]:
         return refs[-num_returns:], refs[:-num_returns]
 
     def get(self, ref: str) -> BatchResult | None:
