@@ -477,7 +477,7 @@ def test_a_broken_tensor_is_named(what: str, small: Path, tmp_path: Path) -> Non
         ({"tokens": []}, "one or more samples"),
         (
             {"schemes": [IntScheme(4, 48)]},
-            r"experts\.0\.\w+: expected columns in whole groups of 48",
+            r"experts\.0\.\w+: .* 48\b.*, found \d",
         ),
     ],
     ids=["an id", "no samples", "groups"],

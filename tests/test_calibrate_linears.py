@@ -335,7 +335,7 @@ def test_modules_that_no_layer_runs_are_refused(dense: Path, tmp_path: Path) -> 
 
 
 def test_groups_that_do_not_divide_are_refused_before_any_work(dense: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"_proj: expected columns in whole groups of 48"):
+    with pytest.raises(PlanError, match=r"_proj: .* 48\b.*, found \d"):
         run(dense, tmp_path / "room", scheme=IntScheme(4, 48))
     assert not (tmp_path / "room").exists()
 

@@ -463,7 +463,7 @@ def test_which_folders_may_hold_scales_below_0(step: ExpertsToW4A16, signed: boo
         ("glm4_moe", 512, ["w4a16", "--rtn", "--shared-experts", "keep"],
          "--model-path REPO --tp-size 1 --disable-shared-experts-fusion",
          r"loads it whole with `--disable-shared-experts-fusion` at tensor parallel 1 \(\d"),
-        ("qwen3_moe", 256, ["w4a16", "--rtn"], "--model-path REPO --tp-size 1",
+        ("qwen3_moe", 256, ["w4a16", "--rtn", "--group-size", "128"], "--model-path REPO --tp-size 1",
          r"at tensor parallel 1 \(\S+ MB a rank\), 2 \(\S+ MB a rank\), as simulated"),
         ("qwen3_next", 512, ["w4a16", "--rtn", "--asymmetric"], "",
          r"sglang 0.5.23 does not load it at tp 1: .*weight\\_zero\\_point"),

@@ -258,8 +258,9 @@ def test_an_engine_that_ends_too_early_publishes_nothing(
 ) -> None:
     out, how = tmp_path / "out", faults.options("single")
     engine = CrewEngine(MACHINES)
+    whole = engine.run
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "run", lambda work: islice(CrewEngine.run(engine, work), 3))
+        patch.setattr(engine, "run", lambda work: (yield from islice(whole(work), 3)))
         _by(engine, patch)
         with pytest.raises(RunError, match=r"workers ended before 'model.* more units were made"):
             execute(plan_of(source), out, how)

@@ -406,7 +406,7 @@ def test_scales_that_are_not_finite(bad: float, dtype: str) -> None:
         (("F16", (4, 128)), 128, r"expected a BF16 matrix .*, found F16 \[4, 128\]"),
         (("BF16", (128,)), 128, "expected a BF16 matrix"),
         (("BF16", (2, 4, 128)), 128, "expected a BF16 matrix"),
-        (("BF16", (4, 192)), 128, r"whole groups of 128, found 192"),
+        (("BF16", (4, 192)), 128, r" 128\b.*, found 192"),
         (("BF16", (4, 12)), 4, r"whole words of 8, found BF16 \[4, 12\]"),
         (("BF16", (4, 128)), 0, "expected groups of one or more columns"),
         (("BF16", (4, 0)), 128, r"whole words of 8, found BF16 \[4, 0\]"),
@@ -443,7 +443,7 @@ def test_weights_that_cannot_be_packed(
         ),
         (("I32", (4, 16)), ("BF16", (4, 2)), 128, r"expected scales \[4, 1\] .* found \[4, 2\]"),
         (("I32", (4, 16)), ("BF16", (1, 4)), 32, r"expected scales \[4, 4\] .* found \[1, 4\]"),
-        (("I32", (4, 16)), ("BF16", (4, 1)), 0, "expected columns in whole groups of 0"),
+        (("I32", (4, 16)), ("BF16", (4, 1)), 0, r" 0\b.*, found 128"),
     ],
 )
 def test_words_that_cannot_be_unpacked(

@@ -118,7 +118,7 @@ def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="nothing to calibrate"):
         planned(source, ToNvfp4("modelopt", calibrate=SYNTHETIC))
     ragged = written(qwen3_moe("bf16", hidden=128, intermediate=200), tmp_path / "ragged")
-    with pytest.raises(PlanError, match=r"down_proj: expected columns in whole groups of 16"):
+    with pytest.raises(PlanError, match=r"down_proj: .* 16\b.*, found 200"):
         planned(ragged, ToNvfp4("modelopt", calibrate=SYNTHETIC))
 
 

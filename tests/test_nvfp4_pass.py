@@ -4,6 +4,7 @@ scales from statistics, config blocks, MXFP4 under new scales, and what is refus
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -712,7 +713,7 @@ def test_columns_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     source = qwen3_moe(hidden=128, intermediate=40).write(tmp_path / "source")
     done = nvfp4(source, tmp_path / "out", "modelopt")
     assert done.code == 1
-    assert "down_proj: expected columns in whole groups of 16, found 40" in done.err
+    assert re.search(r"down_proj: .* 16\b.*, found 40", done.err)
 
 
 def test_a_broken_weight_names_its_row(tmp_path: Path) -> None:

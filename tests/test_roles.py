@@ -325,7 +325,7 @@ def test_the_validator_cuts_by_role_too(tmp_path: Path) -> None:
     """QC092, of a manifest that says tp=8."""
     source = mixtral_model().write(tmp_path / "source", 1)
     out = tmp_path / "out"
-    assert run_cli("w4a16", source, out, "--rtn", "--jobs", "1").code == 0
+    assert run_cli("w4a16", source, out, "--rtn", "--group-size", "128", "--jobs", "1").code == 0
     claims = {"passes": [{"name": "w4a16", "options": {"tp": 8}}]}
     (found,) = _parallel(Checkpoint.open(out), claims)
     assert (found.rule, ".w2." in found.where) == ("QC092", True)

@@ -252,7 +252,8 @@ def test_a_scale_of_the_other_sign_is_found(tmp_path: Path) -> None:
 
 def test_a_scale_below_0_that_no_conversion_speaks_of_is_found(tmp_path: Path) -> None:
     """The same weights: codes and a scale of the other sign."""
-    source, out = converted(ordinary(), tmp_path, "--set", "signs=positive")
+    options = "--set", "signs=positive", "--group-size", "128"
+    source, out = converted(ordinary(), tmp_path, *options)
     scale = lines(out, f"{UP}.weight_scale").view("<u2")
     words = lines(out, f"{UP}.weight_packed").view("<i4")
     fields = int_forms.unpacked(words[5:6, :16], 4, 128)
@@ -326,7 +327,7 @@ def test_a_broken_scale_is_found(tmp_path: Path) -> None:
 
 def test_codes_of_a_coarser_scale_are_found(tmp_path: Path) -> None:
     """Each is the nearest to its weight under a scale twice as large as the group needs."""
-    source, out = converted(ordinary(), tmp_path)
+    source, out = converted(ordinary(), tmp_path, "--group-size", "128")
     scale = lines(out, f"{UP}.weight_scale").view("<u2")
     words = lines(out, f"{UP}.weight_packed").view("<i4")
     scale[7, 0] += 0x80
@@ -341,7 +342,7 @@ def test_codes_of_a_coarser_scale_are_found(tmp_path: Path) -> None:
 
 
 def test_the_identity_of_ops() -> None:
-    scheme = IntScheme()
+    scheme = IntScheme(group=128)
     assert "signed" not in repr(encoder(scheme, PackQuantized(scheme), "search"))
     assert "signed=True" in repr(encoder(scheme, PackQuantized(scheme), "search", "both"))
     assert repr(encoder(scheme, PackQuantized(scheme))) == "PackInt4(group=128)"

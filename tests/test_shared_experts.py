@@ -12,6 +12,7 @@ from loaders.published import published
 
 from qconvert.checkpoint.open import open_source
 from qconvert.core.errors import PlanError
+from qconvert.core.int_scheme import DEFAULT_GROUP
 from qconvert.hub.readme import with_card
 from qconvert.models.calibrated import calibrated_op
 from qconvert.passes.nvfp4 import ToNvfp4
@@ -270,7 +271,7 @@ def test_qwen3_nexts_fused_inputs_stay(tmp_path: Path) -> None:
 
 
 def test_sizes_at_which_ranks_get_whole_groups(tmp_path: Path) -> None:
-    plan = planned(tmp_path, "qwen3_moe", ExpertsToW4A16(), inner=256)
+    plan = planned(tmp_path, "qwen3_moe", ExpertsToW4A16(group_size=128), inner=256)
     assert plan.facts["tp_sizes"] == [1, 2]
     assert "tensor parallel 1, 2." in with_card(plan).new_files["README.md"]
     start = Plan.identity(plan.checkpoint)
@@ -282,8 +283,9 @@ def test_sizes_at_which_ranks_get_whole_groups(tmp_path: Path) -> None:
 def test_kt_refuses_a_gpu_side_that_ranks_would_cut(tmp_path: Path) -> None:
     source = published("qwen3_moe", inner=256).write(tmp_path / "source")
     common = ("kt", source, "--cpu", "int4", "--numa", "1", "--cpu-out", tmp_path / "cpu")
-    done = run_cli(*common, "--gpu", "w4a16", "--gpu-out", tmp_path / "gpu", "--tp", "4")
-    assert (done.code, "group 32 fits at 4" in done.err) == (1, True)
+    ranks = str(512 // DEFAULT_GROUP)  # of which each gets half a group
+    done = run_cli(*common, "--gpu", "w4a16", "--gpu-out", tmp_path / "gpu", "--tp", ranks)
+    assert (done.code, "a rank would not get whole groups" in done.err) == (1, True)
     assert run_cli(*common, "--tp", "4").code == 2
 
 

@@ -407,7 +407,7 @@ def test_columns_that_are_no_groups_are_refused_or_left(tmp_path: Path) -> None:
     narrow = qwen3_moe(intermediate=192).write(tmp_path / "narrow")
     for options in ([], ["--leave-bf16"]):
         err = refused(narrow, tmp_path / "out", "--group-size", "128", *options)
-        assert "down_proj: expected columns in whole groups of 128, found 192; group 32 is" in err
+        assert re.search(r"down_proj: .* 128\b.*, found 192; group 32 is", err)
     model = qwen3_moe()
     for name in ("q_proj", "k_proj", "v_proj"):
         module = f"model.layers.0.self_attn.{name}.weight"

@@ -21,6 +21,8 @@ from kt_pair import kt
 from models import MODELS
 from safetensors.torch import save_file
 
+from qconvert.core.int_scheme import DEFAULT_GROUP
+
 pytestmark = pytest.mark.peer
 
 
@@ -116,7 +118,7 @@ def test_compressed_tensors_parses_every_block(kind: str, tmp_path: Path) -> Non
     assert found.format == "pack-quantized"
     assert found.quantization_status == "compressed"
     weights = found.config_groups["group_0"].weights
-    assert (weights.num_bits, weights.type, weights.group_size) == (4, "int", 128)
+    assert (weights.num_bits, weights.type, weights.group_size) == (4, "int", DEFAULT_GROUP)
     assert (weights.symmetric, weights.strategy) == (True, "group")
     assert set(found.config_groups) == {"group_0"} | (set() if kind == "bf16" else {"group_1"})
     if kind == "mixed":

@@ -165,8 +165,8 @@ def _check_all_done(asked: Sequence[Numbered], progress: RunProgress) -> None:
     missing = [unit for number, unit in asked if number not in progress.kept]
     if missing:
         raise RunError(
-            f"workers ended before {missing[0].names[0]!r} and {count(len(missing) - 1, 'more unit')} were "
-            "made; nothing is published: run the same command again to go on"
+            f"workers ended before {missing[0].names[0]!r} and {count(len(missing) - 1, 'more unit')} "
+            "were made; nothing is published: run the same command again to go on"
         )
 
 

@@ -310,7 +310,7 @@ REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
     (("unfuse",), ("qwen3_next",), "QC052: model.layers.0.linear_attn.in_proj_qkv.weight: is split"),
     (("unfuse",), GDN, "the projections are split already"),
     ((*_STACKS, *_OF_EXPERTS), DENSE, "this model has no experts"),
-    (_W4A16, ("llama of odd heads", "qwen3_moe of odd heads"), "columns in whole groups of 128"),
+    (_W4A16, ("llama of odd heads", "qwen3_moe of odd heads"), "group 32 is supported"),
     (("experts unstack",), _but((*DENSE, *STACKED)), "the experts are already matrices"),
     ((*_STACKS, *_OF_EXPERTS, *_OF_ALL), ("gpt_oss",), "interleave the rows of gate and up"),
     (_STACKS, ("llama4", "llama4_text", "qwen3_vl_moe"), "rows of a matrix are columns of the stack"),

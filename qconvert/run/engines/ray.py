@@ -135,8 +135,8 @@ class _RayWorkers:
         self._here = ray.get_runtime_context().get_node_id()
         self._known: dict[str, str | None] = {}  # nodes that were asked, and what they lack
         self._actors: dict[int, Any] = {}
-        # Of each worker what it was asked, in that order. Only the first is waited for: Ray may hold a later
-        # answer while an earlier one is lost with its node.
+        # Of each worker what it was asked, in that order. Only the first is waited for: Ray may hold a
+        # later answer while an earlier one is lost with its node.
         self._awaited: dict[int, deque[Any]] = {}
         self._started = 0
         self._first = True

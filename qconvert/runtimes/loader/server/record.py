@@ -162,7 +162,12 @@ def _sizes(module: Any, kind: str) -> dict[str, Any]:
 
 def _is_gated(module: Any) -> bool:
     """Tell whether its first matrix holds gate and up."""
-    return bool(module.w13_weight.numel() == 2 * module.w2_weight.numel())
+    own = dict(module.named_parameters(recurse=False))
+    first, last = (
+        next(one.numel() for name, one in own.items() if name.startswith(f"{which}_weight"))
+        for which in ("w13", "w2")
+    )
+    return bool(first == 2 * last)
 
 
 def modules(model: torch.nn.Module, asked: Mapping[int, str]) -> Iterator[dict[str, Any]]:
