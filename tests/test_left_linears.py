@@ -63,7 +63,7 @@ def test_a_target_of_nothing_gives_no_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "kinds", "says"),
     [
-        ("deepseek_v3", {Kind.KV_UP}, "kv_b_proj: the class takes its `weight` apart after loading"),
+        ("deepseek_v3", {Kind.KV_UP}, "kv_b_proj: the class reads its `weight`"),
         ("deepseek_v3", {Kind.QUERY_DOWN, Kind.KV_DOWN}, "q_a_proj.weight_shape: the shapes differ:"),
     ],
 )  # fmt: skip

@@ -524,7 +524,7 @@ def table(recorded: Recorded) -> dict[str, Any]:
         "layers": layers, "packed": facts["packed"], "renames": facts["renames"],
         "fuses_shared": facts["fuses_shared"], "stages": _stages(recorded, patterns), "modules": modules,
         "variants": variants, "names": found_names,
-        "passed": sorted({_passed(name, patterns) for name in unread} | left),
+        "passed": sorted({_passed(name, patterns) for name in unread}), _LEFT: sorted(left),
         "unknown": unknown_of(facts),
         "tied": [*_tied(facts, patterns), *_packed_twice(recorded.twice, patterns)],
     }  # fmt: skip
@@ -821,6 +821,8 @@ def _condensed(said: Mapping[str, str]) -> dict[str, str]:
 
 
 # Sizes of an entry at set 0, while tables are joined.
+# Names of checkpoints in other forms that a class passes over: under any setting.
+_LEFT = "left"
 _NUMBERS = "numbers"
 # Settings of a config that change what is built.
 _MERGED = ("modules", "names")
@@ -871,6 +873,10 @@ def under_settings(
         tied = found.setdefault("otherwise", {}).setdefault("tie_word_embeddings=true", {})
         tied["stages"] = "one"
     found["flags"] = sorted({name for changed, _ in others for name in changed})
+    left = found.pop(_LEFT)
+    for each in (found, *found.get("otherwise", {}).values()):
+        if "passed" in each:
+            each["passed"] = sorted({*each["passed"], *left})
     return found
 
 

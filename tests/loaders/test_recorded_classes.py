@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sampled import thinned
 
 from loaders.client import PYTHON, Server
 from loaders.record_classes import TABLES, VERSIONS, folder_of, record_of, writer_of
@@ -27,7 +28,7 @@ _TABLES = sorted(
 )
 
 
-@pytest.mark.parametrize(("runtime", "architecture"), _TABLES)
+@pytest.mark.parametrize(("runtime", "architecture"), thinned(_TABLES, 24))
 def test_a_table_is_made_anew(
     runtime: str, architecture: str, hopper: Server, vllm: Server, tmp_path: Path
 ) -> None:

@@ -73,7 +73,7 @@ class RecordedNames:
             return self._of_cache(attention, tensor, leaf, "fused")
         if self.record.refused.intersection((pattern, base, f"{base}.weight")):
             raise LoadRefused(
-                "", "", tensor, "the class ends the load at a checkpoint in this form"
+                "", "", tensor, "the class has no parameter for it, and ends the load"
             )
         place = self._beside(tensor, pattern)
         if place is None and self.record.draft:

@@ -360,7 +360,10 @@ class Linear:
             shape = narrowed(tensor, tensor.shape, 0, start, size)
             parts.append(self._part(into, tensor, shape, name))
             start += size
-        return joined(parts)
+        found = joined(parts)
+        if found.silent is None and start < tensor.shape[0]:
+            return Filled(found.parts, f"expected {start} rows, found {tensor.shape[0]}")
+        return found
 
     def _part(self, into: Shape, tensor: TensorType, shape: Shape, shard: Shard) -> Filled:
         """One part of a fused projection."""
