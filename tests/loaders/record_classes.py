@@ -408,7 +408,10 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
         "architecture": config["architectures"][0], "model_type": config["model_type"],
         **({"draft": True} if writer.draft else {}), "settings_unbuilt": unbuilt,
         "asks": [*_asked_for(writer, server, runtime, facts)], **found,
-        "defaults": {**defaults(writer.model_type, found), **DRAFTS.get(writer.model_type, {})},
+        "defaults": {
+            **({_NEXT: None} if _NEXT in found["flags"] else {}),
+            **defaults(writer.model_type, found), **DRAFTS.get(writer.model_type, {}),
+        },
         "keys": keys_of_all(config),
         "attribute_map": other_names(writer.model_type),
     }  # fmt: skip
@@ -422,7 +425,7 @@ def _of_next_layers(
     config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Answers of a table's class to names that lead nowhere where its config counts draft layers."""
-    if config.get("text_config", config).get(_NEXT):
+    if writer.draft or config.get("text_config", config).get(_NEXT):
         return {}
     folder = writer.folder(0, frozenset(), {_NEXT: 1})
     facts = asked(server, runtime, folder, Rank(), probes=True)
