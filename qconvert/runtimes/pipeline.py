@@ -41,29 +41,14 @@ NORM_EVERYWHERE = frozenset((
 # `pp_proxy_tensors` (`model_executor/model_runner.py`), vLLM for `SupportsPP` (`config/model.py`).
 _ONE_STAGE: dict[str, frozenset[str]] = {
     "sglang": frozenset((
-        "AfmoeForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM",
-        "Cohere2VisionForConditionalGeneration", "CohereForCausalLM", "DbrxForCausalLM",
-        "Ernie4_5_MoeForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration", "FalconH1ForCausalLM",
-        "FalconMambaForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM",
-        "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
-        "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration",
-        "Gemma4UnifiedForConditionalGeneration", "GemmaForCausalLM", "GraniteForCausalLM",
-        "GraniteMoeForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM",
-        "GraniteSWAForCausalLM", "HYV3ForCausalLM", "HYV4ForCausalLM", "HrmTextForCausalLM",
-        "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "InklingForConditionalGeneration",
-        "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration",
-        "Llama4ForConditionalGeneration", "LongcatFlashForCausalLM", "Mamba2ForCausalLM",
-        "MambaForCausalLM", "MiniCPM3ForCausalLM", "MllamaForConditionalGeneration",
-        "MuseGlimmerForConditionalGeneration", "Olmo2ForCausalLM", "OlmoForCausalLM",
-        "OlmoeForCausalLM", "PaddleOCRVLForConditionalGeneration", "PersimmonForCausalLM",
-        "PhiForCausalLM", "Qwen2VLForConditionalGeneration",
-        "StableLmForCausalLM", "Starcoder2ForCausalLM", "Step3p7ForConditionalGeneration",
+        "Cohere2VisionForConditionalGeneration", "DbrxForCausalLM",
+        "Ernie4_5_VLMoeForConditionalGeneration", "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration", "InklingForConditionalGeneration",
+        "LongcatFlashForCausalLM", "MuseGlimmerForConditionalGeneration",
+        "Step3p7ForConditionalGeneration",
     )),
     "vllm": frozenset((
-        "AriaForConditionalGeneration", "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration",
-        "HrmTextForCausalLM", "Idefics3ForConditionalGeneration", "Mamba2ForCausalLM",
-        "PaddleOCRVLForConditionalGeneration", "SmolVLMForConditionalGeneration",
-        "Zamba2ForCausalLM",
+        "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration",
     )),
 }  # fmt: skip
 # Families whose class in sglang builds the head in every stage and reads it in the last

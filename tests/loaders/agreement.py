@@ -30,7 +30,7 @@ _CACHES = (".attn", ".attn_mqa", ".attn_mha")
 _OF_CACHES = ("KVCacheMethod", "KVCacheMethodFp8")
 _COMPUTED = (".gemma_weight", ".normalizer", ".conv_weights")
 # Modules that vLLM's wrappers hold a second time, and buffers of its attention.
-_TWICE = (
+TWICE = (
     ".self_decoder.", ".experts.gate.", "._shared_experts.", ".expert_gate.", ".mla_attn.",
     ".routed_experts.e_score_correction_bias",
 )  # fmt: skip
@@ -90,7 +90,7 @@ def disagreements(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:
 
 
 def _is_first(name: str) -> bool:
-    return not any(part in f"{name}." for part in _TWICE) and not name.endswith(_BUFFERS)
+    return not any(part in f"{name}." for part in TWICE) and not name.endswith(_BUFFERS)
 
 
 def once(real: Loaded) -> Loaded:

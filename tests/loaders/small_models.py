@@ -322,10 +322,6 @@ REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
         ("split --pp 2 --for sglang", "split --pp 2 --for vllm"), ("opt",),
         "no stage is known for its role 'model.decoder.embed_positions'",
     ),
-    (
-        ("split --pp 2 --for sglang", "split --pp 2 --for vllm"), ("gemma4",),
-        "no stage is known for its role 'model.language_model.embed_tokens_per_layer'",
-    ),
 )  # fmt: skip
 
 

@@ -245,8 +245,8 @@ def in_right_groups(
     groups: int | None,
     tensors: Iterable[str],
 ) -> SimulatedLoad:
-    """Answer for a folder whose fused rows of linear attention are in `groups` groups: a class takes them
-    as transformers saves them, in one for each key head, or as others fuse them, in one."""
+    """Answer for a folder whose fused rows of linear attention are in `groups` groups: a class takes
+    them as transformers saves them, in one for each key head, or as others fuse them, in one."""
     fused = [one for one in record.names if one.source.endswith(".in_proj_qkvz")]
     if not groups or not fused:
         return done
