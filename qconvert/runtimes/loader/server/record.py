@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ _LATENT = "MLAAttention"
 _COMPUTED = ("rotary", "cos_sin")
 # Modules that a runtime puts where another pipeline stage has the real one.
 _ABSENT = ("PPMissingLayer", "StageMissingLayer")
+# What the forward pass of a stage takes from the one before, in sglang and in vLLM.
+_PASSED_ON = frozenset(("pp_proxy_tensors", "intermediate_tensors"))
 # What sglang's classes have that may load a shared expert as one more routed expert.
 _FUSES_SHARED = ("shared_experts_fusion_disable_reason", "num_fusable_shared_experts")
 _SIZES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -456,6 +459,7 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
     told("class", type(model).__name__)
     told("code", code_of(type(model)))
     told("fuses_shared", any(hasattr(type(model), name) for name in _FUSES_SHARED))
+    told("passes_on", not _PASSED_ON.isdisjoint(signature(model.forward).parameters))
     found = [*modules(model, config.asked)]
     told("modules", found)
     told("stored", [*shapes])
