@@ -121,7 +121,7 @@ def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:
             }]}  # fmt: skip
     return {
         "modules": modules, "parameters": parameters, "dtypes": {}, "aliases": [], "unread": [],
-        "packed": {}, "renames": [], "fuses_shared": False, "error": None,
+        "packed": {}, "renames": [], "fuses_shared": False, "passes_on": True, "error": None,
         "probes": {
             "top": {"": "error KeyError: 'x'"},
             "linear": {"bias": "silent", "a": "warn b", "c": "warn d"},
@@ -171,6 +171,13 @@ def test_two_stages_that_are_refused_for_a_tied_head_say_so() -> None:
     found = under_settings(table(base), [], tied, untied=base.untied)
     assert found["otherwise"] == {"tie_word_embeddings=true": {"stages": "one"}}
     assert "otherwise" not in under_settings(table(base), [], tied)
+
+
+def test_a_class_that_takes_nothing_from_the_stage_before_runs_in_one() -> None:
+    for passes_on, stages in ((True, "many"), (False, "one")):
+        sets = [(config, _facts(config) | {"passes_on": passes_on}) for config in _CONFIGS]
+        halves = [_facts(_CONFIGS[0]) | {"parameters": {}} for _ in range(2)]
+        assert table(Recorded(sets, None, halves))["stages"] == stages
 
 
 def test_what_a_loader_adds_nothing_to_is_its_ancestors_code() -> None:
