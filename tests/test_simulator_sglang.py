@@ -402,8 +402,12 @@ def test_any_type_gets_an_answer(family: str, data: st.DataObject) -> None:
     changed = {**tensors, other.format(name): TensorType(dtype, shape)}
     draft = family != "qwen3_moe" and data.draw(st.booleans())
     setting = Setting(tp=data.draw(st.sampled_from([1, 2])))
-    with suppress(NotSimulated):  # of a name that nobody recorded
+    try:
         answer = simulate(config, changed, setting, draft=draft)
+    except NotSimulated as reason:  # of a name that nobody recorded, or of codes in moved rows
+        said = str(reason)
+        assert other.format(name) in said or "its class moves rows" in said
+    else:
         assert answer.refused is not None or answer.parameters
 
 
