@@ -44,7 +44,7 @@ TOWER: dict[str, tuple[Any, ...]] = {
     "num_heads": (4, 6, 5), "num_attention_heads": (4, 6, 5),
     "depth": (2, 2, 2),
     "num_hidden_layers": (2, 2, 2), "out_hidden_size": (128, 192, 240),
-    "embed_dim": (64, 96, 160), "num_key_value_heads": (2, 3, 5),
+    "embed_dim": (64, 96, 160), "num_key_value_heads": (4, 3, 1),
     "projection_dim": (120, 216, 248), "num_position_embeddings": (64, 144, 256),
 }  # fmt: skip
 # Of a tower that takes videos, too: patches, whose shape is that of its first weight.

@@ -79,6 +79,23 @@ def _check_stage(record: Record) -> None:
         raise LoadRefused("RuntimeError", "", "model.layers", why)
 
 
+# Classes that give their towers no quantization config of compressed-tensors (models/kimi_k25.py,
+# _maybe_ignore_quant_config), and the towers: they ask for the config's own class, which no spy is of.
+_PLAIN_TOWERS = {"KimiK25ForConditionalGeneration": ("vision_tower.", "mm_projector.")}
+
+
+def _with_plain_tower(record: Record) -> Record:
+    towers = _PLAIN_TOWERS.get(record.architecture)
+    if towers is None:
+        return record
+    modules = tuple(
+        replace(one, unquantized=(*one.unquantized, "compressed-tensors"))
+        if one.name.startswith(towers) else one
+        for one in record.modules
+    )  # fmt: skip
+    return replace(record, modules=modules)
+
+
 def by_table(
     record: Record,
     config: Mapping[str, Any],
@@ -105,7 +122,7 @@ def by_table(
         rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)
         heads = "num_attention_heads"
         _check_heads(rank, 0 if sizes.flag(heads) is None else sizes.of(heads))
-        made = built(record, rank, sizes, tensors)
+        made = built(_with_plain_tower(record), rank, sizes, tensors)
         if asked.pp > 1 and not made.experts:
             _check_stage(record)
     except LoadRefused as refused:
