@@ -781,7 +781,7 @@ def _stage(group: _Group, recorded: Recorded) -> str | None:
 
 def _stages(recorded: Recorded, patterns: Patterns) -> str:
     """Tell whether the class runs in several stages: "many", "one" where it refuses, takes nothing from
-    the one before, or has all layers in each, "unknown" where a stage of so few layers does not build."""
+    the one before, or has all layers in each, "unknown" where one of so few layers does not build."""
     if recorded.stages and not recorded.sets[0][1]["passes_on"]:
         return "one"
     failed = [bool(facts.get("error")) for facts in recorded.stages]
