@@ -56,6 +56,25 @@ def test_a_text_model_by_its_config() -> None:
     assert not misread("sglang", {**config, "text_config": {"model_type": "qwen2"}}, scale)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_experts_in_gptq_packing_have_scales_of_another_type(
+    method: str, dtype: str | None
+) -> None:
+    scale = "model.layers.0.mlp.experts.0.up_proj.scales"
+    tensors = {
+        scale: TensorType("F16", (2, 256)),
+        f"{_AT}.q_proj.scales": TensorType("F16", (2, 64)),
+    }
+    config = {"quantization_config": {"quant_method": method}, "dtype": dtype}
+    concerned = method == "gptq" and dtype != "float16"
+    found = misread("sglang", config, tensors)
+    assert [*found.wrong] == [scale] * concerned
+    assert ("--packing compressed-tensors" in found.cure) == concerned
+    assert misread("sglang", {"text_config": config, **config}, tensors) == found
+    assert not misread("vllm", config, tensors)
+
+
 # Tensors of q_proj, and of which runtimes read them in the order of the matrix's rows.
 ROWS: dict[str, tuple[dict[str, tuple[str, tuple[int, ...]]], tuple[str, ...]]] = {
     "bf16": ({"weight": ("BF16", (256, 256))}, ("sglang", "vllm")),

@@ -12,6 +12,8 @@ sglang:
 - `models/hunyuan.py` gives experts and the linears of shared ones no path.
 - `models/afmoe.py`, `deepseek.py` and `xverse_moe.py` compute with the `weight` of all experts as one
   matrix, which no scale goes with: codes are taken for values, and packed ones have no `weight`.
+- `layers/moe/fused_moe_triton/fused_marlin_moe.py` asserts that experts' scales have the model's type.
+  GPTQ's are made in FP16: a model in BF16 loads and ends at its first token (seen on an H100).
 - `models/mllama4.py` moves rows of q_proj and k_proj for rotary embeddings, of tensors called `weight`.
 vLLM: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
 or zero points. GPTQ's names neither moves.
@@ -121,6 +123,20 @@ def _experts_without_scales(name: str, config: Config, tensors: Tensors) -> Misr
     ]  # fmt: skip
     cure = "leave routed experts unquantized, or serve it with vLLM"
     return Misread(packed, dict.fromkeys(codes, why), cure)
+
+
+def _scales_of_another_type(name: str, config: Config, tensors: Tensors) -> Misread:
+    """Scales of routed experts in GPTQ's packing in a model that is not FP16."""
+    block = config.get("quantization_config")
+    method = block.get("quant_method") if isinstance(block, Mapping) else None
+    text = config.get("text_config")
+    texts = (text, config) if isinstance(text, Mapping) else (config,)
+    types = {str(one.get("dtype") or one.get("torch_dtype")) for one in texts}
+    if method != "gptq" or "float16" in types:
+        return Misread()
+    scales = [one for one in tensors if f"{_ROUTED}." in one and one.endswith(".scales")]
+    why = "the kernel of experts asserts that scales have the model's type, and takes these in FP16"
+    return Misread(wrong=dict.fromkeys(scales, why), cure="take --packing compressed-tensors")
 
 
 def _without_paths(name: str, config: Config, tensors: Tensors) -> Misread:
@@ -250,6 +266,7 @@ _FACTS: Mapping[str, tuple[Callable[[str, Config, Tensors], Misread], ...]] = {
     "sglang": (
         _experts_of_text,
         _experts_without_scales,
+        _scales_of_another_type,
         _block_scales,
         _without_paths,
         _rows_of(("weight",)),

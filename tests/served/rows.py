@@ -33,6 +33,8 @@ class Row:
     reported: bool = False
     layout: bool = False
     damage: Damage | None = None
+    again: bool = False
+    gpus: int = 1
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -141,6 +143,21 @@ def _controls() -> Iterable[Row]:
     yield Row("control-mx", "moe-mxfp4", damage="exchanged experts")
 
 
+# Arguments of vLLM's engine. On several GPUs, and with CUDA graphs, modules are not watched.
+_GRAPHS: Mapping[str, Any] = {"enforce_eager": False}
+_TWO_GPUS: Mapping[str, Any] = {"tensor_parallel_size": 2}
+
+
+def _again() -> Iterable[Row]:
+    """Folders that are served again: with CUDA graphs, on two GPUs, and with the cache in FP8."""
+    for source, inputs in (("moe-w4", ()), ("moe-fp8", _BLOCKS), ("moe-nvfp4-ct", ())):
+        yield Row(f"{source}-graphs", source, "", inputs, again=True, engine=_GRAPHS)
+        yield Row(f"{source}-tp2", source, "", inputs, again=True, gpus=2, engine=_TWO_GPUS)
+    yield Row("dense-kv", "dense", "w4a16 --rtn --targets Linear --kv-scale 0.02")
+    cache = {"kv_cache_dtype": "fp8_e4m3"}
+    yield Row("dense-kv-fp8", "dense-kv", "", ("bf16",), again=True, engine=cache)
+
+
 def _real() -> Iterable[Row]:
     """A real model, SmolLM2-135M-Instruct: hidden size 576, so that no group of 128 fits."""
     yield Row(REAL, REAL)
@@ -164,6 +181,7 @@ def _all() -> Iterable[Row]:
         yield from _of(model, {kind: _EXPERT_ROWS[kind] for kind in _OTHER})
     yield from _relabelled()
     yield from _controls()
+    yield from _again()
     yield from _real()
 
 
