@@ -187,8 +187,7 @@ def _all() -> Iterable[Row]:
 
 ROWS: Mapping[str, Row] = {row.name: row for row in _all()}
 
-# What sglang serves, in order of value: a run may end before the last. A stack and its source, compared
-# bit for bit, need two engines in one process.
+# What sglang serves, in order of value: a run may end before the last.
 _DENSE_OF_SGLANG = ("fp8-channel", "int8", "fp8-tensor")
 _EXPERTS_OF_SGLANG = (
     "fp8-channel", "int8", "fp8-powers", "fp8-ct", "fp8-tensor", "fp8-experts", "fp8-static",

@@ -162,7 +162,10 @@ def _work(run: Run, names: Sequence[str], deadline: float) -> None:
             continue
         print(f"--- {row.name}", flush=True)
         try:
-            source = run.root / row.source if row.same_as_source else None
+            compares = (
+                row.same_as_source and engine.FOLDERS != 1
+            )  # it would be served in this process
+            source = run.root / row.source if compares else None
             reference = _reference_of(run.root, row)
             record = judged(row, _folder(run.root, row), reference, source, engine)
         except Exception as error:
