@@ -17,6 +17,7 @@ _SAMPLED = {
     "test_launch_lines.py": 13, "test_simulator_vllm.py": 37, "test_relabelled.py": 4,
     "test_fused_packed.py": 3, "test_extracted_drafts.py": 2, "test_class_matrix.py": 61,
     "test_runtime_names.py": 5, "test_misreadings.py": 2, "test_recorded_classes.py": 40,
+    "test_sglang.py": 3, "test_sglang_quantized.py": 2, "test_vllm.py": 2,
 }  # fmt: skip
 
 
