@@ -143,6 +143,7 @@ def _controls() -> Iterable[Row]:
     yield Row("control-mx", "moe-mxfp4", damage="exchanged experts")
 
 
+_CACHE: Inputs = ("bf16",)  # of linear layers; KL is not judged where the cache is quantized
 # Arguments of vLLM's engine. On several GPUs, and with CUDA graphs, modules are not watched.
 _GRAPHS: Mapping[str, Any] = {"enforce_eager": False}
 _TWO_GPUS: Mapping[str, Any] = {"tensor_parallel_size": 2}
@@ -150,12 +151,15 @@ _TWO_GPUS: Mapping[str, Any] = {"tensor_parallel_size": 2}
 
 def _again() -> Iterable[Row]:
     """Folders that are served again: with CUDA graphs, on two GPUs, and with the cache in FP8."""
-    for source, inputs in (("moe-w4", ()), ("moe-fp8", _BLOCKS), ("moe-nvfp4-ct", ())):
+    tokens = ("moe-fp8-channel", _TOKENS)
+    for source, inputs in (("moe-w4", ()), ("moe-w4-32", ()), tokens, ("moe-nvfp4-ct", ())):
         yield Row(f"{source}-graphs", source, "", inputs, again=True, engine=_GRAPHS)
         yield Row(f"{source}-tp2", source, "", inputs, again=True, gpus=2, engine=_TWO_GPUS)
-    yield Row("dense-kv", "dense", "w4a16 --rtn --targets Linear --kv-scale 0.02")
+    # compressed-tensors' scales switch the FP8 cache on by themselves, others wait for the argument.
+    yield Row("dense-kv", "dense", "w4a16 --rtn --targets Linear --kv-scale 0.02", _CACHE)
+    yield Row("dense-fp8-kv", "dense", "fp8 --kv-scale 0.02", _BLOCKS)
     cache = {"kv_cache_dtype": "fp8_e4m3"}
-    yield Row("dense-kv-fp8", "dense-kv", "", ("bf16",), again=True, engine=cache)
+    yield Row("dense-fp8-kv-on", "dense-fp8-kv", "", _BLOCKS, again=True, engine=cache)
 
 
 def _real() -> Iterable[Row]:

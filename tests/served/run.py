@@ -30,6 +30,9 @@ if __name__ == "__main__":  # a file that is run: `served` and `loaders` lie bes
 
 from served.rows import MARLIN, REAL, ROWS, ROWS_OF, Row
 
+if __name__ == "__mp_main__":  # a rank of vLLM on one of several GPUs imports what its parent ran
+    importlib.import_module("served.vllm_engine").prepare()
+
 _GGUF = "SERVED_GGUF"  # the file of the real model; without it, its rows are left out
 _FAILED = 77  # a worker that must not load another folder
 _LONGEST = 240.0  # seconds of one row
@@ -90,7 +93,8 @@ def _made(run: Run, row: Row, earlier: Future[str] | None) -> str:
             quantized = False  # its reference is that of its source
         if quantized and not wanted.exists():
             _, error = _qconvert("dequant", str(folder), str(wanted), "--dtype", "f32", "-q")
-        code, answer["simulator"] = _qconvert("validate", str(folder), "--for", run.runtime)
+        given = ("--for", run.runtime, "--tp", str(row.gpus))
+        code, answer["simulator"] = _qconvert("validate", str(folder), *given)
         answer["foretold"] = code == _DOES_NOT_LOAD
     answer["error"] = error
     (run.notes / f"{row.name}.ready").write_text(json.dumps(answer))
@@ -138,11 +142,7 @@ def _work(run: Run, names: Sequence[str], deadline: float) -> None:
         open_rows = [name for name in names if not run.has(name, "claim")]
         if not open_rows:
             return
-        # Ranks are forked from a process that has not started CUDA.
-        possible = [name for name in open_rows if not folders or ROWS[name].gpus == 1]
-        if not possible:
-            os._exit(_FAILED)
-        ready = [name for name in possible if run.has(name, "ready")]
+        ready = [name for name in open_rows if run.has(name, "ready")]
         if not ready:
             time.sleep(0.5)
             continue

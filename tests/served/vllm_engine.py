@@ -26,7 +26,7 @@ _NOT_NEEDED = frozenset(("xgrammar", "llguidance", "soxr", "torchcodec", "traitl
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_HOST_IP": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a rank's process has the stubs then
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "GLOO_SOCKET_IFNAME": "lo", "VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }  # fmt: skip
 
