@@ -491,6 +491,11 @@ def file_size(file: Path) -> int:
     return _stat(file).st_size
 
 
+def shard_of(file: Path) -> Shard:
+    """A file of weights as it is now. Raises CheckpointError if it cannot be read."""
+    return _shard(file, None, _stat(file), None)
+
+
 def _shard(file: Path, size: int | None, status: os.stat_result, real: Path | None) -> Shard:
     size = status.st_size if size is None else size
     return Shard(file, size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, real)
