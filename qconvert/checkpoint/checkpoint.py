@@ -538,6 +538,8 @@ def _locate(where: str | Path) -> tuple[Path, Path | None]:
         return path, None
     if is_file:
         if path.suffix != ".safetensors":
+            if path.suffix.lower() == ".gguf":
+                raise CheckpointError(f"{path} is a GGUF file: a source to convert, and no result")
             raise CheckpointError(f"{path} is not a .safetensors file; pickles are never opened")
         return path.parent, path
     repo = parse_repo(str(where))
@@ -599,6 +601,9 @@ def _shard_files(
             [f"{INDEX} is missing; headers of {count(len(found), 'shard')} were used"],
         )
     if not found:
+        gguf = sorted(root.glob("*.gguf"))
+        if gguf:
+            raise CheckpointError(f"{root}: no .safetensors file; name a GGUF file, as {gguf[0]}")
         raise CheckpointError(
             f"{root}: no .safetensors file; pickle checkpoints (.bin, .pt) are never opened: "
             "convert them with safetensors first"
