@@ -254,5 +254,4 @@ SPEC = Spec(
             for kind, layout in LAYOUTS.items()
         ),
     ),
-    methods=(METHOD,),
 )  # fmt: skip
