@@ -141,9 +141,9 @@ def _parent(checkpoint: Checkpoint) -> list[Any]:
 
 @phase("open")
 def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
-    """Any source: what Checkpoint.open takes, a GGUF file, a repo on the Hub by its id, a folder in a store by its
-    URL, or a folder of pipeline stages as the one checkpoint they were. Raises CheckpointError, and
-    RunError where the Hub or the store fails for too long."""
+    """Any source: what Checkpoint.open takes, a GGUF file, a repo on the Hub by its id, a folder in a
+    store by its URL, or a folder of pipeline stages as the one checkpoint they were. Raises
+    CheckpointError, and RunError where the Hub or the store fails for too long."""
     folder = local(where)
     try:
         if str(where) and stage_folders(folder):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qconvert.checkpoint.checkpoint import QuantConfig
 from qconvert.checkpoint.gguf.header import TYPES, GgufHeader, GgufTensor
 from qconvert.core.dtypes import known_type
 from qconvert.core.errors import CheckpointError
@@ -106,6 +107,34 @@ _GEMMA_27B = 62
 
 
 @dataclass(frozen=True)
+class StoredAs:
+    """What the block of a GGUF file's config states: the type of each tensor by name, rows of a head of
+    those whose halves are interleaved, and norms that are 1 + weight."""
+
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    halves: Mapping[str, int] = field(default_factory=dict)
+    plus_one: frozenset[str] = frozenset()
+
+
+NOTHING = StoredAs()
+
+
+def stored_as(configs: Iterable[QuantConfig]) -> StoredAs:
+    """The statement of a GGUF file's config, NOTHING for that of any folder."""
+    for config in configs:
+        kinds, halves, added = map(config.block.get, (KINDS, HALVES, PLUS_ONE))
+        if config.method != METHOD or not isinstance(kinds, Mapping):
+            continue
+        if (
+            isinstance(halves, Mapping)
+            and isinstance(added, list)
+            and {*kinds.values()} <= {*TYPES}
+        ):
+            return StoredAs(kinds, halves, frozenset(added))
+    return NOTHING
+
+
+@dataclass(frozen=True)
 class GgufModel:
     """A model as its class has it: config with the block that says how tensors are stored, and tensors
     by name: sources, of which `shard` numbers the files."""
@@ -134,7 +163,9 @@ def model_of(files: Sequence[Path], headers: Sequence[GgufHeader]) -> GgufModel:
             continue  # stated by the config
         for place, source in _placed(file, known, one, shard):
             if place in sources:
-                raise CheckpointError(f"{file}: {one.name!r} is {place!r}, and so is another tensor")
+                raise CheckpointError(
+                    f"{file}: {one.name!r} is {place!r}, and so is another tensor"
+                )
             sources[place] = source
             plus = known.plus_one and place.endswith("norm.weight")
             turned = known.halves and (".q_proj." in place or ".k_proj." in place)
@@ -247,8 +278,8 @@ def _scaling(file: Path, facts: Mapping[str, Any], name: str) -> dict[str, Any] 
 
 
 def _llama3(file: Path, config: Mapping[str, Any], one: GgufTensor) -> dict[str, Any]:
-    """Llama 3's statement of the frequencies that a tensor [head_dim / 2] divides. Raises CheckpointError
-    where none gives them."""
+    """Llama 3's statement of the frequencies that a tensor [head_dim / 2] divides. Raises
+    CheckpointError where none gives them."""
     if one.kind != "F32" or len(one.shape) != 1:
         raise CheckpointError(f"{file}: tensor {one.name!r}: expected a vector of F32")
     (count,) = one.shape

@@ -1,8 +1,8 @@
 """A GGUF file, or all parts of one, opened as a checkpoint.
 
-A folder in the user's cache stands for what a folder of transformers has beside its weights: config.json,
-and the tokenizer, which transformers makes in a process of its own when it is first asked for. Weights
-are read where they lie.
+A folder in the user's cache stands for what a folder of transformers has beside its weights:
+config.json, and the tokenizer, which transformers makes in a process of its own when it is first asked
+for. Weights are read where they lie.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def _check_parts(files: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
     found = sum(len(header.tensors) for header in headers)
     if stated_tensors is not None and stated_tensors != found:
         raise CheckpointError(
-            f"{files[0]}: states {stated_tensors} tensors in all parts, found {found}; download them again"
+            f"{files[0]}: states {stated_tensors} tensors in all parts, found {found}; download them "
+            "again"
         )
 
 
@@ -139,8 +140,8 @@ def _stand_in(digest: str, config: bytes) -> Path:
             scratch.rename(folder / "config.json")
     except OSError as error:
         raise OutputError(
-            f"{folder}: cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to a folder that "
-            "can be"
+            f"{folder}: cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to a folder "
+            "that can be"
         ) from error
     return folder
 
@@ -156,7 +157,12 @@ def _make_tokenizer(file: Path, folder: Path, names: Sequence[str]) -> None:
             "-m", _MODULE, str(scratch), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=""
         )
         done = subprocess.run(
-            **start, capture_output=True, text=True, timeout=_MOST_WAIT, check=False, errors="replace"
+            **start,
+            capture_output=True,
+            text=True,
+            timeout=_MOST_WAIT,
+            check=False,
+            errors="replace",
         )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]

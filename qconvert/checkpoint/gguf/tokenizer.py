@@ -1,4 +1,4 @@
-"""A process of its own: the tokenizer of the GGUF file in a folder, written beside it by transformers."""
+"""A process of its own: the tokenizer of a GGUF file, as transformers makes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_tokenizer(folder: str) -> None:
-    """Write the files of the tokenizer of `model.gguf` into its folder. Raises what transformers does."""
+    """Write the tokenizer of `model.gguf` into its folder. Raises what transformers does."""
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf").save_pretrained(folder)

@@ -57,7 +57,9 @@ class DequantGguf(EachRow):
         columns, nbytes = TYPES[self.kind]
         coded = columns > 1
         dims = len(stored.shape)
-        if stored.dtype != ("U8" if coded else self.kind) or dims not in ((2,) if coded else (1, 2)):
+        if stored.dtype != ("U8" if coded else self.kind) or dims not in (
+            (2,) if coded else (1, 2)
+        ):
             raise PlanError(f"expected a matrix of {self.kind}, found {stored}")
         if coded and stored.shape[1] % nbytes:
             raise PlanError(f"expected {self.kind} in blocks of {nbytes} bytes, found {stored}")
@@ -160,7 +162,9 @@ def _planes(packed: UInt8s, run: int, bits: int) -> UInt8s:
     return codes.reshape(count, -1)
 
 
-def _scaled(codes: np.ndarray[Any, Any], scale: Float32s, least: Float32s | None = None) -> Float32s:
+def _scaled(
+    codes: np.ndarray[Any, Any], scale: Float32s, least: Float32s | None = None
+) -> Float32s:
     """Codes [n, K] times scales [n, groups], less minima alike."""
     import numpy as np
 
@@ -231,7 +235,9 @@ def _k_scales(blocks: UInt8s) -> tuple[Float32s, Float32s]:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     six, top = np.uint8(63), np.uint8(48)
     scale = np.concatenate([first & six, third & np.uint8(15) | first >> np.uint8(2) & top], axis=1)
-    least = np.concatenate([second & six, third >> np.uint8(4) | second >> np.uint8(2) & top], axis=1)
+    least = np.concatenate(
+        [second & six, third >> np.uint8(4) | second >> np.uint8(2) & top], axis=1
+    )
     return (
         _halves(blocks, 0) * scale.astype(np.float32),
         _halves(blocks, 2) * least.astype(np.float32),

@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.gguf.models import HALVES, KINDS, METHOD, PLUS_ONE
+from qconvert.checkpoint.gguf.models import StoredAs, stored_as
 from qconvert.formats.base import FolderTensors, Format, Read, Stored
 from qconvert.formats.gguf.decode import DequantGguf
 from qconvert.plan.plan import Plan
 
 
 @lru_cache(maxsize=8)  # asked for each matrix
-def _stated(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The block of a GGUF file's config, {} for another checkpoint."""
-    blocks = (c.block for c in checkpoint.quantization_configs if c.method == METHOD)
-    return next(blocks, {})
-
-
-def _decoder(block: Mapping[str, Any], name: str) -> DequantGguf:
-    return DequantGguf(block[KINDS][name], block[HALVES].get(name, 0), name in block[PLUS_ONE])
+def _stated(checkpoint: Checkpoint) -> StoredAs:
+    return stored_as(checkpoint.quantization_configs)
 
 
 def read(plan: Plan, module: str) -> Read | None:
     """A module's weight in a GGUF file. Raises PlanError where it does not fit its type."""
-    block, name = _stated(plan.checkpoint), f"{module}.weight"
-    if not block or name not in block[KINDS] or name not in plan.tensors:
-        return None
-    output = plan.tensors[name]
-    if output.source is None:
+    name = f"{module}.weight"
+    if name not in _stated(plan.checkpoint).kinds or not _is_as_read(plan, name):
         return None
     return _stored(plan, name), (name,)
 
 
+def _is_as_read(plan: Plan, name: str) -> bool:
+    """Return whether a tensor is in the plan as the file has it."""
+    return name in plan.tensors and plan.tensors[name].source is not None
+
+
 def _stored(plan: Plan, name: str) -> Stored:
-    decoder, output = _decoder(_stated(plan.checkpoint), name), plan.tensors[name]
+    stated, output = _stated(plan.checkpoint), plan.tensors[name]
+    halves = stated.halves.get(name, 0)
+    decoder = DequantGguf(stated.kinds[name], halves, name in stated.plus_one)
     (kind,) = decoder.infer(output.type)
     rows = kind.shape[0]
     return Stored(decoder, (output,), rows, kind.numel // max(1, rows))
@@ -44,15 +41,14 @@ def _stored(plan: Plan, name: str) -> Stored:
 
 def every(plan: Plan) -> Iterator[tuple[str, Read]]:
     """All tensors of a GGUF file that no folder holds as they are: blocks, numbers in F32 as it has
-    them, rows in another order."""
-    for name in _stated(plan.checkpoint).get(KINDS, ()):
-        if name in plan.tensors and plan.tensors[name].source is not None:
+    them, rows in another order. Raises PlanError for one that does not fit its type."""
+    for name in _stated(plan.checkpoint).kinds:
+        if _is_as_read(plan, name):
             yield name, (_stored(plan, name), (name,))
 
 
 def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:
-    kinds: Mapping[str, str] = folder.once(_stated).get(KINDS, {})
-    return kinds.get(f"{module}.{parameter}")
+    return folder.once(_stated).kinds.get(f"{module}.{parameter}")
 
 
 FORMATS = (

@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.gguf.models import NOTHING, StoredAs, stored_as
 from qconvert.validators.reading.decode import floats
 from qconvert.validators.reading.forms import Encoding, Form, Shape, Spec, Unread
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from qconvert.validators.reading.decode import Bytes, Floats
 
-METHOD = "gguf"
 _LESS_ONE = "fp32 less 1"
 _NUMBERS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
@@ -33,7 +33,7 @@ class Bits(NamedTuple):
 
     byte: int
     shift: int
-    count: int
+    width: int
     up: int = 0
 
 
@@ -139,7 +139,7 @@ def _places(place: Place, count: int) -> list[np.ndarray[Any, Any]]:
 
     every = [place(i) for i in range(count)]
     return [
-        np.array([(b.byte, b.shift, (1 << b.count) - 1, b.up) for b in part]).T
+        np.array([(b.byte, b.shift, (1 << b.width) - 1, b.up) for b in part]).T
         for part in zip(*every, strict=True)
     ]
 
@@ -201,36 +201,35 @@ def _less_one(data: Bytes, dtype: str) -> Floats:
 
 
 @lru_cache(maxsize=8)  # asked for each tensor
-def _stated(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The block of a GGUF file's config, {} for another checkpoint."""
-    return next((c.block for c in checkpoint.quantization_configs if c.method == METHOD), {})
+def _stated(checkpoint: Checkpoint) -> StoredAs:
+    return stored_as(checkpoint.quantization_configs)
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> bool:
     """Tell whether a tensor is not plain numbers in their order."""
-    block = _stated(checkpoint)
-    kind = block["types"].get(name)
-    return kind in LAYOUTS or name in block["interleaved_halves"] or name in block["plus_one"]
+    stated = _stated(checkpoint)
+    is_other = name in stated.halves or name in stated.plus_one
+    return is_other or stated.kinds.get(name) in LAYOUTS
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Form:
-    block, weight = _stated(checkpoint), checkpoint[name]
-    kind, shape = block["types"][name], weight.type.shape
-    halves = block["interleaved_halves"].get(name, 0)
-    rows = shape[0]
+    stated, weight = _stated(checkpoint), checkpoint[name]
+    kind, (rows, *inner) = stated.kinds[name], weight.type.shape
+    halves = stated.halves.get(name, 0)
     layout = LAYOUTS.get(kind)
     if layout is None:
-        format = _LESS_ONE if name in block["plus_one"] else _NUMBERS[kind]
-        if format == _LESS_ONE and kind != "F32":
+        if name not in stated.plus_one:
+            return Form(_NUMBERS[kind], weight, 0, rows, prod(inner), halves=halves)
+        if kind != "F32":
             raise Unread(f"1 is added to numbers in {kind}")
-        return Form(format, weight, 0, rows, prod(shape[1:]), halves=halves)
-    if len(shape) != 2 or weight.type.dtype != "U8" or shape[1] % layout.nbytes:
+        return Form(_LESS_ONE, weight, 0, rows, prod(inner))
+    if len(inner) != 1 or weight.type.dtype != "U8" or inner[0] % layout.nbytes:
         raise Unread(f"{weight.type} are no blocks of {layout.nbytes} bytes, as {kind} has them")
-    return Form(kind, weight, 0, rows, shape[1] // layout.nbytes * layout.columns, halves=halves)
+    return Form(kind, weight, 0, rows, inner[0] // layout.nbytes * layout.columns, halves=halves)
 
 
 def _shape(checkpoint: Checkpoint, name: str, shape: Shape) -> Shape | None:
-    layout = LAYOUTS.get(_stated(checkpoint)["types"].get(name, ""))
+    layout = LAYOUTS.get(_stated(checkpoint).kinds.get(name, ""))
     if layout is None or len(shape) != 2:
         return None
     rows, columns = shape
@@ -240,7 +239,7 @@ def _shape(checkpoint: Checkpoint, name: str, shape: Shape) -> Shape | None:
 SPEC = Spec(
     name="GGUF",
     dtypes=("U8", "F32", "F16", "BF16"),
-    applies=lambda checkpoint: bool(_stated(checkpoint)),
+    applies=lambda checkpoint: _stated(checkpoint) is not NOTHING,
     stored=_stored,
     read=_read,
     shape=_shape,
