@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache, partial
+from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,7 +141,7 @@ def _places(place: Place, count: int) -> list[np.ndarray[Any, Any]]:
     every = [place(i) for i in range(count)]
     return [
         np.array([(b.byte, b.shift, (1 << b.width) - 1, b.up) for b in part]).T
-        for part in zip(*every, strict=True)
+        for part in zip_longest(*every, fillvalue=Bits(0, 0, 0))
     ]
 
 
@@ -172,7 +173,8 @@ def block_floats(kind: str, data: Bytes, dtype: str) -> Floats:
     with np.errstate(all="ignore"):
         if layout.exponent:
             sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-            values = np.concatenate([sizes, -sizes])[codes.astype(np.int16)]
+            # Code 8 is 0 as code 0 is, not -0: ggml has its values as integers.
+            values = np.concatenate([sizes, 0 - sizes])[codes.astype(np.int16)]
             powers = 2.0 ** (blocks[:, :1].astype(np.float64) - 127)
             return (values * powers).astype(np.float32).reshape(-1)
         scale = _half(blocks, layout.scale)
