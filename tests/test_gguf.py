@@ -465,7 +465,7 @@ def test_a_broken_header_is_refused(make: Callable[[Path], Any], said: str, tmp_
 # --- the tokenizer, and transformers -----------------------------------------------------------------
 
 
-_ALPHABET = [chr(33 + n) for n in range(32)]
+_ALPHABET = [chr(48 + n) for n in range(32)]
 _TOKENIZER = {
     "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default",
     "tokenizer.ggml.tokens": [*_ALPHABET, "AB", "ABC", "<s>", "</s>", "Ġ", "ĠA", "x", "y"],
@@ -499,11 +499,14 @@ def test_transformers_reads_the_same(architecture: str, tmp_path: Path) -> None:
 
     made = model(architecture, "Q5_0")
     (tmp_path / "in").mkdir()
-    if architecture == "gemma3":
-        _TOKENIZER_FACTS = {**_TOKENIZER, "tokenizer.ggml.scores": [0.0] * 40}
-    else:
-        _TOKENIZER_FACTS = _TOKENIZER
-    file = made.write(tmp_path / "in" / "m.gguf", **_TOKENIZER_FACTS)
+    facts = dict(_TOKENIZER)
+    if architecture == "gemma3":  # of pieces with scores
+        tokens = ["<unk>", *facts["tokenizer.ggml.tokens"][1:]]
+        facts |= {
+            "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.0] * 40,
+            "tokenizer.ggml.unknown_token_id": 0,
+        }  # fmt: skip
+    file = made.write(tmp_path / "in" / "m.gguf", **facts)
     given = {"gguf_file": "m.gguf"}
     theirs = hf.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given)
     converted(file, tmp_path / "out")
@@ -511,8 +514,16 @@ def test_transformers_reads_the_same(architecture: str, tmp_path: Path) -> None:
     wanted, found = theirs.to(torch.bfloat16).state_dict(), ours.state_dict()
     assert wanted.keys() == found.keys()
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
-    known = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim")
-    assert [getattr(ours.config, k) for k in known] == [getattr(theirs.config, k) for k in known]
+    known = (
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "rms_norm_eps",
+    )
+    assert [getattr(ours.config, k) for k in known] == pytest.approx(
+        [getattr(theirs.config, k) for k in known]
+    )
     first = hf.AutoTokenizer.from_pretrained(file.parent, **given)
     second = hf.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("ABCAB", "AB ABC 12", "</s>A", ""):

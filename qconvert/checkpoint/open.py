@@ -26,6 +26,7 @@ from qconvert.checkpoint.gguf.source import open_gguf
 from qconvert.checkpoint.hub_cache import Repo, cached_folder, parse_repo, snapshot
 from qconvert.checkpoint.receipt import parse_receipt
 from qconvert.checkpoint.store import is_url, named, store_of
+from qconvert.checkpoint.torchao import translated
 from qconvert.core.errors import CheckpointError
 from qconvert.core.family import MTP_COUNTS, Config, first_int, text_config
 from qconvert.core.graph import Source
@@ -150,7 +151,8 @@ def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
             return open_stages(folder, follow_links=follow_links)
         if folder.suffix.lower() == SUFFIX and folder.is_file():
             return open_gguf(folder)
-        return Checkpoint.open(folder if str(where) else where, follow_links=follow_links)
+        found = Checkpoint.open(folder if str(where) else where, follow_links=follow_links)
+        return translated(found)
     except CheckpointError as error:
         raise CheckpointError(named(str(error))) from error
 
