@@ -3,7 +3,7 @@ gguf's own tables; what llama.cpp changes of a model is done by hand. No code of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from gguf.quants import dequantize, quantize
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Kind = gguf.GGMLQuantizationType
+Kind: Any = gguf.GGMLQuantizationType
 
 LAYERS, HEADS, KV, HEAD, HIDDEN, WIDE, WORDS, EXPERTS = 2, 4, 2, 16, 64, 96, 40, 4
 # Types that gguf 0.19 quantizes to, and those that it reads only.
@@ -57,10 +57,12 @@ class GgufModel:
     stored: dict[str, tuple[str, Array]] = field(default_factory=dict)
     means: dict[str, Array] = field(default_factory=dict)
 
-    def write(self, file: Path, *, names: Iterator[str] | None = None, **more: Any) -> Path:
+    def write(
+        self, file: Path, more: Mapping[str, Any] | None = None, names: Iterable[str] | None = None
+    ) -> Path:
         """Write those of some names (all), with more facts."""
         writer = gguf.GGUFWriter(file, self.architecture)
-        for key, value in {**self.facts, **more}.items():
+        for key, value in {**self.facts, **(more or {})}.items():
             own = key.startswith((f"{self.architecture}.", "general.", "tokenizer.", "split."))
             _add(writer, key if own else f"{self.architecture}.{key}", value)
         for name in names or self.stored:

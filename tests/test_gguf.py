@@ -238,13 +238,13 @@ def test_parts_of_a_model(parts: int, tmp_path: Path) -> None:
         some = names[part::parts]
         files.append(tmp_path / f"m-{part + 1:05}-of-{parts:05}.gguf")
         facts = {"split.no": part, "split.count": parts, "split.tensors.count": len(names)}
-        made.write(files[-1], names=iter(some), **facts)
+        made.write(files[-1], facts, some)
     found = converted(files[-1], tmp_path / "out")
     assert {name: t.data for name, t in found.items()} == _wanted(made)
     renamed = files[0].rename(tmp_path / "renamed.gguf")
     assert f"is one of {parts} parts" in refused("inspect", renamed)
     assert "No such file" in refused("inspect", files[1])
-    made.write(files[0], names=iter(names[:1]), **{"split.count": parts, "split.tensors.count": 99})
+    made.write(files[0], {"split.count": parts, "split.tensors.count": 99}, names[:1])
     assert "states 99 tensors in all parts" in refused("inspect", files[0])
 
 
@@ -290,16 +290,16 @@ def test_scaled_positions(tmp_path: Path) -> None:
     made = model("qwen2", "F16")
     scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
     original = {"rope.scaling.original_context_length": 32}
-    found = _config(made.write(tmp_path / "a.gguf", **scaling, **original))
+    found = _config(made.write(tmp_path / "a.gguf", {**scaling, **original}))
     assert found["rope_scaling"] == {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
     }  # fmt: skip
     linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
-    found = _config(made.write(tmp_path / "b.gguf", **linear))
+    found = _config(made.write(tmp_path / "b.gguf", linear))
     assert found["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     assert "rope_scaling" not in _config(made.write(tmp_path / "c.gguf"))
     other = {**linear, "rope.scaling.type": "longrope"}
-    said = refused("inspect", made.write(tmp_path / "d.gguf", **other))
+    said = refused("inspect", made.write(tmp_path / "d.gguf", other))
     assert "rotary positions scaled by 'longrope' with factor 8.0 are not read here" in said
 
 
@@ -466,7 +466,7 @@ def test_a_broken_header_is_refused(make: Callable[[Path], Any], said: str, tmp_
 
 
 _ALPHABET = [chr(48 + n) for n in range(32)]
-_TOKENIZER = {
+_TOKENIZER: dict[str, Any] = {
     "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default",
     "tokenizer.ggml.tokens": [*_ALPHABET, "AB", "ABC", "<s>", "</s>", "Ġ", "ĠA", "x", "y"],
     "tokenizer.ggml.token_type": [*[1] * 34, 3, 3, 1, 1, 1, 1],
@@ -480,13 +480,13 @@ def test_without_transformers_the_tokenizer_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_source, "lacking", lambda extra: f"{extra} is not installed")
-    file = model("llama", "F16").write(tmp_path / "m.gguf", **_TOKENIZER)
+    file = model("llama", "F16").write(tmp_path / "m.gguf", _TOKENIZER)
     assert "its tokenizer is left out, since gguf is not installed" in ran("inspect", file).out
 
 
 def test_a_tokenizer_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     broken = {**_TOKENIZER, "tokenizer.ggml.merges": ["A Z Q"]}
-    file = model("llama", "F16").write(tmp_path / "m.gguf", **broken)
+    file = model("llama", "F16").write(tmp_path / "m.gguf", broken)
     said = refused("dequant", file, tmp_path / "out")
     assert f"{file}: transformers makes no tokenizer of it: " in said
 
@@ -495,8 +495,9 @@ def test_a_tokenizer_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_transformers_reads_the_same(architecture: str, tmp_path: Path) -> None:
     """Weights of the file, loaded by transformers, and of the folder; and ids of its tokenizer."""
-    import transformers as hf
+    import transformers
 
+    hf: Any = transformers
     made = model(architecture, "Q5_0")
     (tmp_path / "in").mkdir()
     facts = dict(_TOKENIZER)
@@ -506,7 +507,7 @@ def test_transformers_reads_the_same(architecture: str, tmp_path: Path) -> None:
             "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.0] * 40,
             "tokenizer.ggml.unknown_token_id": 0,
         }  # fmt: skip
-    file = made.write(tmp_path / "in" / "m.gguf", **facts)
+    file = made.write(tmp_path / "in" / "m.gguf", facts)
     given = {"gguf_file": "m.gguf"}
     theirs = hf.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given)
     converted(file, tmp_path / "out")

@@ -38,8 +38,6 @@ def translated(checkpoint: Checkpoint) -> Checkpoint:
     classes = {
         name: one for name, text in checkpoint.metadata.items() if (one := _class(name, text))
     }
-    if not classes:
-        return checkpoint
     sources = dict(checkpoint.sources)
     schemes: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name, one in classes.items():
@@ -57,6 +55,8 @@ def translated(checkpoint: Checkpoint) -> Checkpoint:
     left = next((name for name in sources if name.endswith("._weight_qdata")), None)
     if left is not None:
         raise CheckpointError(f"{left!r}: no header says of which class of torchao it is")
+    if not classes:
+        return checkpoint
     forms = {"int": "int-quantized", "float": "float-quantized"}
     groups = {
         f"group_{n}": {"targets": modules, "weights": weights, "format": forms[weights["type"]]}

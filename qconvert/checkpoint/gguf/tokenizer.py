@@ -17,13 +17,13 @@ def write_tokenizer(folder: str) -> None:
     them with the file. Raises what transformers does."""
     from transformers import AutoTokenizer
 
-    made = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
+    made: Any = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
     made.save_pretrained(folder)
     file = Path(folder, "tokenizer_config.json")
     config = json.loads(file.read_bytes())
     config.pop("local_files_only", None)  # of this process, which asks no hub
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    texts = [_PROBE, made.decode(range(0, len(made), 1 + len(made) // 1000))]
+    texts = [_PROBE, made.decode(list(range(0, len(made), 1 + len(made) // 1000)))]
     if not _is_same(folder, made, texts):
         # Some classes build their own model of the vocabulary and leave that of tokenizer.json.
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
