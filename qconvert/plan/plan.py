@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
-from qconvert.checkpoint.gguf.models import NOTHING, stored_as
+from qconvert.checkpoint.gguf.stated import NOTHING, stored_as
 from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError
 from qconvert.core.links import open_regular, reading
+from qconvert.core.shown import count
 
 SUFFIX = ".gguf"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -106,7 +107,7 @@ def read_gguf(file: Path) -> GgufHeader:
         tensors, facts = at.number("Q"), at.number("Q")
         if tensors > _MOST_TENSORS:
             raise CheckpointError(
-                f"{file}: expected at most {_MOST_TENSORS} tensors, found {tensors}"
+                f"{file}: expected at most {count(_MOST_TENSORS, 'tensor')}, found {tensors}"
             )
         known = {}
         for _ in range(facts):
@@ -123,6 +124,14 @@ def read_gguf(file: Path) -> GgufHeader:
     placed = [one._replace(offset=begin + one.offset) for one in found]
     _check(file, placed, size)
     return GgufHeader(known, placed, size, digest)
+
+
+def read_floats(file: Path, vector: GgufTensor) -> tuple[float, ...]:
+    """The numbers of a short vector in F32. Raises CheckpointError if it cannot be read."""
+    with reading(file), os.fdopen(open_regular(file, follow=True), "rb") as stream:
+        stream.seek(vector.offset)
+        (length,) = vector.shape
+        return struct.unpack(f"<{length}f", stream.read(4 * length))
 
 
 class _Cursor:

@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import math
 import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qconvert.checkpoint.checkpoint import QuantConfig
-from qconvert.checkpoint.gguf.header import TYPES, GgufHeader, GgufTensor
+from qconvert.checkpoint.gguf.header import GgufHeader, GgufTensor, read_floats
+from qconvert.checkpoint.gguf.stated import HALVES, KINDS, METHOD, PLUS_ONE
 from qconvert.core.dtypes import known_type
 from qconvert.core.errors import CheckpointError
 from qconvert.core.graph import Source
-
-METHOD = "gguf"
-# Keys of the block that says how each tensor is stored; `quantization_config` of a GGUF's config.
-KINDS, HALVES, PLUS_ONE = "types", "interleaved_halves", "plus_one"
 
 _LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -104,34 +99,6 @@ _ROPE = "rope_freqs.weight"
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
 # Gemma 3 27B scales queries otherwise than all others; llama.cpp tells it by its number of layers.
 _GEMMA_27B = 62
-
-
-@dataclass(frozen=True)
-class StoredAs:
-    """What the block of a GGUF file's config states: the type of each tensor by name, rows of a head of
-    those whose halves are interleaved, and norms that are 1 + weight."""
-
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    halves: Mapping[str, int] = field(default_factory=dict)
-    plus_one: frozenset[str] = frozenset()
-
-
-NOTHING = StoredAs()
-
-
-def stored_as(configs: Iterable[QuantConfig]) -> StoredAs:
-    """The statement of a GGUF file's config, NOTHING for that of any folder."""
-    for config in configs:
-        kinds, halves, added = map(config.block.get, (KINDS, HALVES, PLUS_ONE))
-        if config.method != METHOD or not isinstance(kinds, Mapping):
-            continue
-        if (
-            isinstance(halves, Mapping)
-            and isinstance(added, list)
-            and {*kinds.values()} <= {*TYPES}
-        ):
-            return StoredAs(kinds, halves, frozenset(added))
-    return NOTHING
 
 
 @dataclass(frozen=True)
@@ -282,11 +249,8 @@ def _llama3(file: Path, config: Mapping[str, Any], one: GgufTensor) -> dict[str,
     CheckpointError where none gives them."""
     if one.kind != "F32" or len(one.shape) != 1:
         raise CheckpointError(f"{file}: tensor {one.name!r}: expected a vector of F32")
-    (count,) = one.shape
-    with file.open("rb") as stream:
-        stream.seek(one.offset)
-        found = struct.unpack(f"<{count}f", stream.read(count * TYPES["F32"].nbytes))
-    factor = max(found)
+    found = read_floats(file, one)
+    factor, count = max(found), len(found)
     for number, value in enumerate(found):
         length = 2 * math.pi * config.get("rope_theta", 10000.0) ** (number / count)
         share = (_ORIGINAL / length - _LOW) / (_HIGH - _LOW)

@@ -28,7 +28,7 @@ from qconvert.core import own_process
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.extras import lacking
 from qconvert.core.links import SMALL
-from qconvert.core.shown import shortened
+from qconvert.core.shown import count, shortened
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -107,24 +107,24 @@ def _parts(file: Path) -> list[Path]:
     found = _PART.fullmatch(file.name)
     if found is None:
         return [file]
-    stem, _, count = found.groups()
-    return [file.with_name(f"{stem}-{n:05}-of-{count}{SUFFIX}") for n in range(1, int(count) + 1)]
+    stem, _, parts = found.groups()
+    return [file.with_name(f"{stem}-{n:05}-of-{parts}{SUFFIX}") for n in range(1, int(parts) + 1)]
 
 
 def _check_parts(files: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
     """Raise CheckpointError where parts are not those of one model."""
-    count = headers[0].facts.get("split.count", 1)
-    if count > 1 and count != len(files):
+    facts = headers[0].facts
+    parts, total = facts.get("split.count", 1), facts.get("split.tensors.count")
+    if type(parts) is int and 1 < parts != len(files):
         raise CheckpointError(
-            f"{files[0]}: is one of {count} parts; expected a name that ends in "
-            f"-00001-of-{count:05}{SUFFIX}"
+            f"{files[0]}: is one of {parts} parts; expected a name that ends in "
+            f"-00001-of-{parts:05}{SUFFIX}"
         )
-    stated_tensors = headers[0].facts.get("split.tensors.count")
     found = sum(len(header.tensors) for header in headers)
-    if stated_tensors is not None and stated_tensors != found:
+    if total is not None and total != found:
         raise CheckpointError(
-            f"{files[0]}: states {stated_tensors} tensors in all parts, found {found}; download them "
-            "again"
+            f"{files[0]}: expected {total!r} by split.tensors.count, found {count(found, 'tensor')} in "
+            "all parts; download them again"
         )
 
 

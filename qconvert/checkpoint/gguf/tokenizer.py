@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from qconvert.core.json_text import parse_object
+from qconvert.core.links import read_regular
+
 # Words, numbers and spaces: what tokenizers cut in different places.
 _PROBE = "The 3 quick  foxes,\n  don't jump: 12345.678 \u00e9\u4e2d"
 
@@ -20,7 +23,7 @@ def write_tokenizer(folder: str) -> None:
     made: Any = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
     made.save_pretrained(folder)
     file = Path(folder, "tokenizer_config.json")
-    config = json.loads(file.read_bytes())
+    config = parse_object(read_regular(file), file)
     config.pop("local_files_only", None)  # of this process, which asks no hub
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     texts = [_PROBE, made.decode(list(range(0, len(made), 1 + len(made) // 1000)))]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.gguf.models import StoredAs, stored_as
+from qconvert.checkpoint.gguf.stated import StoredAs, stored_as
 from qconvert.formats.base import FolderTensors, Format, Read, Stored
 from qconvert.formats.gguf.decode import DequantGguf
 from qconvert.plan.plan import Plan

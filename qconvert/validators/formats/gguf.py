@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.gguf.models import NOTHING, StoredAs, stored_as
+from qconvert.checkpoint.gguf.stated import NOTHING, StoredAs, stored_as
 from qconvert.validators.reading.decode import floats
 from qconvert.validators.reading.forms import Encoding, Form, Shape, Spec, Unread
 
