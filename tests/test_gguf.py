@@ -427,7 +427,7 @@ def test_a_header(tmp_path: Path) -> None:
         (lambda f: f.write_bytes(b"GGML" + bytes(40)), "does not begin with GGUF"),
         (lambda f: f.write_bytes(b"GGUF\0\0\0\3" + bytes(40)), "little-endian, found 50331648"),
         (lambda f: f.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0)), "ends within its header"),
-        (lambda f: f.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 40, 0)), "at most 1048576"),
+        (lambda f: f.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 40, 0)), "at most 1,048,576 tensors"),
         (lambda f: _file(f.parent, _entry("w", (1,) * 5, 0, 0)), "'w' has 5 dimensions"),
         (lambda f: _file(f.parent, _entry("w", (2, 256), 16, 0)), "tensor 'w' is IQ2_XXS, which is not"),
         (lambda f: _file(f.parent, _entry("w", (2, 256), 99, 0)), "tensor 'w' is type 99"),

@@ -36,8 +36,8 @@ _EXPERTS = "expert_dtype"
 class Dequant:
     """Weights in FP8 (block, per-channel, per-tensor or MX scales), NVFP4 of either dialect, MXFP4
     (compressed-tensors', DeepSeek-V4's, gpt-oss's), integers of compressed-tensors, GPTQ's and AutoAWQ's
-    own forms, and formats of other packages, to BF16, or to F16 or F32 (`dtype`), which gpt-oss's stacks
-    and other packages' formats are not.
+    own forms, types of GGUF files, and formats of other packages, to BF16, or to F16 or F32 (`dtype`),
+    which gpt-oss's stacks and other packages' formats are not.
 
     Raises PlanError where there are none, where the config does not say how FP8 is scaled, where a
     weight lacks its scale or a scale its weight, where a grid does not fit, and where a role it touches
