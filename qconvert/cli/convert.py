@@ -195,7 +195,8 @@ def dequant(drop_mtp: bool, **fields: Any) -> tuple[Pass, ...]:
     Reads FP8 (block, per-channel, per-tensor and MX scales), NVFP4 of both dialects, MXFP4 of
     compressed-tensors, DeepSeek-V4 and gpt-oss, INT4 and INT8 of compressed-tensors, GPTQ's and
     AutoAWQ's forms, torchao's 8-bit classes, GGUF files. MTP layers are kept without --drop-mtp, and
-    scales of a KV cache stay. A weight that exceeds BF16 ends the run with its name; with --allow-overflow it is noted in qconvert.json.
+    scales of a KV cache stay. A weight that exceeds BF16 ends the run with its name; with
+    --allow-overflow it is noted in qconvert.json.
 
     \b
     Examples:

@@ -21,7 +21,7 @@ EXTRAS: Mapping[Extra, tuple[str, ...]] = {
     "fast": ("numba",),
     "ray": ("ray",),
     "s3": ("fsspec", "s3fs"),
-    "gguf": ("transformers", "gguf"),
+    "gguf": ("torch", "transformers", "gguf"),
 }
 # What an extra's packages bring along: compressed-tensors and datasets are llm-compressor's.
 _ALONG: Mapping[str, Extra] = {
