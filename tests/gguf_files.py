@@ -20,7 +20,7 @@ LAYERS, HEADS, KV, HEAD, HIDDEN, WIDE, WORDS, EXPERTS = 2, 4, 2, 16, 64, 96, 40,
 WRITTEN = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
 ONLY_READ = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 CODED = (*WRITTEN[3:], *ONLY_READ)
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "gpt-oss")
 # Where a block has its F16 scales and minima.
 _HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
@@ -99,7 +99,7 @@ def _shapes(architecture: str) -> dict[str, tuple[int, ...]]:
         at = f"model.layers.{layer}."
         for part, heads in (("q", HEADS), ("k", KV), ("v", KV)):
             found[f"{at}self_attn.{part}_proj.weight"] = (heads * HEAD, HIDDEN)
-            if architecture == "qwen2":
+            if architecture in ("qwen2", "gpt-oss"):
                 found[f"{at}self_attn.{part}_proj.bias"] = (heads * HEAD,)
         found[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD)
         norms = ["input_layernorm", "post_attention_layernorm"]
@@ -110,6 +110,12 @@ def _shapes(architecture: str) -> dict[str, tuple[int, ...]]:
         if architecture in ("qwen3", "qwen3moe", "gemma3"):
             for part in "qk":
                 found[f"{at}self_attn.{part}_norm.weight"] = (HEAD,)
+        if architecture == "gpt-oss":
+            found[f"{at}self_attn.o_proj.bias"] = (HIDDEN,)
+            found[f"{at}self_attn.sinks"] = (HEADS,)
+            found[f"{at}mlp.router.weight"] = (EXPERTS, HIDDEN)
+            found[f"{at}mlp.router.bias"] = (EXPERTS,)
+            continue
         sizes = {"gate": (WIDE, HIDDEN), "up": (WIDE, HIDDEN), "down": (HIDDEN, WIDE)}
         for part, size in sizes.items():
             if architecture == "qwen3moe":
@@ -139,8 +145,14 @@ def model(architecture: str, kind: str, seed: int = 1) -> GgufModel:
             "expert_used_count": 2,
             "expert_feed_forward_length": WIDE,
         }
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "gpt-oss"):
         facts |= {"attention.sliding_window": 32}
+    if architecture == "gpt-oss":
+        facts |= {
+            "expert_count": EXPERTS,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": WIDE,
+        }
     made = GgufModel(architecture, facts)
     number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
     names = gguf.get_tensor_name_map(number, LAYERS)
@@ -150,9 +162,11 @@ def model(architecture: str, kind: str, seed: int = 1) -> GgufModel:
             values += np.float32(architecture != "gemma3")
         bits = values.view(np.uint32) & np.uint32(0xFFFF0000)  # bf16, as a model is published
         values = bits.view(np.float32)
-        own = kind if len(shape) > 1 and ".gate.w" not in name else "F32"
+        own = kind if len(shape) > 1 and ".gate.w" not in name and "router" not in name else "F32"
         stem, _, end = name.rpartition(".")
         place = f"{names.get_name(stem)}.{end}"
+        if end == "sinks":
+            place = f"{names.get_name(name)}.weight"
         made.stored[place] = (own, quantize(_arranged(made, name, values), Kind[own]))
         read = meaning(own, quantize(values, Kind[own]))
         if ".experts." in name:
@@ -161,7 +175,33 @@ def model(architecture: str, kind: str, seed: int = 1) -> GgufModel:
                 made.means[f"{before}experts.{expert}.{after}"] = read[expert]
         else:
             made.means[name] = read
+    for layer in range(LAYERS if architecture == "gpt-oss" else 0):
+        _add_stacks(made, layer, kind, random)
     return made
+
+
+def _add_stacks(made: GgufModel, layer: int, kind: str, random: np.random.Generator) -> None:
+    """gpt-oss's experts: gate and up apart, in rows; in the class rows by turns, transposed."""
+    at, here = f"model.layers.{layer}.mlp.experts.", f"blk.{layer}.ffn_"
+    read, biases = {}, {}
+    for part, shape in {
+        "up": (WIDE, HIDDEN),
+        "down": (HIDDEN, WIDE),
+        "gate": (WIDE, HIDDEN),
+    }.items():
+        values = (0.05 * random.standard_normal((EXPERTS, *shape))).astype(np.float32)
+        data = quantize(values, Kind[kind])
+        made.stored[f"{here}{part}_exps.weight"] = (kind, data)
+        read[part] = meaning(kind, data)
+        biases[part] = random.standard_normal((EXPERTS, shape[0])).astype(np.float32)
+        made.stored[f"{here}{part}_exps.bias"] = ("F32", biases[part])
+    both = np.stack([read["gate"], read["up"]], axis=2).reshape(EXPERTS, 2 * WIDE, HIDDEN)
+    made.means[f"{at}gate_up_proj"] = both.swapaxes(1, 2)
+    made.means[f"{at}down_proj"] = read["down"].swapaxes(1, 2)
+    made.means[f"{at}gate_up_proj_bias"] = np.stack([biases["gate"], biases["up"]], axis=2).reshape(
+        EXPERTS, 2 * WIDE
+    )
+    made.means[f"{at}down_proj_bias"] = biases["down"]
 
 
 def _arranged(made: GgufModel, name: str, values: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from qconvert.checkpoint.gguf.header import TYPES, read_gguf
 from qconvert.checkpoint.open import open_source
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError, PlanError, RowError
-from qconvert.formats.gguf.decode import DequantGguf
+from qconvert.formats.gguf.decode import DequantGguf, DequantGgufStack
 from qconvert.ops.cast import DequantTo
 from qconvert.validators.formats.gguf import block_floats
 
@@ -181,6 +181,33 @@ def test_a_file_of_each_type(kind: str, tmp_path: Path) -> None:
     assert {name: t.data for name, t in found.items()} == _wanted(made)
 
 
+@pytest.mark.parametrize("kind", ["MXFP4", "F16", "BF16", "Q4_1"])
+def test_stacks_of_each_type(kind: str, tmp_path: Path) -> None:
+    """gpt-oss is published in MXFP4."""
+    made = model("gpt-oss", kind)
+    file = made.write(tmp_path / "model.gguf", _TOKENIZER)
+    found = converted(file, tmp_path / "out")
+    assert {name: t.data for name, t in found.items()} == _wanted(made)
+    config = json.loads((tmp_path / "out" / "config.json").read_bytes())
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+    assert "transformers makes no tokenizer of it" in ran("inspect", file).out
+
+
+@pytest.mark.parametrize("limit", [None, 1, 9_000])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_two_stacks_part_by_part(kind: str, limit: int | None) -> None:
+    random = np.random.default_rng(1)
+    pair = [blocks(kind, 5 * 7, 2, random).reshape(5, 7, -1) for _ in range(2)]
+    ins = [buffer(TensorType("U8", one.shape), one.tobytes()) for one in pair]
+    (found,), _ = run_op(DequantGgufStack(kind), ins, limit)
+    wanted = np.stack([meaning(kind, one) for one in pair], axis=2).reshape(5, 14, -1)
+    assert found == as_bf16(wanted.swapaxes(1, 2))
+    with pytest.raises(PlanError, match="expected two tensors alike"):
+        DequantGgufStack(kind).infer(ins[0].type, TensorType("U8", (5, 8, 3)))
+    with pytest.raises(PlanError, match="expected a stack of matrices"):
+        DequantGgufStack("F32").infer(TensorType("F32", (5,)))
+
+
 def test_numbers_in_f32(tmp_path: Path) -> None:
     """Vectors too, with 1 taken from Gemma's."""
     made = model("gemma3", "Q5_1")
@@ -252,13 +279,21 @@ def test_wrong_weights_are_found(tmp_path: Path) -> None:
     """A weight off by a step, and rows of a head left in the order of the file."""
     made = model("llama", "Q4_1")
     file = made.write(tmp_path / "model.gguf")
-    for name, change in {"v_proj": _step, "q_proj": _swapped}.items():
-        out = tmp_path / name
+    stacks = model("gpt-oss", "MXFP4").write(tmp_path / "stacks.gguf")
+    wrong = {"self_attn.v_proj.weight": _step, "self_attn.q_proj.weight": _swapped}
+    _check_found(file, tmp_path / "a", wrong)
+    wrong = {"mlp.experts.gate_up_proj": _other_turn, "mlp.experts.down_proj_bias": _step}
+    _check_found(stacks, tmp_path / "b", wrong)
+
+
+def _check_found(file: Path, folder: Path, wrong: Mapping[str, Callable[[bytes], bytes]]) -> None:
+    for name, change in wrong.items():
+        out = folder / name
         ran("dequant", file, out)
         shard = out / "model.safetensors"
         (length,) = struct.unpack("<Q", shard.read_bytes()[:8])
         header = json.loads(shard.read_bytes()[8 : 8 + length])
-        start, stop = header[f"model.layers.0.self_attn.{name}.weight"]["data_offsets"]
+        start, stop = header[f"model.layers.0.{name}"]["data_offsets"]
         data = bytearray(shard.read_bytes())
         begin = 8 + length
         data[begin + start : begin + stop] = change(bytes(data[begin + start : begin + stop]))
@@ -266,7 +301,12 @@ def test_wrong_weights_are_found(tmp_path: Path) -> None:
         for made_by in ("qconvert.json", "qconvert.receipt.jsonl"):
             (out / made_by).unlink()
         judged = run_cli("validate", out, "--level", "full", "--against", file)
-        assert f"QC060 model.layers.0.self_attn.{name}.weight" in judged.out
+        assert f"QC060 model.layers.0.{name}" in judged.out
+
+
+def _other_turn(data: bytes) -> bytes:
+    """Up before gate."""
+    return np.frombuffer(data, np.uint16).reshape(-1, 2)[:, ::-1].tobytes()
 
 
 def _step(data: bytes) -> bytes:
@@ -364,6 +404,10 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     assert "architecture 'falcon' is not read here; llama, qwen2" in refused(
         "inspect", other.write(file)
     )
+    half = model("gpt-oss", "F16")
+    del half.stored["blk.1.ffn_up_exps.weight"]
+    said = refused("inspect", half.write(file))
+    assert "of 'model.layers.1.mlp.experts.gate_up_proj' gate or up is missing" in said
     moe = model("qwen3moe", "F16")
     moe.stored["blk.0.ffn_up_exps.weight"] = moe.stored["blk.0.attn_q.weight"]
     assert "expected a stack of matrices" in refused("inspect", moe.write(file))
@@ -427,7 +471,7 @@ def test_a_header(tmp_path: Path) -> None:
         (lambda f: f.write_bytes(b"GGML" + bytes(40)), "does not begin with GGUF"),
         (lambda f: f.write_bytes(b"GGUF\0\0\0\3" + bytes(40)), "little-endian, found 50331648"),
         (lambda f: f.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0)), "ends within its header"),
-        (lambda f: f.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 40, 0)), "at most 1,048,576 tensors"),
+        (lambda f: f.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 40, 0)), "at most 1,048,576"),
         (lambda f: _file(f.parent, _entry("w", (1,) * 5, 0, 0)), "'w' has 5 dimensions"),
         (lambda f: _file(f.parent, _entry("w", (2, 256), 16, 0)), "tensor 'w' is IQ2_XXS, which is not"),
         (lambda f: _file(f.parent, _entry("w", (2, 256), 99, 0)), "tensor 'w' is type 99"),

@@ -552,6 +552,11 @@ def _read_needed(root: Path, name: str, limit: int, *, follow_links: bool) -> by
     try:
         return read_inside(root, name, limit, follow_links=follow_links)
     except FileNotFoundError:
+        gguf = sorted(root.glob("*.gguf"))
+        if gguf:
+            raise CheckpointError(
+                f"{root}: is no checkpoint of transformers; name a GGUF file, as {gguf[0]}"
+            ) from None
         raise CheckpointError(
             f"{root / name} is missing; a checkpoint cannot be read without it"
         ) from None

@@ -80,9 +80,11 @@ def _decoded(plan: Plan, tensors: Mapping[str, Output]) -> Mapping[str, Output]:
     """The tensors, of which none is left in an encoding that only its own block describes (a GGUF
     file's)."""
     found = dict(tensors)
-    for name, (stored, _) in of_whole_checkpoints(plan):
+    for name, (stored, names) in of_whole_checkpoints(plan):
         if stored.decoder is not None and tensors.get(name) == plan.tensors[name]:
             found[name] = apply(stored.decoder, *stored.args)[0]
+            for other in names[1:]:
+                found.pop(other, None)
     return found
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.checkpoint.gguf.header import GgufHeader, GgufTensor, read_floats
-from qconvert.checkpoint.gguf.stated import HALVES, KINDS, METHOD, PLUS_ONE
+from qconvert.checkpoint.gguf.stated import HALVES, KINDS, METHOD, PLUS_ONE, SECOND
 from qconvert.core.dtypes import known_type
 from qconvert.core.errors import CheckpointError
 from qconvert.core.graph import Source
@@ -41,7 +41,12 @@ _KEYS = {
     "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta",
 }  # fmt: skip
-_OPTIONAL = ("attention.key_length", "attention.head_count_kv", "rope.freq_base")
+_OPTIONAL = (
+    "attention.key_length",
+    "attention.head_count_kv",
+    "rope.freq_base",
+    "feed_forward_length",
+)
 _TOKENS = {
     "bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id",
 }  # fmt: skip
@@ -51,7 +56,8 @@ _TOKENS = {
 class Architecture:
     """A model of transformers for an architecture of ggml: its model_type and class, names of tensors
     beside the common ones, keys of the config by facts, and what the config states anyway. `halves`:
-    rows of q and k have the halves of a head interleaved; `plus_one`: norms are stored as 1 + weight."""
+    rows of q and k have the halves of a head interleaved; `plus_one`: norms are stored as 1 + weight;
+    `tokenizer`: transformers makes one of such a file."""
 
     model_type: str
     class_name: str
@@ -60,6 +66,7 @@ class Architecture:
     states: Mapping[str, Any] = field(default_factory=dict)
     halves: bool = False
     plus_one: bool = False
+    tokenizer: bool = True
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -91,6 +98,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         keys={"attention.sliding_window": "sliding_window"},
         states={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
         plus_one=True,
+    ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss", class_name="GptOssForCausalLM",
+        names={
+            "post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router", "ffn_gate_exps": "mlp.experts.gate_up_proj",
+            "ffn_up_exps": f"mlp.experts.gate_up_proj{SECOND}", "ffn_down_exps": "mlp.experts.down_proj",
+        },
+        keys={
+            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        states={"hidden_act": "silu", "attention_bias": True, "swiglu_limit": 7.0},
+        tokenizer=False,
     ),
 }  # fmt: skip
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
@@ -125,7 +147,8 @@ def model_of(files: Sequence[Path], headers: Sequence[GgufHeader]) -> GgufModel:
     config = _config(file, facts, str(name), known, by_name)
     kinds, halves, added = dict[str, str](), dict[str, int](), list[str]()
     sources: dict[str, Source] = {}
-    for shard, one in tensors:
+    # What is the second of two is read behind the first.
+    for shard, one in sorted(tensors, key=lambda each: "ffn_up_exps" in each[1].name):
         if one.name == _ROPE:
             continue  # stated by the config
         for place, source in _placed(file, known, one, shard):
@@ -136,12 +159,17 @@ def model_of(files: Sequence[Path], headers: Sequence[GgufHeader]) -> GgufModel:
             sources[place] = source
             plus = known.plus_one and place.endswith("norm.weight")
             turned = known.halves and (".q_proj." in place or ".k_proj." in place)
-            if one.kind != "BF16" or plus or turned:
+            whole = ".experts." in place and not place.endswith(".weight")  # a stack of the class
+            if one.kind != "BF16" or plus or turned or whole:
                 kinds[place] = one.kind
             if plus:
                 added.append(place)
             if turned:
                 halves[place] = _head(file, config, one)
+    for place in sources:
+        both = place.removesuffix(SECOND)
+        if "experts.gate_up_proj" in place and not {both, both + SECOND} <= sources.keys():
+            raise CheckpointError(f"{file}: of {both!r} gate or up is missing")
     block = {"quant_method": METHOD, KINDS: kinds, HALVES: halves, PLUS_ONE: added}
     return GgufModel({**config, "quantization_config": block}, sources)
 
@@ -170,7 +198,8 @@ def _placed(
         place = f"model.layers.{found[1]}.{place}"
     kind = one.stored
     if "{}" not in place:
-        yield f"{place}.{parameter}", Source(f"{place}.{parameter}", kind, shard, one.offset)
+        full = _parameter(place, parameter)
+        yield full, Source(full, kind, shard, one.offset)
         return
     if len(kind.shape) != 3:
         raise CheckpointError(
@@ -180,6 +209,15 @@ def _placed(
     for expert in range(kind.shape[0]):
         name = f"{place.format(expert)}.{parameter}"
         yield name, Source(name, each, shard, one.offset + expert * each.nbytes)
+
+
+def _parameter(place: str, parameter: str) -> str:
+    """Name of a module's parameter; stacks and sinks are parameters, with biases beside them."""
+    if not place.removesuffix(SECOND).endswith((".gate_up_proj", "experts.down_proj", ".sinks")):
+        return f"{place}.{parameter}"
+    if parameter == "weight":
+        return place
+    return f"{place.removesuffix(SECOND)}_bias{SECOND if place.endswith(SECOND) else ''}"
 
 
 def _config(
@@ -204,6 +242,10 @@ def _config(
             raise CheckpointError(
                 f"{file}: expected a number as {name}.{fact}, found {_shown(value)}"
             )
+    if "intermediate_size" not in config:
+        raise CheckpointError(
+            f"{file}: expected a number as {name}.feed_forward_length, found nothing"
+        )
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{file}: tensor 'token_embd.weight' is missing")
     config["vocab_size"] = tensors["token_embd.weight"].shape[0]
@@ -214,6 +256,9 @@ def _config(
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if known.model_type == "gemma3_text" and config["num_hidden_layers"] == _GEMMA_27B:
         config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    if known.model_type == "gpt_oss":
+        kinds = ("sliding_attention", "full_attention")
+        config["layer_types"] = [kinds[n % 2] for n in range(config["num_hidden_layers"])]
     for fact, key in _TOKENS.items():
         if type(value := facts.get(f"tokenizer.ggml.{fact}")) is int:
             config[key] = value
@@ -237,10 +282,12 @@ def _scaling(file: Path, facts: Mapping[str, Any], name: str) -> dict[str, Any] 
         raise CheckpointError(
             f"{file}: rotary positions scaled by {kind!r} with factor {_shown(factor)} are not read here"
         )
-    found = {"rope_type": kind, "factor": factor}
+    found: dict[str, Any] = {"rope_type": kind, "factor": factor}
     original = facts.get(f"{begin}original_context_length")
     if kind == "yarn" and original is not None:
         found["original_max_position_embeddings"] = original
+    if name == "gpt-oss":
+        found |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}  # as it is published
     return found
 
 

@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from qconvert.checkpoint.checkpoint import Checkpoint, Shard, shard_of
 from qconvert.checkpoint.gguf.header import SUFFIX, GgufHeader, read_gguf
-from qconvert.checkpoint.gguf.models import model_of
+from qconvert.checkpoint.gguf.models import ARCHITECTURES, model_of
 from qconvert.checkpoint.reading import stated
 from qconvert.core import own_process
 from qconvert.core.errors import CheckpointError, OutputError
@@ -83,6 +83,10 @@ def open_gguf(file: Path) -> GgufCheckpoint:
     warnings = []
     if "tokenizer.ggml.model" not in facts:
         warnings.append(f"{file.name} holds no tokenizer: copy the model's own into the result")
+    elif not ARCHITECTURES[facts["general.architecture"]].tokenizer:
+        warnings.append(
+            "transformers makes no tokenizer of it: copy the model's own into the result"
+        )
     elif missing:
         warnings.append(f"its tokenizer is left out, since {missing}")
     else:

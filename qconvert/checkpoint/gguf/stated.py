@@ -10,6 +10,9 @@ from qconvert.checkpoint.gguf.header import TYPES
 
 METHOD = "gguf"
 KINDS, HALVES, PLUS_ONE = "types", "interleaved_halves", "plus_one"
+# Ends the name of the second of two tensors that are one in the class, whose rows (of a bias: numbers)
+# are each's by turns: gate and up of gpt-oss's experts.
+SECOND = ".up"
 
 
 @dataclass(frozen=True)

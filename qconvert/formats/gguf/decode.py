@@ -31,7 +31,7 @@ from qconvert.ops.rowwise import EachRow
 if TYPE_CHECKING:
     import numpy as np
 
-    from qconvert.core.arrays import Float32s, UInt8s
+    from qconvert.core.arrays import Float32s, UInt8s, UInt16s
 
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice E2M1's values
 
@@ -119,12 +119,74 @@ class DequantGguf(EachRow):
         rows = outs[0].type.shape[0]
         target = array(outs[0].data, np.uint16, (rows, outs[0].type.numel // max(1, rows)))
         for start, values in self.floats(ins, scratch):
-            if values.size and float(np.abs(values).max()) >= BF16_OVERFLOW:
-                check_beyond(values, start * values.shape[1], values.shape[1], BEYOND)
-            bits = values.view(np.int32)
-            round_to_bf16(bits, np.empty_like(bits))
-            np.copyto(target[start : start + values.shape[0]], bits, casting="unsafe")
+            target[start : start + values.shape[0]] = _as_bf16(start, values)
         return {}
+
+
+@dataclass(frozen=True, slots=True)
+class DequantGgufStack(EachRow):
+    """A stack [E, N, bytes of a row], or [E, N, K] of numbers, of the type `kind` -> BF16 [E, K, N]:
+    each matrix transposed, as gpt-oss keeps its experts. Of two of them, rows of the first and the
+    second by turns: [E, K, 2 N]. Vectors [E, N], one or two, become [E, N] or [E, 2 N] alike.
+
+    Raises PlanError where types do not fit, RowError as DequantGguf; its row is one of the stored.
+    """
+
+    kind: str
+
+    format: ClassVar[str] = "gguf"
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        first = args[0]
+        if any(arg != first for arg in args[1:]):
+            raise PlanError(f"expected two tensors alike, found {first} and {args[1]}")
+        if len(first.shape) == 2:
+            DequantGguf(self.kind).infer(first)
+            return (TensorType("BF16", (first.shape[0], len(args) * first.shape[1])),)
+        if len(first.shape) != 3:
+            raise PlanError(f"expected a stack of matrices, found {first}")
+        (one,) = DequantGguf(self.kind).infer(TensorType(first.dtype, first.shape[1:]))
+        rows, columns = one.shape
+        return (TensorType("BF16", (first.shape[0], columns, len(args) * rows)),)
+
+    def scratch(self, *args: TensorType) -> int:
+        """Return none: tiles are allocated."""
+        return 0
+
+    def loss(self, *args: TensorType) -> str | None:
+        return DequantGguf(self.kind).loss()
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        made, step, stored = outs[0].type.shape, len(ins), ins[0].type
+        target = array(outs[0].data, np.uint16, made)
+        one = TensorType(stored.dtype, stored.shape[-2:]) if len(made) == 3 else stored
+        for number, arg in enumerate(ins):
+            for expert in range(made[0] if len(made) == 3 else 1):
+                data = arg.data[expert * one.nbytes : (expert + 1) * one.nbytes]
+                for start, values in DequantGguf(self.kind).floats([Buffer(one, data)], scratch):
+                    found = _as_bf16(start, values)
+                    if len(made) == 3:
+                        first, stop = step * start + number, step * (start + found.shape[0])
+                        target[expert, :, first:stop:step] = found.T
+                    else:
+                        target[start : start + found.shape[0], number::step] = found
+        return {}
+
+
+def _as_bf16(start: int, values: Float32s) -> UInt16s:
+    """Bits of rows from `start` on, rounded; `values` are overwritten. Raises RowError for what bf16 has
+    no room for."""
+    import numpy as np
+
+    if values.size and float(np.abs(values).max()) >= BF16_OVERFLOW:
+        check_beyond(values, start * values.shape[1], values.shape[1], BEYOND)
+    bits = values.view(np.int32)
+    round_to_bf16(bits, np.empty_like(bits))
+    return bits.astype(np.uint16)
 
 
 def _floats(kind: str, data: memoryview, rows: int, columns: int) -> Float32s:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.gguf.stated import StoredAs, stored_as
+from qconvert.checkpoint.gguf.stated import SECOND, StoredAs, stored_as
 from qconvert.formats.base import FolderTensors, Format, Read, Stored
-from qconvert.formats.gguf.decode import DequantGguf
+from qconvert.formats.gguf.decode import DequantGguf, DequantGgufStack
 from qconvert.plan.plan import Plan
 
 
@@ -32,6 +32,12 @@ def _is_as_read(plan: Plan, name: str) -> bool:
 
 def _stored(plan: Plan, name: str) -> Stored:
     stated, output = _stated(plan.checkpoint), plan.tensors[name]
+    second = plan.tensors.get(name + SECOND)
+    if second is not None or len(output.type.shape) == 3:
+        args = (output,) if second is None else (output, second)
+        stack = DequantGgufStack(stated.kinds[name])
+        (kind,) = stack.infer(*(arg.type for arg in args))
+        return Stored(stack, args, kind.shape[0], kind.numel // max(1, kind.shape[0]))
     halves = stated.halves.get(name, 0)
     decoder = DequantGguf(stated.kinds[name], halves, name in stated.plus_one)
     (kind,) = decoder.infer(output.type)
@@ -43,8 +49,9 @@ def every(plan: Plan) -> Iterator[tuple[str, Read]]:
     """All tensors of a GGUF file that no folder holds as they are: blocks, numbers in F32 as it has
     them, rows in another order. Raises PlanError for one that does not fit its type."""
     for name in _stated(plan.checkpoint).kinds:
-        if _is_as_read(plan, name):
-            yield name, (_stored(plan, name), (name,))
+        if _is_as_read(plan, name) and not name.endswith(SECOND):
+            second = (name + SECOND,) if name + SECOND in plan.tensors else ()
+            yield name, (_stored(plan, name), (name, *second))
 
 
 def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:

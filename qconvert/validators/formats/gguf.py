@@ -7,7 +7,7 @@ as the place of each code's bits; llama.cpp, `convert_hf_to_gguf.py`. No code is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.gguf.stated import NOTHING, StoredAs, stored_as
+from qconvert.checkpoint.gguf.stated import NOTHING, SECOND, StoredAs, stored_as
 from qconvert.validators.reading.decode import floats
 from qconvert.validators.reading.forms import Encoding, Form, Shape, Spec, Unread
 
@@ -210,15 +210,20 @@ def _stated(checkpoint: Checkpoint) -> StoredAs:
 def _stored(checkpoint: Checkpoint, name: str) -> bool:
     """Tell whether a tensor is not plain numbers in their order."""
     stated = _stated(checkpoint)
-    is_other = name in stated.halves or name in stated.plus_one
-    return is_other or stated.kinds.get(name) in LAYOUTS
+    is_stack = name in stated.kinds and len(checkpoint[name].type.shape) == 3
+    is_other = name in stated.halves or name in stated.plus_one or name + SECOND in checkpoint
+    return is_stack or is_other or stated.kinds.get(name) in LAYOUTS
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Form:
     stated, weight = _stated(checkpoint), checkpoint[name]
     kind, (rows, *inner) = stated.kinds[name], weight.type.shape
     halves = stated.halves.get(name, 0)
-    layout = LAYOUTS.get(kind)
+    layout, beside = LAYOUTS.get(kind), checkpoint.get(name + SECOND)
+    if beside is not None and layout is None and beside.type == weight.type:
+        width = weight.type.nbytes // max(1, weight.type.numel)
+        columns = 2 * prod(inner)
+        return Form(_NUMBERS[kind], weight, 0, rows, columns, beside=beside, unit=width)
     if layout is None:
         if name not in stated.plus_one:
             return Form(_NUMBERS[kind], weight, 0, rows, prod(inner), halves=halves)
@@ -228,6 +233,23 @@ def _read(checkpoint: Checkpoint, name: str) -> Form:
     if len(inner) != 1 or weight.type.dtype != "U8" or inner[0] % layout.nbytes:
         raise Unread(f"{weight.type} are no blocks of {layout.nbytes} bytes, as {kind} has them")
     return Form(kind, weight, 0, rows, inner[0] // layout.nbytes * layout.columns, halves=halves)
+
+
+def _stack(checkpoint: Checkpoint, name: str) -> Iterator[Form]:
+    """The matrix of each expert in a stack, with rows of a second one by turns where there is one."""
+    stated, weight, beside = _stated(checkpoint), checkpoint[name], checkpoint.get(name + SECOND)
+    kind, layout, shape = stated.kinds[name], LAYOUTS.get(stated.kinds[name]), weight.type.shape
+    if beside is not None and beside.type != weight.type:
+        raise Unread(f"{beside.name} is {beside.type}, and {name} {weight.type}")
+    experts, rows, columns = shape
+    if layout is not None:
+        columns = columns // layout.nbytes * layout.columns
+    size = weight.type.nbytes // max(1, experts)
+    for expert in range(experts):
+        yield Form(
+            _NUMBERS.get(kind, kind), weight, expert * size, rows if beside is None else 2 * rows,
+            columns, beside=beside, unit=size // max(1, rows),
+        )  # fmt: skip
 
 
 def _shape(checkpoint: Checkpoint, name: str, shape: Shape) -> Shape | None:
@@ -244,6 +266,9 @@ SPEC = Spec(
     applies=lambda checkpoint: _stated(checkpoint) is not NOTHING,
     stored=_stored,
     read=_read,
+    stack=_stack,
+    by_rows=True,
+    parts=(SECOND,),
     shape=_shape,
     encodings=(
         Encoding(name=_LESS_ONE, bits=32, floats=_less_one),

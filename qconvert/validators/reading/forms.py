@@ -112,7 +112,8 @@ class Form:
     """A stored matrix [rows, columns] that begins at byte `at` of a tensor. `transposed`: it is stored
     as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those. `offset`:
     numbers in blocks that are added to the products of codes and scales. `halves`: rows of a head, whose
-    two halves lie interleaved (0: rows are in order)."""
+    two halves lie interleaved (0: rows are in order). `beside`: a second tensor, of which every other
+    `unit` bytes are, from the second on."""
 
     format: str
     weight: Source
@@ -124,6 +125,8 @@ class Form:
     codes: Codes | None = None
     offset: Grid | None = None
     halves: int = 0
+    beside: Source | None = None
+    unit: int = 0
 
     @property
     def encoding(self) -> Encoding:
@@ -141,6 +144,8 @@ class Form:
                 yield grid.scale.name
                 if grid.global_scale is not None:
                     yield grid.global_scale.scale.name
+        if self.beside is not None:
+            yield self.beside.name
         for part in () if self.codes is None else (self.codes.zeros, self.codes.order):
             if part is not None:
                 yield part.name
@@ -184,9 +189,10 @@ class Spec:
     `name`: as findings call it. `applies` tells whether a checkpoint can have it at all. `dtypes` of its
     codes. `stored(checkpoint, name)` tells whether a
     tensor of these holds its codes; `read` makes their form, or those of a `stack`'s experts, and
-    raises Unread; `faults` are findings about the parts beside them, by headers alone. `shape`: of its
-    codes, for a weight of a shape (-1: any size), None if that is not judged. `parts`: ends of the
-    names of such parts, none of which is a matrix.
+    raises Unread; `by_rows`: its stacks hold rows in order, in families of transposed stacks too;
+    `faults` are findings about the parts beside them, by headers alone. `shape`: of its codes, for a
+    weight of a shape (-1: any size), None if that is not judged. `parts`: ends of the names of such
+    parts, none of which is a matrix.
     Statements: `states(weights)` in compressed-tensors' words; its `formats`; `algorithms` of
     modelopt and what each says in those words; `methods` that store nothing else."""
 
@@ -198,6 +204,7 @@ class Spec:
     applies: Callable[[Checkpoint], bool] = lambda checkpoint: True
     faults: Callable[[Checkpoint, str], Iterator[Finding]] = lambda checkpoint, name: iter(())
     stack: Callable[[Checkpoint, str], Iterator[Form]] | None = None
+    by_rows: bool = False
     shape: Callable[[Checkpoint, str, Shape], Shape | None] = lambda checkpoint, name, shape: None
     parts: tuple[str, ...] = ()
     states: Callable[[Weights], bool] = lambda weights: False
@@ -270,7 +277,7 @@ def forms_of_stack(checkpoint: Checkpoint, name: str, *, transposed: bool) -> It
     """The matrix of each expert in a stack [E, rows, columns]; [E, columns, rows] if `transposed`.
     Raises Unread."""
     weight, spec = checkpoint[name], coded_weights(checkpoint).get(name)
-    if spec is not None and spec.stack is not None and not transposed:
+    if spec is not None and spec.stack is not None and (not transposed or spec.by_rows):
         yield from spec.stack(checkpoint, name)
         return
     encoding = _FLOATS.get(weight.type.dtype)
