@@ -491,6 +491,11 @@ def file_size(file: Path) -> int:
     return _stat(file).st_size
 
 
+def shard_of(file: Path) -> Shard:
+    """A file of weights as it is now. Raises CheckpointError if it cannot be read."""
+    return _shard(file, None, _stat(file), None)
+
+
 def _shard(file: Path, size: int | None, status: os.stat_result, real: Path | None) -> Shard:
     size = status.st_size if size is None else size
     return Shard(file, size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, real)
@@ -533,6 +538,8 @@ def _locate(where: str | Path) -> tuple[Path, Path | None]:
         return path, None
     if is_file:
         if path.suffix != ".safetensors":
+            if path.suffix.lower() == ".gguf":
+                raise CheckpointError(f"{path} is a GGUF file: a source to convert, and no result")
             raise CheckpointError(f"{path} is not a .safetensors file; pickles are never opened")
         return path.parent, path
     repo = parse_repo(str(where))
@@ -545,6 +552,11 @@ def _read_needed(root: Path, name: str, limit: int, *, follow_links: bool) -> by
     try:
         return read_inside(root, name, limit, follow_links=follow_links)
     except FileNotFoundError:
+        gguf = sorted(root.glob("*.gguf"))
+        if gguf:
+            raise CheckpointError(
+                f"{root}: is no checkpoint of transformers; name a GGUF file, as {gguf[0]}"
+            ) from None
         raise CheckpointError(
             f"{root / name} is missing; a checkpoint cannot be read without it"
         ) from None
@@ -594,6 +606,9 @@ def _shard_files(
             [f"{INDEX} is missing; headers of {count(len(found), 'shard')} were used"],
         )
     if not found:
+        gguf = sorted(root.glob("*.gguf"))
+        if gguf:
+            raise CheckpointError(f"{root}: no .safetensors file; name a GGUF file, as {gguf[0]}")
         raise CheckpointError(
             f"{root}: no .safetensors file; pickle checkpoints (.bin, .pt) are never opened: "
             "convert them with safetensors first"

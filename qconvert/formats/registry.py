@@ -140,6 +140,14 @@ def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:
         yield module, found
 
 
+def of_whole_checkpoints(plan: Plan) -> Iterator[tuple[str, Read]]:
+    """Tensors of a plan, by name, that stay in no folder as they are stored: see `Format.every`. Raises
+    PlanError for one that does not fit."""
+    for one in formats().values():
+        if one.every is not None:
+            yield from one.every(plan)
+
+
 def read_of_stack(
     plan: Plan, name: str, expert: int, *, transposed: bool
 ) -> tuple[Stored, tuple[str, ...]]:

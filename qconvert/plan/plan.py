@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
+from qconvert.checkpoint.gguf.stated import NOTHING, stored_as
 from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
@@ -196,6 +197,7 @@ class Plan:
                 f"is {self.config.get('model_type')}: it would load without error and generate garbage; "
                 f"the recipe lacks `as_class: {{to: {self.needs_class}}}`"
             )
+        _check_storable(self)
         _check_filled(self)
         _check_conservation(self)
         _check_scales(self)
@@ -497,6 +499,15 @@ def _scales_lost(plan: Plan, *, quantized: bool) -> frozenset[str]:
         if parse(name).template in beside or ((quantized or beside) and likely):
             found.add(name)
     return frozenset(found)
+
+
+def _check_storable(plan: Plan) -> None:
+    """No folder holds tensors as a GGUF file does."""
+    if stored_as(quantization_in(plan.config, None, plan.checkpoint.root)) is not NOTHING:
+        raise PlanError(
+            f"{plan.checkpoint.name}: tensors of a GGUF file are read in no folder as they are; run "
+            "`qconvert dequant` on it, or a command that quantizes, and this on the result"
+        )
 
 
 def check_names(plan: Plan) -> None:

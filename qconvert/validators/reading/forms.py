@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,9 @@ class Codes:
 class Form:
     """A stored matrix [rows, columns] that begins at byte `at` of a tensor. `transposed`: it is stored
     as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those. `offset`:
-    numbers in blocks that are added to the products of codes and scales."""
+    numbers in blocks that are added to the products of codes and scales. `halves`: rows of a head, whose
+    two halves lie interleaved (0: rows are in order). `beside`: a second tensor, of which every other
+    `unit` bytes are, from the second on."""
 
     format: str
     weight: Source
@@ -121,6 +124,9 @@ class Form:
     transposed: bool = False
     codes: Codes | None = None
     offset: Grid | None = None
+    halves: int = 0
+    beside: Source | None = None
+    unit: int = 0
 
     @property
     def encoding(self) -> Encoding:
@@ -129,7 +135,7 @@ class Form:
     @property
     def row_nbytes(self) -> int:
         """Bytes of a row, without scales."""
-        return self.columns * self.encoding.bits // 8
+        return int(self.columns * self.encoding.bits // 8)
 
     def tensors(self) -> Iterator[str]:
         """Names of the tensors that it is read from, beside the codes'."""
@@ -138,6 +144,8 @@ class Form:
                 yield grid.scale.name
                 if grid.global_scale is not None:
                     yield grid.global_scale.scale.name
+        if self.beside is not None:
+            yield self.beside.name
         for part in () if self.codes is None else (self.codes.zeros, self.codes.order):
             if part is not None:
                 yield part.name
@@ -161,27 +169,30 @@ class Encoding:
     """Numbers for a format's codes: `floats` of their bytes [n] and the tensor's dtype, float32, in
     the order of the columns; a compiled `loop` that does the same to rows, with their scales. `largest`
     of the codes; `passes` that round to them; `nearest`: bounds of that. `exact_zero`: a code of 0 is 0
-    whatever its scale."""
+    whatever its scale. `scaled`: their bytes hold the scales too, and their numbers are products."""
 
     name: str
-    bits: int
+    bits: int | Fraction
     floats: Callable[[Bytes, str], Floats]
     loop: str = ""
     largest: float = 0.0
     passes: tuple[str, ...] = ()
     nearest: Nearest | None = None
     exact_zero: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """A stored format, as validators judge it.
 
-    `name`: as findings call it. `dtypes` of its codes. `stored(checkpoint, name)` tells whether a
+    `name`: as findings call it. `applies` tells whether a checkpoint can have it at all. `dtypes` of its
+    codes. `stored(checkpoint, name)` tells whether a
     tensor of these holds its codes; `read` makes their form, or those of a `stack`'s experts, and
-    raises Unread; `faults` are findings about the parts beside them, by headers alone. `shape`: of its
-    codes, for a weight of a shape (-1: any size), None if that is not judged. `parts`: ends of the
-    names of such parts, none of which is a matrix.
+    raises Unread; `by_rows`: its stacks hold rows in order, in families of transposed stacks too;
+    `faults` are findings about the parts beside them, by headers alone. `shape`: of its codes, for a
+    weight of a shape (-1: any size), None if that is not judged. `parts`: ends of the names of such
+    parts, none of which is a matrix.
     Statements: `states(weights)` in compressed-tensors' words; its `formats`; `algorithms` of
     modelopt and what each says in those words; `methods` that store nothing else."""
 
@@ -190,8 +201,10 @@ class Spec:
     stored: Callable[[Checkpoint, str], bool]
     read: Callable[[Checkpoint, str], Form]
     encodings: tuple[Encoding, ...]
+    applies: Callable[[Checkpoint], bool] = lambda checkpoint: True
     faults: Callable[[Checkpoint, str], Iterator[Finding]] = lambda checkpoint, name: iter(())
     stack: Callable[[Checkpoint, str], Iterator[Form]] | None = None
+    by_rows: bool = False
     shape: Callable[[Checkpoint, str, Shape], Shape | None] = lambda checkpoint, name, shape: None
     parts: tuple[str, ...] = ()
     states: Callable[[Weights], bool] = lambda weights: False
@@ -227,7 +240,7 @@ def coded_weights(checkpoint: Checkpoint) -> Mapping[str, Spec]:
     """Every tensor that holds codes of a format, and which."""
     by_dtype: dict[str, list[Spec]] = {}
     for spec in specs():
-        for dtype in spec.dtypes:
+        for dtype in spec.dtypes if spec.applies(checkpoint) else ():
             by_dtype.setdefault(dtype, []).append(spec)
     found: dict[str, Spec] = {}
     for name, source in () if checkpoint.dtypes.isdisjoint(by_dtype) else checkpoint.items():
@@ -264,7 +277,7 @@ def forms_of_stack(checkpoint: Checkpoint, name: str, *, transposed: bool) -> It
     """The matrix of each expert in a stack [E, rows, columns]; [E, columns, rows] if `transposed`.
     Raises Unread."""
     weight, spec = checkpoint[name], coded_weights(checkpoint).get(name)
-    if spec is not None and spec.stack is not None and not transposed:
+    if spec is not None and spec.stack is not None and (not transposed or spec.by_rows):
         yield from spec.stack(checkpoint, name)
         return
     encoding = _FLOATS.get(weight.type.dtype)

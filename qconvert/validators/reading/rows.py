@@ -49,6 +49,8 @@ def row_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
     form = matrix.form
     if form.transposed:
         return _turned_bytes(reader, matrix, start, stop)
+    if form.beside is not None:
+        return _by_turns(reader, matrix, form.beside, start, stop)
     size = form.row_nbytes
     data = np.empty((stop - start) * size, np.uint8)
     view, at = data.data, 0
@@ -57,6 +59,25 @@ def row_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
         reader.read(form.weight, form.at + first * size, part)
         at += part.nbytes
     return data
+
+
+def _by_turns(reader: Reads, matrix: Matrix, beside: Source, start: int, stop: int) -> Bytes:
+    """Rows whose units are of one tensor and of another by turns."""
+    import numpy as np
+
+    form, parts = matrix.form, []
+    each = form.row_nbytes // form.unit  # units of a row
+    for first, last in matrix.spans(start, stop):
+        low, high = first * each // 2, -(-last * each // 2)
+        both = np.empty((high - low, 2, form.unit), np.uint8)
+        for number, source in enumerate((form.weight, beside)):
+            data = np.empty((high - low) * form.unit, np.uint8)
+            reader.read(source, form.at + low * form.unit, data.data)
+            both[:, number] = data.reshape(-1, form.unit)
+        skip = first * each - 2 * low
+        found = both.reshape(-1, form.unit)[skip : skip + (last - first) * each]
+        parts.append(found.reshape(-1))
+    return np.concatenate(parts)
 
 
 def _turned_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
