@@ -20,12 +20,13 @@ from typing import Any, BinaryIO, NamedTuple
 import xxhash
 
 from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
+from qconvert.checkpoint.mlx_config import MLX, experts_apart
 from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
 from qconvert.checkpoint.store import RemoteObject, Store, StoredObject, mirrored_at, named
 from qconvert.core.errors import CheckpointError, UsageError
-from qconvert.core.family import Family, RoleIndex, role_index
+from qconvert.core.family import QUANTIZATION_KEYS, Family, RoleIndex, is_mlx, role_index
 from qconvert.core.graph import Source
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import (
@@ -143,6 +144,7 @@ class Checkpoint(Mapping[str, Source]):
     `side_files` are relative paths that are copied byte for byte; `denied_files` are not copied.
     `warnings` are irregularities that do not stop a conversion. `follow_links` says that links may
     point out of the folder (qconvert/core/links.py). `asked` is whose layout the user says it has.
+    `apart`: stacks of experts in the shards are several tensors here (mlx_config.py).
     """
 
     root: Path
@@ -158,6 +160,7 @@ class Checkpoint(Mapping[str, Source]):
     warnings: tuple[str, ...] = ()
     follow_links: bool = False
     asked: Reading | None = None
+    apart: bool = False
 
     def __getitem__(self, name: str) -> Source:
         return self.sources[name]
@@ -231,10 +234,11 @@ class Checkpoint(Mapping[str, Source]):
         side, denied = _side_files(
             root, {file.relative_to(root).as_posix() for file in files}, follow_links=follow_links
         )
+        apart = experts_apart(config, sources)
         return cls(
-            root, tuple(shards), sources, config, config_bytes, side, denied, digest.hexdigest(),
-            index is not None, metadata, tuple(warnings + _total_size(index, sources)), follow_links,
-            stated(),
+            root, tuple(shards), apart or sources, config, config_bytes, side, denied,
+            digest.hexdigest(), index is not None, metadata,
+            tuple(warnings + _total_size(index, sources)), follow_links, stated(), apart is not None,
         )  # fmt: skip
 
     @property
@@ -750,7 +754,9 @@ def _nested_quantization(block: Mapping[str, Any], where: str) -> Iterator[Quant
     for key, value in block.items():
         if not isinstance(value, dict):
             continue
-        if key in ("quantization_config", "compression_config"):
+        if is_mlx(value) and key in QUANTIZATION_KEYS:
+            yield QuantConfig(f"{where}: {key}", {"quant_method": MLX, **value})
+        elif key in QUANTIZATION_KEYS[:2]:
             yield QuantConfig(f"{where}: {key}", value)
         elif key.endswith("_config"):
             yield from _nested_quantization(value, f"{where}: {key}")

@@ -35,6 +35,8 @@ INT8 = ("weight", "weight_scale", "weight_zero_point")
 # GPTQ's own form, and AutoAWQ's.
 GPTQ = ("qweight", "qzeros", "scales", "g_idx")
 AWQ = ("qweight", "scales", "qzeros")
+# MLX's; the last is of affine ones.
+MLX = ("weight", "scales", "biases")
 # MXFP4: compressed-tensors', DeepSeek-V4's; gpt-oss's end the name of a stack.
 MXFP4 = ("weight_packed", "weight_scale")
 MXFP4_BESIDE = ("weight", "scale")

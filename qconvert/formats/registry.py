@@ -9,6 +9,7 @@ from functools import cache
 
 from qconvert.core.discovery import FORMATS, discover, formats_of, modules_within
 from qconvert.core.errors import PlanError, QConvertError
+from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
 from qconvert.formats.base import FolderTensors, Format, Read, Stored
 from qconvert.formats.floats.format import DTYPES, plain
@@ -18,7 +19,7 @@ from qconvert.ops.transpose import Columns
 from qconvert.plan.plan import Plan
 
 # Dtypes that do not say what is stored.
-OF_CODES = ("I8", "U8", "I32")
+OF_CODES = ("I8", "U8", "I32", "U32")
 Reader = Callable[[Plan, str], Read | None]
 
 
@@ -130,14 +131,37 @@ def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:
         is_plain = parameter not in codes or output.type.dtype in (*DTYPES, *WEIGHT_DTYPES)
         if is_plain and parameter not in marks:  # whose codes may be missing
             continue
-        seen.add(module)
         found = _read(plan, module)
+        if found is None and is_plain:
+            continue  # a parameter of the model's own
+        seen.add(module)
         if found is None:
             raise PlanError(
                 f"weight {name!r} is {output.type}, and neither its scales nor the config say how it is "
                 "encoded; qconvert does not guess"
             )
         yield module, found
+
+
+def decoded_beside(plan: Plan, others: Mapping[str, Output]) -> dict[str, Output]:
+    """Tensors that stay where others are encoded, and of these weights in BF16 whose format no config
+    states beside another. Raises PlanError as their formats do."""
+    methods = {config.method for config in plan.checkpoint.quantization_configs}
+    found = dict(others)
+    for form in formats().values():
+        if form.alone not in methods or form.read is None:
+            continue
+        for name, output in others.items():
+            module, parameter = split_parameter(name)
+            if parameter != form.parameters[0] or (own := form.read(plan, module)) is None:
+                continue
+            stored, names = own
+            assert stored.decoder is not None
+            (made,) = apply(stored.decoder, *stored.args)
+            found[f"{module}.weight"] = stored.as_stored(made, output.type.shape)
+            for part in names[1:]:
+                del found[part]
+    return found
 
 
 def read_of_stack(

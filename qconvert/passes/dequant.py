@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from qconvert.core.dtypes import Shape
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Op, Output, apply, stack
 from qconvert.core.names import activations_of, is_scale, split_parameter
@@ -72,7 +73,7 @@ class Dequant:
             weight = name
             if name in others:
                 weight, stored, _ = others[name]
-                tensors[weight] = self._decoded(weight, stored)
+                tensors[weight] = self._decoded(weight, stored, output.type.shape)
             elif name in scales:
                 tensors[name] = self._dequantized(name, scales[name], plan)
             elif name in stacked:
@@ -93,10 +94,10 @@ class Dequant:
             done = replace(done, config={**done.config, _EXPERTS: "bf16"})
         return done.sorted_as(decoded)
 
-    def _decoded(self, name: str, stored: Stored) -> Output:
-        """The matrix in the dtype."""
+    def _decoded(self, name: str, stored: Stored, shape: Shape) -> Output:
+        """The matrix in the dtype, or the stack whose codes have this shape."""
         assert stored.decoder is not None
-        return apply(self._op(name, stored.decoder), *stored.args)[0]
+        return stored.as_stored(apply(self._op(name, stored.decoder), *stored.args)[0], shape)
 
     def _op(self, name: str, decoder: Decoder) -> Op:
         if self.allow_overflow:

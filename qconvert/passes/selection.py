@@ -14,7 +14,7 @@ from qconvert.core.roles import SHARED, Kind
 from qconvert.core.shown import count, format_size
 from qconvert.core.versions import VLLM
 from qconvert.formats.base import Stored
-from qconvert.formats.registry import code_parameters, read_matrix
+from qconvert.formats.registry import code_parameters, decoded_beside, read_matrix
 from qconvert.models.experts import (
     KINDS,
     STALE,
@@ -109,10 +109,11 @@ class Selection:
         return linears | {one.module for one in self.projections if one.draft}
 
     def others(self, plan: Plan) -> dict[str, Output]:
-        """The plan's tensors that stay."""
+        """The plan's tensors that stay, weights that no other format stays beside in BF16."""
         taken = {name for linear in self.linears.values() for name in linear.names}
         taken |= self.experts.taken if self.experts else set()
-        return {name: output for name, output in plan.tensors.items() if name not in taken}
+        left = {name: output for name, output in plan.tensors.items() if name not in taken}
+        return decoded_beside(plan, left)
 
     def dropped(self, plan: Plan) -> dict[str, str]:
         """The rule for every source tensor that leaves unread."""

@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
+from qconvert.checkpoint.mlx_config import MLX
 from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
@@ -199,6 +200,7 @@ class Plan:
         _check_filled(self)
         _check_conservation(self)
         _check_scales(self)
+        _check_stacks(self)
         check_names(self)
         _check_ties(self)
         _check_whole_groups(self)
@@ -497,6 +499,16 @@ def _scales_lost(plan: Plan, *, quantized: bool) -> frozenset[str]:
         if parse(name).template in beside or ((quantized or beside) and likely):
             found.add(name)
     return frozenset(found)
+
+
+def _check_stacks(plan: Plan) -> None:
+    """mlx-lm's stacks of experts were taken apart, and not all of its classes read their codes so."""
+    stated = quantization_in(plan.config, None, plan.checkpoint.root)
+    if plan.checkpoint.apart and any(config.method == MLX for config in stated):
+        raise PlanError(
+            "experts of MLX's checkpoints are read one by one, and mlx-lm reads their codes in stacks "
+            "(`switch_mlp`): dequantize or quantize the model instead"
+        )
 
 
 def check_names(plan: Plan) -> None:

@@ -37,7 +37,7 @@ PACKAGE = "qconvert.validators.formats"
 class Grid:
     """Scales [rows, columns] of a matrix, from element `first` of a tensor on: that of weight [r, c]
     is [r // block[0], c // block[1]]. `transposed`: they are stored as [columns, rows]. `global_scale`
-    multiplies or divides all of them."""
+    multiplies or divides all of them. `kind`: of the numbers, where the tensor's dtype does not say."""
 
     scale: Source
     first: int
@@ -46,6 +46,7 @@ class Grid:
     block: tuple[int, int]
     transposed: bool = False
     global_scale: GlobalScale | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ class Codes:
 class Form:
     """A stored matrix [rows, columns] that begins at byte `at` of a tensor. `transposed`: it is stored
     as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those. `offset`:
-    numbers in blocks that are added to the products of codes and scales."""
+    numbers in blocks that are added to the products of codes and scales. `steps`: the dtype to which
+    products and sums are rounded, each; "": float32."""
 
     format: str
     weight: Source
@@ -121,6 +123,7 @@ class Form:
     transposed: bool = False
     codes: Codes | None = None
     offset: Grid | None = None
+    steps: str = ""
 
     @property
     def encoding(self) -> Encoding:
