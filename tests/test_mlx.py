@@ -52,7 +52,7 @@ def refused(model: Model, folder: Path) -> str:
 
 def rules(model: Model, folder: Path) -> set[str]:
     """Rules of the errors that `validate` finds in a source."""
-    judged = run_cli("validate", model.write(folder / "source"), "--json")
+    judged = run_cli("validate", model.write(folder / "source"), "--level", "full", "--json")
     findings = json.loads(judged.out)["findings"]
     return {one["rule"] for one in findings if one["severity"] == "error"}
 

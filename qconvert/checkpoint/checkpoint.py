@@ -74,6 +74,9 @@ _LEAST_ENTRY = 50
 # Of two million tensors; the largest index published has 92,000. Read, it takes four times the memory.
 _MOST_INDEX = 256 << 20
 
+# Of the JSON of a matrix of bitsandbytes': 170 bytes are usual.
+_SMALL_TENSOR = 4096
+
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 
 
@@ -437,9 +440,18 @@ class Checkpoint(Mapping[str, Source]):
         return digest.hexdigest(), sides
 
     def read_scalar(self, source: Source) -> bytes:
-        """The bytes of a one-element tensor: the only tensor data that planning may read, to tell
-        whether per-tensor scales are equal. Raises CheckpointError if it cannot be read."""
+        """The bytes of a one-element tensor, to tell whether per-tensor scales are equal. Raises
+        CheckpointError if it cannot be read."""
         assert source.type.numel == 1
+        return self.read_small(source)
+
+    def read_small(self, source: Source) -> bytes:
+        """The bytes of a small tensor: a scalar, or bitsandbytes' JSON. They are the only tensor data
+        that planning may read. Raises CheckpointError if it is large or cannot be read."""
+        if source.type.nbytes > _SMALL_TENSOR:
+            raise CheckpointError(
+                f"{source.name!r}: expected {_SMALL_TENSOR} bytes at most, found {source.type}"
+            )
         shard = self.shards[source.shard]
         if shard.remote is not None:
             return shard.remote.read(source.offset, source.offset + source.type.nbytes)

@@ -160,7 +160,7 @@ def decoded_beside(plan: Plan, others: Mapping[str, Output]) -> dict[str, Output
             (made,) = apply(stored.decoder, *stored.args)
             found[f"{module}.weight"] = stored.as_stored(made, output.type.shape)
             for part in names[1:]:
-                del found[part]
+                found.pop(part, None)
     return found
 
 

@@ -10,7 +10,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.family import Place, expert_inputs
 from qconvert.core.graph import Output, Value, apply
 from qconvert.core.int_scheme import CodePacker
-from qconvert.core.names import ACTIVATIONS, apart_experts, split_parameter
+from qconvert.core.names import ACTIVATIONS, PLANNED_FROM, apart_experts, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.formats.base import Stored
 from qconvert.formats.registry import code_parameters, read_matrix, read_of_stack
@@ -30,7 +30,11 @@ _READ = frozenset((*_PROJECTION, *_STACKED))
 # Of a matrix stored alone, the parameter that holds its numbers or codes.
 # Ends of names beside a quantized weight that describe it alone: the shape of a packed one, scales of
 # its activations.
-STALE = (".weight_shape", *(f"{mark}{end}" for mark in "._" for end in ACTIVATIONS))
+STALE = (
+    ".weight_shape",
+    *(f".{end}" for end in PLANNED_FROM),
+    *(f"{mark}{end}" for mark in "._" for end in ACTIVATIONS),
+)
 STALE_RULE = f"{ELSEWHERE} what was noted beside expert weights, and is not of the new ones"
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from qconvert.core.dtypes import Shape
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Op, Output, apply, stack
-from qconvert.core.names import activations_of, is_scale, split_parameter
+from qconvert.core.names import PLANNED_FROM, activations_of, is_scale, split_parameter
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_reading, fp8_scale_name, fp8_scheme_of
@@ -129,7 +129,8 @@ def _stale(plan: Plan, weights: Collection[str]) -> list[str]:
     shape, found, ends = "weight_shape", list[tuple[str, str, str]](), set[str]()
     for name in plan.tensors:
         module, parameter = split_parameter(name)
-        of = (module, shape) if parameter == shape else activations_of(name)
+        is_read = parameter == shape or parameter in PLANNED_FROM
+        of = (module, parameter) if is_read else activations_of(name)
         if of is not None:
             stem, end = of
             found.append((name, stem, end))

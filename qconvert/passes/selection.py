@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
-from qconvert.core.names import split_parameter
+from qconvert.core.names import PLANNED_FROM, split_parameter
 from qconvert.core.roles import SHARED, Kind
 from qconvert.core.shown import count, format_size
 from qconvert.core.versions import VLLM
@@ -119,6 +119,7 @@ class Selection:
         """The rule for every source tensor that leaves unread."""
         names = {n for one in self.linears.values() for n in one.names if n.endswith(STALE)}
         names |= self.experts.stale if self.experts else set()
+        names |= {name for name in plan.tensors if split_parameter(name)[1] in PLANNED_FROM}
         return sources_of(plan, names, STALE_RULE)
 
     def entry(self, name: str, options: Mapping[str, Any], notes: Iterable[str]) -> LogEntry:

@@ -152,8 +152,13 @@ SPEC = Spec(
     faults=_faults,
     shape=_shape,
     encodings=(
-        *(Encoding(name=f"mlx{bits}", bits=bits, floats=partial(_affine, bits)) for bits in _BITS),
-        Encoding(name="mlx-fp8", bits=8, floats=_e4m3),
+        *(
+            Encoding(
+                name=f"mlx{bits}", bits=bits, floats=partial(_affine, bits), largest=2.0**bits - 1
+            )
+            for bits in _BITS
+        ),
+        Encoding(name="mlx-fp8", bits=8, floats=_e4m3, largest=448.0),
     ),
     parts=(".scales", ".biases"),
     methods=(METHOD,),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.discovery import FORMATS, discover, held
@@ -112,7 +112,7 @@ class Form:
     """A stored matrix [rows, columns] that begins at byte `at` of a tensor. `transposed`: it is stored
     as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those. `offset`:
     numbers in blocks that are added to the products of codes and scales. `steps`: the dtype to which
-    products and sums are rounded, each; "": float32."""
+    products and sums are rounded, each; "": float32. `numbers` reads rows whose scales are no grid."""
 
     format: str
     weight: Source
@@ -124,10 +124,16 @@ class Form:
     codes: Codes | None = None
     offset: Grid | None = None
     steps: str = ""
+    numbers: Numbers | None = None
 
     @property
     def encoding(self) -> Encoding:
         return encodings()[self.format]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Tell whether its numbers are codes times scales."""
+        return self.grid is not None or self.numbers is not None
 
     @property
     def row_nbytes(self) -> int:
@@ -144,6 +150,19 @@ class Form:
         for part in () if self.codes is None else (self.codes.zeros, self.codes.order):
             if part is not None:
                 yield part.name
+        if self.numbers is not None:
+            yield from (source.name for source in self.numbers.parts)
+
+
+class Numbers(Protocol):
+    """Reader of a stored matrix whose codes belong to no grid of scales."""
+
+    @property
+    def parts(self) -> tuple[Source, ...]:
+        """Tensors that it reads beside the codes."""
+
+    def rows(self, reader: Reads, first: int, last: int) -> Floats:
+        """Stored rows [first, last), float32 [rows, columns]."""
 
 
 class Unread(Exception):
@@ -159,16 +178,20 @@ Shape = tuple[int, ...]
 Nearest = Callable[["Reads", "Matrix", int, int, "Floats", "Floats"], "tuple[Bools | None, str]"]
 
 
+def _by_rows(data: Bytes, dtype: str) -> Floats:
+    raise Unread("its forms have `numbers`")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
     """Numbers for a format's codes: `floats` of their bytes [n] and the tensor's dtype, float32, in
-    the order of the columns; a compiled `loop` that does the same to rows, with their scales. `largest`
-    of the codes; `passes` that round to them; `nearest`: bounds of that. `exact_zero`: a code of 0 is 0
-    whatever its scale."""
+    the order of the columns, where its forms have no `numbers`; a compiled `loop` that does the same to
+    rows, with their scales. `largest` of the codes; `passes` that round to them; `nearest`: bounds of
+    that. `exact_zero`: a code of 0 is 0 whatever its scale."""
 
     name: str
     bits: int
-    floats: Callable[[Bytes, str], Floats]
+    floats: Callable[[Bytes, str], Floats] = _by_rows
     loop: str = ""
     largest: float = 0.0
     passes: tuple[str, ...] = ()

@@ -110,6 +110,12 @@ def _awq_codes(words: Numbers) -> Numbers:
 def rows(reader: Reads, matrix: Matrix, start: int, stop: int, *, bf16: bool = False) -> Floats:
     """Rows [start, stop) as float32 [rows, columns]: codes times scales in float32, rounded once more
     where `bf16` are asked for."""
+    if (numbers := matrix.form.numbers) is not None:
+        import numpy as np
+
+        parts = [numbers.rows(reader, *span) for span in matrix.spans(start, stop)]
+        values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return as_bf16(values) if bf16 else values
     data = row_bytes(reader, matrix, start, stop)
     loop = _loop_of(matrix.form)
     if loop:
