@@ -74,6 +74,8 @@ _LEAST_ENTRY = 50
 # Of two million tensors; the largest index published has 92,000. Read, it takes four times the memory.
 _MOST_INDEX = 256 << 20
 
+# msmodelslim's description of a folder, and the quant_method of runtimes that read it.
+DESCRIPTION, ASCEND = "quant_model_description", "ascend"
 # Of the JSON of a matrix of bitsandbytes': 170 bytes are usual.
 _SMALL_TENSOR = 4096
 
@@ -384,9 +386,18 @@ class Checkpoint(Mapping[str, Source]):
         """
         extra = self.root / HF_QUANT_CONFIG
         data = self.read(HF_QUANT_CONFIG)
-        return quantization_in(
+        found = quantization_in(
             self.config, None if data is None else parse_object(data, extra), extra
         )
+        return (*found, *self._described())
+
+    def _described(self) -> Iterator[QuantConfig]:
+        """msmodelslim's description: a type for each tensor, beside config.json."""
+        for name in filter(is_description, self.side_files):
+            data = self.read(name, self._manifest_limit)
+            if data is not None:
+                stated = parse_object(data, self.root / name)
+                yield QuantConfig(name, {"quant_method": ASCEND, **stated})
 
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
@@ -746,6 +757,11 @@ def is_denied_folder(name: str) -> bool:
 def _is_special(real: Path) -> bool:
     """Return whether something is not a readable file: a pipe, a socket, a device."""
     return real.exists() and not real.is_file()
+
+
+def is_description(name: str) -> bool:
+    """Return whether a side file is msmodelslim's description of the folder's tensors."""
+    return name.startswith(DESCRIPTION) and name.endswith(".json")
 
 
 def quantization_in(

@@ -24,10 +24,11 @@ ACTIVATIONS = (
     "act_scale", "qscale_act", "input_activation_scale", "output_activation_scale",
 )  # fmt: skip
 
-# Read when a conversion is planned, by no op: bitsandbytes' JSON of a matrix and the order of its codes.
-# They leave with the weight.
-PLANNED_FROM = (
+# Read by no op, so that they leave with the weight: bitsandbytes' JSON of a matrix and the order of its
+# codes; what msmodelslim computes of a weight and its inputs.
+NOTED = (
     "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "weight_format",
+    "quant_bias", "scale_bias", "input_offset",
 )  # fmt: skip
 
 # Last components that belong to a module's parameters in whatever format its weight is.

@@ -10,7 +10,7 @@ from functools import cache
 from qconvert.core.discovery import FORMATS, discover, formats_of, modules_within
 from qconvert.core.errors import PlanError, QConvertError
 from qconvert.core.graph import Output, apply
-from qconvert.core.names import split_parameter
+from qconvert.core.names import ACTIVATIONS, NOTED, split_parameter
 from qconvert.formats.base import FolderTensors, Format, Read, Stored
 from qconvert.formats.floats.format import DTYPES, plain
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
@@ -143,11 +143,12 @@ def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:
         yield module, found
 
 
-def decoded_beside(plan: Plan, others: Mapping[str, Output]) -> dict[str, Output]:
-    """Tensors that stay where others are encoded, and of these weights in BF16 whose format no config
-    states beside another. Raises PlanError as their formats do."""
+def decoded_beside(plan: Plan, others: Mapping[str, Output]) -> tuple[dict[str, Output], list[str]]:
+    """Tensors that stay where others are encoded, of these weights in BF16 whose format no config states
+    beside another; and what was noted beside such weights, which leaves. Raises PlanError as their
+    formats do."""
     methods = {config.method for config in plan.checkpoint.quantization_configs}
-    found = dict(others)
+    found, noted = dict(others), list[str]()
     for form in formats().values():
         if form.alone not in methods or form.read is None:
             continue
@@ -158,10 +159,14 @@ def decoded_beside(plan: Plan, others: Mapping[str, Output]) -> dict[str, Output
             stored, names = own
             assert stored.decoder is not None
             (made,) = apply(stored.decoder, *stored.args)
-            found[f"{module}.weight"] = stored.as_stored(made, output.type.shape)
-            for part in names[1:]:
+            beside = [f"{module}.{part}" for part in (*NOTED, *ACTIVATIONS)]
+            used = names[: len(stored.args)]
+            extra = {*names, *(one for one in beside if one in others)}.difference(used)
+            for part in (*used, *extra):
                 found.pop(part, None)
-    return found
+            found[f"{module}.weight"] = stored.as_stored(made, output.type.shape)
+            noted += sorted(extra)
+    return found, noted
 
 
 def read_of_stack(

@@ -24,8 +24,11 @@ from qconvert.validators.reading.quantization_tensors import ACTIVATIONS
 Takes = Callable[[str], bool]
 
 _SCALES_OF_INPUTS = rf"[._]({'|'.join(ACTIVATIONS)})"
-# Shapes, and what bitsandbytes notes of a matrix.
-_NOTED = r"\.weight_shape|\.weight\.quant_state\.bitsandbytes__(nf4|fp4)|\.weight_format"
+# Shapes, and what bitsandbytes and msmodelslim note of a matrix.
+_NOTED = (
+    r"\.weight_shape|\.weight\.quant_state\.bitsandbytes__(nf4|fp4)|\.weight_format"
+    r"|\.(quant_bias|scale_bias|input_offset|deq_scale)"
+)
 # Rules by their whole text: the names that each may take.
 _NAMES: Mapping[str, re.Pattern[str]] = {
     "derived: it follows from the scales that stay": re.compile(
