@@ -20,12 +20,13 @@ from typing import Any, BinaryIO, NamedTuple
 import xxhash
 
 from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
+from qconvert.checkpoint.mlx_config import MLX, experts_apart
 from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
 from qconvert.checkpoint.store import RemoteObject, Store, StoredObject, mirrored_at, named
 from qconvert.core.errors import CheckpointError, UsageError
-from qconvert.core.family import Family, RoleIndex, role_index
+from qconvert.core.family import QUANTIZATION_KEYS, Family, RoleIndex, is_mlx, role_index
 from qconvert.core.graph import Source
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import (
@@ -72,6 +73,11 @@ _SAMPLERS = 16
 _LEAST_ENTRY = 50
 # Of two million tensors; the largest index published has 92,000. Read, it takes four times the memory.
 _MOST_INDEX = 256 << 20
+
+# msmodelslim's description of a folder, and the quant_method of runtimes that read it.
+DESCRIPTION, ASCEND = "quant_model_description", "ascend"
+# Of the JSON of a matrix of bitsandbytes': 170 bytes are usual.
+_SMALL_TENSOR = 4096
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 
@@ -143,6 +149,7 @@ class Checkpoint(Mapping[str, Source]):
     `side_files` are relative paths that are copied byte for byte; `denied_files` are not copied.
     `warnings` are irregularities that do not stop a conversion. `follow_links` says that links may
     point out of the folder (qconvert/core/links.py). `asked` is whose layout the user says it has.
+    `apart`: stacks of experts in the shards are several tensors here (mlx_config.py).
     """
 
     root: Path
@@ -158,6 +165,7 @@ class Checkpoint(Mapping[str, Source]):
     warnings: tuple[str, ...] = ()
     follow_links: bool = False
     asked: Reading | None = None
+    apart: bool = False
 
     def __getitem__(self, name: str) -> Source:
         return self.sources[name]
@@ -231,10 +239,11 @@ class Checkpoint(Mapping[str, Source]):
         side, denied = _side_files(
             root, {file.relative_to(root).as_posix() for file in files}, follow_links=follow_links
         )
+        apart = experts_apart(config, sources)
         return cls(
-            root, tuple(shards), sources, config, config_bytes, side, denied, digest.hexdigest(),
-            index is not None, metadata, tuple(warnings + _total_size(index, sources)), follow_links,
-            stated(),
+            root, tuple(shards), apart or sources, config, config_bytes, side, denied,
+            digest.hexdigest(), index is not None, metadata,
+            tuple(warnings + _total_size(index, sources)), follow_links, stated(), apart is not None,
         )  # fmt: skip
 
     @property
@@ -377,9 +386,18 @@ class Checkpoint(Mapping[str, Source]):
         """
         extra = self.root / HF_QUANT_CONFIG
         data = self.read(HF_QUANT_CONFIG)
-        return quantization_in(
+        found = quantization_in(
             self.config, None if data is None else parse_object(data, extra), extra
         )
+        return (*found, *self._described())
+
+    def _described(self) -> Iterator[QuantConfig]:
+        """msmodelslim's description: a type for each tensor, beside config.json."""
+        for name in filter(is_description, self.side_files):
+            data = self.read(name, self._manifest_limit)
+            if data is not None:
+                stated = parse_object(data, self.root / name)
+                yield QuantConfig(name, {"quant_method": ASCEND, **stated})
 
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
@@ -433,9 +451,18 @@ class Checkpoint(Mapping[str, Source]):
         return digest.hexdigest(), sides
 
     def read_scalar(self, source: Source) -> bytes:
-        """The bytes of a one-element tensor: the only tensor data that planning may read, to tell
-        whether per-tensor scales are equal. Raises CheckpointError if it cannot be read."""
+        """The bytes of a one-element tensor, to tell whether per-tensor scales are equal. Raises
+        CheckpointError if it cannot be read."""
         assert source.type.numel == 1
+        return self.read_small(source)
+
+    def read_small(self, source: Source) -> bytes:
+        """The bytes of a small tensor: a scalar, or bitsandbytes' JSON. They are the only tensor data
+        that planning may read. Raises CheckpointError if it is large or cannot be read."""
+        if source.type.nbytes > _SMALL_TENSOR:
+            raise CheckpointError(
+                f"{source.name!r}: expected {_SMALL_TENSOR} bytes at most, found {source.type}"
+            )
         shard = self.shards[source.shard]
         if shard.remote is not None:
             return shard.remote.read(source.offset, source.offset + source.type.nbytes)
@@ -747,6 +774,11 @@ def _is_special(real: Path) -> bool:
     return real.exists() and not real.is_file()
 
 
+def is_description(name: str) -> bool:
+    """Return whether a side file is msmodelslim's description of the folder's tensors."""
+    return name.startswith(DESCRIPTION) and name.endswith(".json")
+
+
 def quantization_in(
     config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, where: Path
 ) -> tuple[QuantConfig, ...]:
@@ -765,7 +797,9 @@ def _nested_quantization(block: Mapping[str, Any], where: str) -> Iterator[Quant
     for key, value in block.items():
         if not isinstance(value, dict):
             continue
-        if key in ("quantization_config", "compression_config"):
+        if is_mlx(value) and key in QUANTIZATION_KEYS:
+            yield QuantConfig(f"{where}: {key}", {"quant_method": MLX, **value})
+        elif key in QUANTIZATION_KEYS[:2]:
             yield QuantConfig(f"{where}: {key}", value)
         elif key.endswith("_config"):
             yield from _nested_quantization(value, f"{where}: {key}")

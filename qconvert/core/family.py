@@ -568,11 +568,22 @@ def answering(config: Config) -> Family | None:
     return None
 
 
+# Keys of quantization blocks; the last is MLX's.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+
+
+def is_mlx(block: Mapping[str, Any]) -> bool:
+    """Return whether a block is MLX's, which states a group size and bits and no method."""
+    return "quant_method" not in block and {"group_size", "bits"} <= block.keys()
+
+
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with every quantization block taken out, nested ones too."""
     kept: dict[str, Any] = {}
     for key, value in config.items():
-        if key in ("quantization_config", "compression_config") and isinstance(value, dict):
+        if key in QUANTIZATION_KEYS[:2] and isinstance(value, dict):
+            continue
+        if key in QUANTIZATION_KEYS and isinstance(value, dict) and is_mlx(value):
             continue
         nested = isinstance(value, dict) and key.endswith("_config")
         kept[key] = without_quantization(value) if nested else value

@@ -24,6 +24,13 @@ ACTIVATIONS = (
     "act_scale", "qscale_act", "input_activation_scale", "output_activation_scale",
 )  # fmt: skip
 
+# Read by no op, so that they leave with the weight: bitsandbytes' JSON of a matrix and the order of its
+# codes; what msmodelslim computes of a weight and its inputs.
+NOTED = (
+    "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "weight_format",
+    "quant_bias", "scale_bias", "input_offset",
+)  # fmt: skip
+
 # Last components that belong to a module's parameters in whatever format its weight is.
 _OF_ANY_FORMAT = ("weight", "bias", *ACTIVATIONS, "k_scale", "v_scale", "q_scale")
 
@@ -134,6 +141,10 @@ def split_parameter(name: str) -> tuple[str, str]:
     """`a.b.weight` -> (`a.b`, `weight`); a bare parameter such as `a.A_log` -> (`a.A_log`, ``)."""
     module, _, last = name.rpartition(".")
     known = last == "weight" or last in parameters()
+    if not known and ".weight." in name:  # bitsandbytes has parts of a weight below its name
+        module, _, below = name.partition(".weight.")
+        last = f"weight.{below}"
+        known = last in parameters()
     return (module, last) if module and known else (name, "")
 
 

@@ -35,6 +35,20 @@ INT8 = ("weight", "weight_scale", "weight_zero_point")
 # GPTQ's own form, and AutoAWQ's.
 GPTQ = ("qweight", "qzeros", "scales", "g_idx")
 AWQ = ("qweight", "scales", "qzeros")
+# msmodelslim's: codes, scale and offset; of static W8A8 a scale that is of the inputs too; the rest
+# follows from these, or is of the inputs.
+ASCEND = (
+    "weight", "weight_scale", "weight_offset", "deq_scale", "input_scale", "input_offset", "quant_bias",
+    "scale_bias",
+)  # fmt: skip
+# bitsandbytes' of 4 bits: codes, largest numbers of blocks, tables, a JSON; and of 8.
+BNB4 = (
+    "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
+    "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4",
+)  # fmt: skip
+BNB8 = ("weight", "SCB", "weight_format")
+# MLX's; the last is of affine ones.
+MLX = ("weight", "scales", "biases")
 # MXFP4: compressed-tensors', DeepSeek-V4's; gpt-oss's end the name of a stack.
 MXFP4 = ("weight_packed", "weight_scale")
 MXFP4_BESIDE = ("weight", "scale")

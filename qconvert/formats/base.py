@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, TypeVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.dtypes import TensorType, TypesOf
+from qconvert.core.dtypes import Shape, TensorType, TypesOf
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, inferred
 from qconvert.ops.rowwise import Decoder, RowOp
@@ -39,6 +40,10 @@ class Stored:
             return replace(self, args=(self.args[0].rows(start, stop),), rows=stop - start)
         decoder, args = self.decoder.cut(self.args, start, stop, self.rows)
         return Stored(decoder, args, stop - start, self.columns)
+
+    def as_stored(self, made: Output, codes: Shape) -> Output:
+        """The matrix, decoded, in the shape of the stack whose codes have this one."""
+        return made if len(codes) < 3 else made.reshape((*codes[:-1], self.columns))
 
 
 Read = tuple[Stored, tuple[str, ...]]
@@ -82,6 +87,8 @@ class Format:
         contradicts the config.
     order: forms with a lower one are asked first; those of other packages before all.
     mark: a parameter that says alone that a module is in this format, be its codes missing.
+    alone: the quant_method of its configs, which state no other format: a weight of it that stays where
+        others are encoded becomes BF16.
     encode: the op that makes it, BF16 [N, K] -> tensors in the order of `parameters`, row by row. None:
         it has a pass of its own, or is only read.
     config_group: compressed-tensors' group of the config for these targets.
@@ -103,6 +110,7 @@ class Format:
     read: Callable[[Plan, str], Read | None] | None = None
     order: int = 50
     mark: str = ""
+    alone: str = ""
     encode: Callable[[], RowOp] | None = None
     config_group: Callable[[Iterable[str]], dict[str, Any]] | None = None
     check: Callable[[Plan], None] | None = None
@@ -119,13 +127,24 @@ class Format:
         return self.title if beside and parameter == self.parameters[0] else None
 
 
-def stored(plan: Plan, names: Sequence[str], decoder: Decoder) -> Stored:
-    """The matrix that these tensors of the plan are by this decoder. Raises PlanError where one is
-    missing, was made by an earlier pass, or does not fit."""
+def as_matrix(output: Output) -> Output:
+    """A stack of matrices as one, their rows below one another."""
+    shape = output.type.shape
+    return output if len(shape) < 3 else output.reshape((prod(shape[:-1]), shape[-1]))
+
+
+def stored(
+    plan: Plan,
+    names: Sequence[str],
+    decoder: Decoder,
+    view: Callable[[Output], Output] = lambda output: output,
+) -> Stored:
+    """The matrix that these tensors of the plan are by this decoder, each in another shape by `view`.
+    Raises PlanError where one is missing, was made by an earlier pass, or does not fit."""
     for name in names:
         if name not in plan.tensors:
             raise PlanError(f"{name!r} is missing")
-    args = tuple(plan.tensors[name] for name in names)
+    args = tuple(view(plan.tensors[name]) for name in names)
     if any(isinstance(piece.origin, Value) for piece in args[0].pieces):
         raise PlanError(f"{names[0]!r} was made by an earlier pass; weights are quantized once")
     try:

@@ -9,7 +9,8 @@ from functools import cache
 
 from qconvert.core.discovery import FORMATS, discover, formats_of, modules_within
 from qconvert.core.errors import PlanError, QConvertError
-from qconvert.core.names import split_parameter
+from qconvert.core.graph import Output, apply
+from qconvert.core.names import ACTIVATIONS, NOTED, split_parameter
 from qconvert.formats.base import FolderTensors, Format, Read, Stored
 from qconvert.formats.floats.format import DTYPES, plain
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
@@ -18,7 +19,7 @@ from qconvert.ops.transpose import Columns
 from qconvert.plan.plan import Plan
 
 # Dtypes that do not say what is stored.
-OF_CODES = ("I8", "U8", "I32")
+OF_CODES = ("I8", "U8", "I32", "U32")
 Reader = Callable[[Plan, str], Read | None]
 
 
@@ -130,8 +131,10 @@ def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:
         is_plain = parameter not in codes or output.type.dtype in (*DTYPES, *WEIGHT_DTYPES)
         if is_plain and parameter not in marks:  # whose codes may be missing
             continue
-        seen.add(module)
         found = _read(plan, module)
+        if found is None and is_plain:
+            continue  # a parameter of the model's own
+        seen.add(module)
         if found is None:
             raise PlanError(
                 f"weight {name!r} is {output.type}, and neither its scales nor the config say how it is "
@@ -146,6 +149,32 @@ def of_whole_checkpoints(plan: Plan) -> Iterator[tuple[str, Read]]:
     for one in formats().values():
         if one.every is not None:
             yield from one.every(plan)
+
+
+def decoded_beside(plan: Plan, others: Mapping[str, Output]) -> tuple[dict[str, Output], list[str]]:
+    """Tensors that stay where others are encoded, of these weights in BF16 whose format no config states
+    beside another; and what was noted beside such weights, which leaves. Raises PlanError as their
+    formats do."""
+    methods = {config.method for config in plan.checkpoint.quantization_configs}
+    found, noted = dict(others), list[str]()
+    for form in formats().values():
+        if form.alone not in methods or form.read is None:
+            continue
+        for name, output in others.items():
+            module, parameter = split_parameter(name)
+            if parameter != form.parameters[0] or (own := form.read(plan, module)) is None:
+                continue
+            stored, names = own
+            assert stored.decoder is not None
+            (made,) = apply(stored.decoder, *stored.args)
+            beside = [f"{module}.{part}" for part in (*NOTED, *ACTIVATIONS)]
+            used = names[: len(stored.args)]
+            extra = {*names, *(one for one in beside if one in others)}.difference(used)
+            for part in (*used, *extra):
+                found.pop(part, None)
+            found[f"{module}.weight"] = stored.as_stored(made, output.type.shape)
+            noted += sorted(extra)
+    return found, noted
 
 
 def read_of_stack(

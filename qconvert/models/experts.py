@@ -10,7 +10,7 @@ from qconvert.core.errors import PlanError
 from qconvert.core.family import Place, expert_inputs
 from qconvert.core.graph import Output, Value, apply
 from qconvert.core.int_scheme import CodePacker
-from qconvert.core.names import ACTIVATIONS, apart_experts, split_parameter
+from qconvert.core.names import ACTIVATIONS, NOTED, apart_experts, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.formats.base import Stored
 from qconvert.formats.registry import code_parameters, read_matrix, read_of_stack
@@ -30,7 +30,11 @@ _READ = frozenset((*_PROJECTION, *_STACKED))
 # Of a matrix stored alone, the parameter that holds its numbers or codes.
 # Ends of names beside a quantized weight that describe it alone: the shape of a packed one, scales of
 # its activations.
-STALE = (".weight_shape", *(f"{mark}{end}" for mark in "._" for end in ACTIVATIONS))
+STALE = (
+    ".weight_shape",
+    *(f".{end}" for end in NOTED),
+    *(f"{mark}{end}" for mark in "._" for end in ACTIVATIONS),
+)
 STALE_RULE = f"{ELSEWHERE} what was noted beside expert weights, and is not of the new ones"
 
 
@@ -80,7 +84,10 @@ def routed_experts(plan: Plan) -> Experts:
     found, read = _found(plan)
     kind_of = plan.role_index.kind
     of_experts = [name for name in plan.tensors if kind_of(name).routed]
-    stale = frozenset(name for name in of_experts if name.endswith(STALE))
+    inputs = {
+        name for name in read if name.endswith(".input_scale")
+    }  # msmodelslim's, which are used
+    stale = frozenset(name for name in of_experts if name.endswith(STALE) and name not in inputs)
     taken = read | stale
     _check_all_read(plan, of_experts, taken)
     drafts = _draft_layers(plan)

@@ -37,6 +37,7 @@ _F16_INFINITY = 0x7C00
 # Half a step above bf16's largest number: from there on bf16 is infinite.
 BF16_OVERFLOW = (2.0 - 2.0**-8) * 2.0**127
 BEYOND = "they are finite in fp32, and runtimes compute in bf16: leave this tensor unquantized"
+_DECODED = "look whether its scales are damaged, or take `dequant --dtype f32`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,34 @@ def check_finite(scale: Float32s, first: int) -> None:
     if wrong.any():
         row = first + int(np.argwhere(wrong)[0][0])
         raise RowError(row, "has a scale of NaN or infinity; the checkpoint is broken")
+
+
+class RoundedTiles(EachRow):
+    """A decoder whose BF16 is its `floats`, rounded to nearest, ties to even. NaN stays NaN; a number
+    that bf16 has no room for is a RowError."""
+
+    __slots__ = ()
+
+    def floats(self, ins: Sequence[Buffer], scratch: memoryview) -> Iterator[tuple[int, Float32s]]:
+        raise NotImplementedError
+
+    def scratch(self, *args: TensorType) -> int:
+        """None: a few tiles are allocated."""
+        return 0
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        rows, columns = outs[0].type.shape
+        target = array(outs[0].data, np.uint16, (rows, columns))
+        for start, values in self.floats(ins, scratch):
+            check_beyond(values, start * columns, columns, _DECODED, infinite=True)
+            bits = values.view(np.int32)
+            round_to_bf16(bits, np.empty_like(bits))
+            np.copyto(target[start : start + values.shape[0]], bits, casting="unsafe")
+        return {}
 
 
 # --- Encodings to F16 and F32 ---------------------------------------------------------------------

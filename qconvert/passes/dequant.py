@@ -12,9 +12,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from qconvert.core.dtypes import Shape
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Op, Output, apply, stack
-from qconvert.core.names import activations_of, is_scale, split_parameter
+from qconvert.core.names import NOTED, activations_of, is_scale, split_parameter
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_reading, fp8_scale_name, fp8_scheme_of
@@ -67,14 +68,17 @@ class Dequant:
         scales = {name: fp8_scale_name(plan, name) for name in fp8}
         consumed = {*scales.values(), *taken, *(n for _, names in stacked.values() for n in names)}
         weights = {weight for weight, _, _ in others.values()}
-        stale = _stale(plan, {*fp8, *weights, *(stem for stem, _ in stacked.values())})
+        stale = set(_stale(plan, {*fp8, *weights, *(stem for stem, _ in stacked.values())}))
+        for _, stored, names in others.values():
+            stale |= set(names[len(stored.args) :])
+            stale -= set(names[: len(stored.args)])
         tensors: dict[str, Output] = {}
         made = []
         for name, output in plan.tensors.items():
             weight = name
             if name in others:
                 weight, stored, _ = others[name]
-                tensors[weight] = self._decoded(weight, stored)
+                tensors[weight] = self._decoded(weight, stored, output.type.shape)
             elif name in scales:
                 tensors[name] = self._dequantized(name, scales[name], plan)
             elif name in stacked:
@@ -88,17 +92,17 @@ class Dequant:
                 continue
             made.append(weight)
         decoded = replace(plan, tensors=tensors)
-        dropped = sources_of(plan, stale, STALE_RULE)
+        dropped = sources_of(plan, sorted(stale), STALE_RULE)
         entry = _counted(LogEntry(self.name, options_of(self), len(made), None), decoded, made)
         done = replace_weights(plan, entry, tensors, dropped=dropped)
         if done.config.get(_EXPERTS) == "fp4":
             done = replace(done, config={**done.config, _EXPERTS: "bf16"})
         return done.sorted_as(decoded)
 
-    def _decoded(self, name: str, stored: Stored) -> Output:
-        """The matrix in the dtype."""
+    def _decoded(self, name: str, stored: Stored, shape: Shape) -> Output:
+        """The matrix in the dtype, or the stack whose codes have this shape."""
         assert stored.decoder is not None
-        return apply(self._op(name, stored.decoder), *stored.args)[0]
+        return stored.as_stored(apply(self._op(name, stored.decoder), *stored.args)[0], shape)
 
     def _op(self, name: str, decoder: Decoder) -> Op:
         if self.allow_overflow:
@@ -130,7 +134,8 @@ def _stale(plan: Plan, weights: Collection[str]) -> list[str]:
     shape, found, ends = "weight_shape", list[tuple[str, str, str]](), set[str]()
     for name in plan.tensors:
         module, parameter = split_parameter(name)
-        of = (module, shape) if parameter == shape else activations_of(name)
+        is_read = parameter == shape or parameter in NOTED
+        of = (module, parameter) if is_read else activations_of(name)
         if of is not None:
             stem, end = of
             found.append((name, stem, end))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG
+from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, is_description
 from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.core.errors import PlanError
 from qconvert.core.family import without_quantization
@@ -51,6 +51,7 @@ def replace_weights(
 
     stale = f"{entry.name}: its quantization block no longer holds"
     rules = {**dict.fromkeys(_STALE_FILES, stale), **(dropped_files or {})}
+    rules |= dict.fromkeys(filter(is_description, plan.side_files), stale)
     rules = {name: rule for name, rule in rules.items() if name in plan.side_files}
     config = without_quantization(plan.config)
     if block is not None:

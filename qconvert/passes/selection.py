@@ -14,7 +14,7 @@ from qconvert.core.roles import SHARED, Kind
 from qconvert.core.shown import count, format_size
 from qconvert.core.versions import VLLM
 from qconvert.formats.base import Stored
-from qconvert.formats.registry import code_parameters, read_matrix
+from qconvert.formats.registry import code_parameters, decoded_beside, read_matrix
 from qconvert.models.experts import (
     KINDS,
     STALE,
@@ -109,16 +109,21 @@ class Selection:
         return linears | {one.module for one in self.projections if one.draft}
 
     def others(self, plan: Plan) -> dict[str, Output]:
-        """The plan's tensors that stay."""
+        """The plan's tensors that stay, weights that no other format stays beside in BF16."""
+        return decoded_beside(plan, self._left(plan))[0]
+
+    def _left(self, plan: Plan) -> dict[str, Output]:
+        """The plan's tensors that are not chosen."""
         taken = {name for linear in self.linears.values() for name in linear.names}
         taken |= self.experts.taken if self.experts else set()
         return {name: output for name, output in plan.tensors.items() if name not in taken}
 
     def dropped(self, plan: Plan) -> dict[str, str]:
         """The rule for every source tensor that leaves unread."""
-        names = {n for one in self.linears.values() for n in one.names if n.endswith(STALE)}
+        names = {n for one in self.linears.values() for n in one.names[len(one.stored.args) :]}
         names |= self.experts.stale if self.experts else set()
-        return sources_of(plan, names, STALE_RULE)
+        names.update(decoded_beside(plan, self._left(plan))[1])
+        return sources_of(plan, sorted(names), STALE_RULE)
 
     def entry(self, name: str, options: Mapping[str, Any], notes: Iterable[str]) -> LogEntry:
         """Return what the pass did. Linears are chosen by targets, so that only experts are counted."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
 from qconvert.checkpoint.gguf.stated import NOTHING, stored_as
+from qconvert.checkpoint.mlx_config import MLX
 from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
@@ -502,11 +503,18 @@ def _scales_lost(plan: Plan, *, quantized: bool) -> frozenset[str]:
 
 
 def _check_storable(plan: Plan) -> None:
-    """No folder holds tensors as a GGUF file does."""
-    if stored_as(quantization_in(plan.config, None, plan.checkpoint.root)) is not NOTHING:
+    """No folder holds tensors as a GGUF file does; and mlx-lm's stacks of experts were taken apart, and not
+    all of its classes read their codes so."""
+    stated = quantization_in(plan.config, None, plan.checkpoint.root)
+    if stored_as(stated) is not NOTHING:
         raise PlanError(
             f"{plan.checkpoint.name}: tensors of a GGUF file are read in no folder as they are; run "
             "`qconvert dequant` on it, or a command that quantizes, and this on the result"
+        )
+    if plan.checkpoint.apart and any(config.method == MLX for config in stated):
+        raise PlanError(
+            "experts of MLX's checkpoints are read one by one, and mlx-lm reads their codes in stacks "
+            "(`switch_mlp`): dequantize or quantize the model instead"
         )
 
 

@@ -47,10 +47,10 @@ class InMemory(Checkpoint):
         """There is no file beside the tensors."""
         return None
 
-    def read_scalar(self, source: Source) -> bytes:
+    def read_small(self, source: Source) -> bytes:
         """Raises CheckpointError: a plan that depends on a value would not hold for the next tensors."""
         raise CheckpointError(
-            f"{source.name}: the plan depends on the value of this scale, and is made before there are "
+            f"{source.name}: the plan depends on the value of this tensor, and is made before there are "
             "values; convert the checkpoint as a folder"
         )
 

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from qconvert import __version__
 from qconvert.checkpoint.checkpoint import (
+    ASCEND,
     HF_QUANT_CONFIG,
     Checkpoint,
     QuantConfig,
@@ -74,7 +75,12 @@ class PlannedCheckpoint(Checkpoint):
 
     @cached_property
     def quantization_configs(self) -> tuple[QuantConfig, ...]:
-        return quantization_in(self.config, _modelopt_of(self.plan), self.root / HF_QUANT_CONFIG)
+        found = quantization_in(self.config, _modelopt_of(self.plan), self.root / HF_QUANT_CONFIG)
+        kept = self.plan.checkpoint.quantization_configs
+        return (
+            *found,
+            *(one for one in kept if one.method == ASCEND and one.where in self.side_files),
+        )
 
     @cached_property
     def role_index(self) -> RoleIndex:

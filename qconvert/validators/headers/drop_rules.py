@@ -24,16 +24,21 @@ from qconvert.validators.reading.quantization_tensors import ACTIVATIONS
 Takes = Callable[[str], bool]
 
 _SCALES_OF_INPUTS = rf"[._]({'|'.join(ACTIVATIONS)})"
+# Shapes, and what bitsandbytes and msmodelslim note of a matrix.
+_NOTED = (
+    r"\.weight_shape|\.weight\.quant_state\.bitsandbytes__(nf4|fp4)|\.weight_format"
+    r"|\.(quant_bias|scale_bias|input_offset|deq_scale)"
+)
 # Rules by their whole text: the names that each may take.
 _NAMES: Mapping[str, re.Pattern[str]] = {
     "derived: it follows from the scales that stay": re.compile(
         r".*\.(g1_alphas|g2_alphas|g1_scale_c|w13_input_scale_quant|w2_input_scale_quant)$"
     ),
     "elsewhere: what was noted beside expert weights, and is not of the new ones": re.compile(
-        rf".*(\.weight_shape|{_SCALES_OF_INPUTS})$"
+        rf".*({_NOTED}|{_SCALES_OF_INPUTS})$"
     ),
     "dequant: activation scales and shapes beside quantized weights": re.compile(
-        rf".*(\.weight_shape|{_SCALES_OF_INPUTS})$"
+        rf".*({_NOTED}|{_SCALES_OF_INPUTS})$"
     ),
     "fuse: equal to the per-tensor scale kept for all parts": re.compile(
         rf".*(\.weight_scale(_inv|_2)?|\.weight_global_scale|{_SCALES_OF_INPUTS})$"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.discovery import FORMATS, discover, held
@@ -38,7 +38,7 @@ PACKAGE = "qconvert.validators.formats"
 class Grid:
     """Scales [rows, columns] of a matrix, from element `first` of a tensor on: that of weight [r, c]
     is [r // block[0], c // block[1]]. `transposed`: they are stored as [columns, rows]. `global_scale`
-    multiplies or divides all of them."""
+    multiplies or divides all of them. `kind`: of the numbers, where the tensor's dtype does not say."""
 
     scale: Source
     first: int
@@ -47,6 +47,7 @@ class Grid:
     block: tuple[int, int]
     transposed: bool = False
     global_scale: GlobalScale | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,8 @@ class Form:
     as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those. `offset`:
     numbers in blocks that are added to the products of codes and scales. `halves`: rows of a head, whose
     two halves lie interleaved (0: rows are in order). `beside`: a second tensor, of which every other
-    `unit` bytes are, from the second on."""
+    `unit` bytes are, from the second on. `steps`: the dtype to which products and sums are rounded, each;
+    "": float32. `numbers` reads rows whose scales are no grid."""
 
     format: str
     weight: Source
@@ -127,10 +129,17 @@ class Form:
     halves: int = 0
     beside: Source | None = None
     unit: int = 0
+    steps: str = ""
+    numbers: Numbers | None = None
 
     @property
     def encoding(self) -> Encoding:
         return encodings()[self.format]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Tell whether its numbers are codes times scales."""
+        return self.grid is not None or self.numbers is not None or self.encoding.scaled
 
     @property
     def row_nbytes(self) -> int:
@@ -149,6 +158,19 @@ class Form:
         for part in () if self.codes is None else (self.codes.zeros, self.codes.order):
             if part is not None:
                 yield part.name
+        if self.numbers is not None:
+            yield from (source.name for source in self.numbers.parts)
+
+
+class Numbers(Protocol):
+    """Reader of a stored matrix whose codes belong to no grid of scales."""
+
+    @property
+    def parts(self) -> tuple[Source, ...]:
+        """Tensors that it reads beside the codes."""
+
+    def rows(self, reader: Reads, first: int, last: int) -> Floats:
+        """Stored rows [first, last), float32 [rows, columns]."""
 
 
 class Unread(Exception):
@@ -164,16 +186,21 @@ Shape = tuple[int, ...]
 Nearest = Callable[["Reads", "Matrix", int, int, "Floats", "Floats"], "tuple[Bools | None, str]"]
 
 
+def _by_rows(data: Bytes, dtype: str) -> Floats:
+    raise Unread("its forms have `numbers`")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
     """Numbers for a format's codes: `floats` of their bytes [n] and the tensor's dtype, float32, in
-    the order of the columns; a compiled `loop` that does the same to rows, with their scales. `largest`
-    of the codes; `passes` that round to them; `nearest`: bounds of that. `exact_zero`: a code of 0 is 0
-    whatever its scale. `scaled`: their bytes hold the scales too, and their numbers are products."""
+    the order of the columns, where its forms have no `numbers`; a compiled `loop` that does the same to
+    rows, with their scales. `largest` of the codes; `passes` that round to them; `nearest`: bounds of
+    that. `exact_zero`: a code of 0 is 0 whatever its scale. `scaled`: their bytes hold the scales too,
+    and their numbers are products."""
 
     name: str
     bits: int | Fraction
-    floats: Callable[[Bytes, str], Floats]
+    floats: Callable[[Bytes, str], Floats] = _by_rows
     loop: str = ""
     largest: float = 0.0
     passes: tuple[str, ...] = ()

@@ -257,6 +257,8 @@ def scheme(config: QuantConfig) -> tuple[Any, ...]:
     if config.method == "compressed-tensors":
         keys = ("type", "num_bits", "strategy", "group_size", "block_structure")
         return config.method, *sorted(repr([g.get(k) for k in keys]) for g in weight_groups(config))
+    if config.method == "mlx":  # it states a scheme a module
+        return config.method, *sorted(f"{key} {value}" for key, value in block.items())
     algorithm = block.get("quant_algo") if config.method == "modelopt" else None
     return config.method, pair(block.get("weight_block_size")), algorithm
 

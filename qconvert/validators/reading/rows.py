@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.core.graph import Source
 from qconvert.validation.compiled import LOOPS, done
-from qconvert.validators.reading.decode import as_bf16, scale_floats, warm
+from qconvert.validators.reading.decode import as_bf16, rounded, scale_floats, warm
 from qconvert.validators.reading.forms import Codes, Form, Grid
 from qconvert.validators.reading.matrices import Matrix
 
@@ -131,6 +131,12 @@ def _awq_codes(words: Numbers) -> Numbers:
 def rows(reader: Reads, matrix: Matrix, start: int, stop: int, *, bf16: bool = False) -> Floats:
     """Rows [start, stop) as float32 [rows, columns]: codes times scales in float32, rounded once more
     where `bf16` are asked for."""
+    if (numbers := matrix.form.numbers) is not None:
+        import numpy as np
+
+        parts = [numbers.rows(reader, *span) for span in matrix.spans(start, stop)]
+        values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return as_bf16(values) if bf16 else values
     data = row_bytes(reader, matrix, start, stop)
     loop = _loop_of(matrix.form)
     if loop:
@@ -199,12 +205,13 @@ def _rows(reader: Reads, matrix: Matrix, data: Bytes, start: int, stop: int) -> 
                 if zeros is not None:
                     part[zeros] = kept
                 at += last - first
+    values = rounded(values, form.steps)
     if form.offset is not None:
         with np.errstate(all="ignore"):
             values += np.repeat(
                 scales(reader, matrix, start, stop, form.offset), form.offset.block[1], axis=1
             )
-    return values
+    return rounded(values, form.steps)
 
 
 def bf16_rows(reader: Reads, matrix: Matrix, start: int = 0, stop: int | None = None) -> Floats:
@@ -344,5 +351,5 @@ def grid_lines(reader: Reads, grid: Grid, first: int, last: int) -> Floats:
         return np.ascontiguousarray(lines.T)
     data = np.empty((last - first) * grid.columns * width, np.uint8)
     reader.read(grid.scale, (grid.first + first * grid.columns) * width, data.data)
-    lines = scale_floats(data, kind.dtype).reshape(last - first, grid.columns)
+    lines = scale_floats(data, grid.kind or kind.dtype).reshape(last - first, grid.columns)
     return lines if grid.global_scale is None else grid.global_scale.applied(reader, lines)

@@ -110,8 +110,7 @@ class Compare:
         those that were written as fp16 or fp32 are no bf16 on their way."""
         if self.mine.format in ("fp16", "fp32"):
             return False
-        form = self.yours.form
-        return self.how != "equal" and (form.grid is not None or form.encoding.scaled)
+        return self.how != "equal" and self.yours.form.is_scaled
 
     @property
     def _is_fp8_anew(self) -> bool:

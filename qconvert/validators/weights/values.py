@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
 
 def may_be_negative(manifest: Mapping[str, Any] | None, form: Form) -> bool:
-    """Of a matrix that is stored so, in a folder with this manifest, or none."""
+    """Of a matrix that is stored so, in a folder with this manifest, or none. With offsets a range may
+    begin at its largest number (MLX)."""
     codes = form.codes
+    if form.offset is not None:
+        return True
     if codes is None or codes.bits != 4 or not codes.symmetric or codes.signed:
         return False
     made = [step for step in (manifest or {}).get("passes", ()) if step.get("name") == "w4a16"]
@@ -265,7 +268,7 @@ class _Scales:
         if self._fault:
             return
         kind = self._task.grid.scale.type
-        values = scale_floats(np.frombuffer(data, np.uint8), kind.dtype)
+        values = scale_floats(np.frombuffer(data, np.uint8), self._task.grid.kind or kind.dtype)
         if self._task.signed:
             values = np.abs(values)
         first = at * kind.numel // kind.nbytes - self._task.grid.first

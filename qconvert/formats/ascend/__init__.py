@@ -1,0 +1,1 @@
+"""Integers of msmodelslim, for Ascend NPUs: codes, scales and offsets in floats."""

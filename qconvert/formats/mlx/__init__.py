@@ -1,0 +1,1 @@
+"""MLX: affine integers and small floats in U32 words."""

@@ -1,0 +1,243 @@
+"""msmodelslim's checkpoints are read, judged and converted. Oracle: the format's text by hand
+(ascend_models.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ascend_models import KINDS, Array, ascend_model, encode, tensor
+from checkpoints import Model, Tensor, read_tensors, run_cli
+from ops_harness import buffer, run_op
+
+from qconvert.core.dtypes import TensorType
+from qconvert.core.errors import PlanError, RowError
+from qconvert.core.graph import Source
+from qconvert.formats.ascend.decode import DequantAscend, Kind
+
+every = pytest.mark.parametrize("kind", KINDS)
+LINEAR = "model.layers.1.self_attn.q_proj"
+DESCRIPTION = "quant_model_description.json"
+DYNAMIC, STATIC, PACKED = "W8A8_DYNAMIC", "W8A8", "W4A8_DYNAMIC"
+
+
+def bf16(values: Array) -> Tensor:
+    found = torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16()
+    return Tensor("BF16", values.shape, found.view(torch.uint8).numpy().tobytes())
+
+
+def converted(model: Model, folder: Path, *more: str) -> dict[str, Tensor]:
+    """What `dequant` makes, which `validate --level full` finds nothing wrong with."""
+    source, out = model.write(folder / "source"), folder / "out"
+    done = run_cli("dequant", source, out, "--jobs", "1", *more)
+    assert done.code == 0, done.err
+    judged = run_cli("validate", out, "--level", "full", "--against", source, "--json")
+    report = json.loads(judged.out)
+    assert judged.code == 0, [one for one in report["findings"] if one["severity"] == "error"]
+    return read_tensors(out)
+
+
+def refused(model: Model, folder: Path) -> str:
+    done = run_cli("dequant", model.write(folder / "source"), folder / "out", "--jobs", "1")
+    assert done.code == 1, done.out
+    return done.err
+
+
+def rules(model: Model, folder: Path) -> set[str]:
+    """Rules of the errors that `validate` finds in a source."""
+    judged = run_cli("validate", model.write(folder / "source"), "--level", "full", "--json")
+    findings = json.loads(judged.out)["findings"]
+    return {one["rule"] for one in findings if one["severity"] == "error"}
+
+
+def stating(model: Model, **more: object) -> None:
+    said = json.loads(model.side_files[DESCRIPTION])
+    for key, value in more.items():
+        said[key] = value
+    model.side_files[DESCRIPTION] = json.dumps(said).encode()
+
+
+@every
+def test_a_model_becomes_bf16(kind: str, tmp_path: Path) -> None:
+    model, meaning = ascend_model(kind)
+    modules = {name.removesuffix(".weight") for name in meaning}
+    kept = {n: t for n, t in model.tensors.items() if n.rpartition(".")[0] not in modules}
+    assert not rules(model, tmp_path / "judged")
+    assert converted(model, tmp_path) == kept | {n: bf16(v) for n, v in meaning.items()}
+    assert not (tmp_path / "out" / DESCRIPTION).exists()
+
+
+@pytest.mark.parametrize("command", [("int8",), ("fp8", "--channel"), ("mx",)])
+@pytest.mark.parametrize("kind", [DYNAMIC, STATIC, PACKED])
+def test_it_is_quantized_in_one_read(kind: str, command: tuple[str, ...], tmp_path: Path) -> None:
+    model, _ = ascend_model(kind)
+    source, out = model.write(tmp_path / "source"), tmp_path / "out"
+    done = run_cli(command[0], source, out, *command[1:], "--jobs", "1")
+    assert done.code == 0 or (command == ("mx",) and "columns" in done.err), done.err
+    if done.code == 0:
+        judged = run_cli("validate", out, "--level", "full", "--against", source)
+        assert judged.code == 0, judged.out
+
+
+def test_a_copy_stays_as_it_is(tmp_path: Path) -> None:
+    model, _ = ascend_model(DYNAMIC)
+    source, out = model.write(tmp_path / "source"), tmp_path / "out"
+    done = run_cli("run", "copy", source, out, "--jobs", "1")
+    assert done.code == 0, done.err
+    assert read_tensors(out) == read_tensors(source)
+    assert (out / DESCRIPTION).read_bytes() == (source / DESCRIPTION).read_bytes()
+
+
+def test_files_as_msmodelslim_names_them(tmp_path: Path) -> None:
+    """Its index has its own name, and is not the result's."""
+    model, meaning = ascend_model(DYNAMIC)
+    source = model.write(tmp_path / "source")
+    for file in sorted(source.glob("model-*.safetensors")):
+        file.rename(source / file.name.replace("model-", "quant_model_weights-"))
+    (source / "model.safetensors.index.json").rename(
+        source / "quant_model_weights.safetensors.index.json"
+    )
+    out = tmp_path / "out"
+    done = run_cli("dequant", source, out, "--jobs", "1")
+    assert done.code == 0, done.err
+    assert not list(out.glob("quant_model*"))
+    found = read_tensors(out)
+    assert all(found[name] == bf16(values) for name, values in meaning.items())
+
+
+def test_inspect_names_it(tmp_path: Path) -> None:
+    model, _ = ascend_model(PACKED)
+    found = run_cli("inspect", model.write(tmp_path / "s")).out
+    assert "msmodelslim W4A8_DYNAMIC" in found
+    assert "unknown" not in found
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_in_another_dtype(dtype: str, tmp_path: Path) -> None:
+    model, meaning = ascend_model(DYNAMIC)
+    found = converted(model, tmp_path, "--dtype", dtype)
+    kind = {"f16": np.float16, "f32": np.float32}[dtype]
+    for name, values in meaning.items():
+        assert found[name].data == values.astype(kind).tobytes(), name
+
+
+# --- faults ------------------------------------------------------------------------------------
+
+
+def _without(part: str) -> Callable[[Model], None]:
+    def change(model: Model) -> None:
+        del model.tensors[f"{LINEAR}.{part}"]
+
+    return change
+
+
+def _as(part: str, one: Tensor) -> Callable[[Model], None]:
+    return lambda model: model.tensors.update({f"{LINEAR}.{part}": one})
+
+
+def _stated(value: object, key: str = f"{LINEAR}.weight") -> Callable[[Model], None]:
+    return lambda model: stating(model, **{key: value})
+
+
+FAULTS: dict[str, tuple[str, Callable[[Model], None], str, str | None]] = {
+    "no scale": (DYNAMIC, _without("weight_scale"), "weight_scale' is missing", "QC011"),
+    "no offset": (DYNAMIC, _without("weight_offset"), "weight_offset' is missing", "QC011"),
+    "no scale of inputs": (STATIC, _without("input_scale"), "input_scale' is missing", "QC011"),
+    "no codes": (DYNAMIC, _without("weight"), "expected codes in I8", None),
+    "said to be floats": (DYNAMIC, _stated("FLOAT"), "found 'FLOAT'", "QC096"),
+    "not named": (DYNAMIC, _stated(None), "found None", "QC096"),
+    "a type not read": (DYNAMIC, _stated("W4A4_MXFP4"), "found 'W4A4_MXFP4'", "QC096"),
+    "an older W4A8": (PACKED, _stated(None, "version"), "expected version 1.0.0", None),
+    "another static": (DYNAMIC, _stated(STATIC), "deq_scale' is missing", "QC011"),
+    "scales of other rows": (
+        DYNAMIC, _as("weight_scale", tensor(np.ones((47, 1), np.float32))),
+        "expected weight_scale and weight_offset [48, groups]", "QC027",
+    ),
+    "integers for scales": (
+        STATIC, _as("deq_scale", tensor(np.ones(48, np.int32))), "deq_scale F32 or I64 [48]", "QC027",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_told_and_found(fault: str, tmp_path: Path) -> None:
+    kind, change, said, rule = FAULTS[fault]
+    model, _ = ascend_model(kind)
+    change(model)
+    assert said in refused(model, tmp_path)
+    if rule is not None:
+        assert rule in rules(model, tmp_path / "judged")
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        (DYNAMIC, "weight"), (DYNAMIC, "weight_scale"), ("W8A16", "weight_offset"),
+        (STATIC, "deq_scale"), (STATIC, "input_scale"), (PACKED, "weight"),
+    ],
+)  # fmt: skip
+def test_other_numbers_are_found(kind: str, part: str, tmp_path: Path) -> None:
+    """A changed bit of the source, of what the output was not made of."""
+    model, _ = ascend_model(kind)
+    converted(model, tmp_path)
+    one = model.tensors[f"{LINEAR}.{part}"]
+    data = one.data[:-2] + bytes([one.data[-2] ^ 0x40, one.data[-1]])
+    model.tensors[f"{LINEAR}.{part}"] = one._replace(data=data)
+    args = ("--level", "full", "--against", model.write(tmp_path / "other"), "--json")
+    findings = json.loads(run_cli("validate", tmp_path / "out", *args).out)["findings"]
+    assert any(one["rule"] == "QC060" and LINEAR in one["where"] for one in findings), findings
+
+
+# --- the op ------------------------------------------------------------------------------------
+
+
+def _args(kind: str, parts: dict[str, Tensor]) -> tuple[DequantAscend, list[Tensor]]:
+    if kind.startswith("W8A8") and "DYNAMIC" not in kind and "MIX" not in kind:
+        scale = parts["deq_scale"]
+        form: Kind = "static"
+        taken = [parts["weight"], scale._replace(shape=(*scale.shape, 1)), parts["input_scale"]]
+    else:
+        form = "packed" if kind == PACKED else "offset"
+        taken = [parts[name] for name in ("weight", "weight_scale", "weight_offset")]
+    return DequantAscend(form), taken
+
+
+@pytest.mark.parametrize("limit", [None, 1, 3_000, 1 << 20])
+@every
+def test_all_codes_in_parts(kind: str, limit: int | None) -> None:
+    parts, values = encode(kind, "op", 130, 1008)
+    op, taken = _args(kind, parts)
+    ins = [buffer(TensorType(one.dtype, one.shape), one.data) for one in taken]
+    assert run_op(op, ins, limit)[0][0] == bf16(values).data
+
+
+def test_rows_of_one_byte_stay_together() -> None:
+    parts, _ = encode(PACKED, "op", 8, 16)
+    op, taken = _args(PACKED, parts)
+    args = tuple(
+        Source(str(n), TensorType(one.dtype, one.shape), 0, 0).output for n, one in enumerate(taken)
+    )
+    _, cut = op.cut(args, 2, 6, 8)
+    assert [arg.type.shape for arg in cut] == [(2, 16), (4, 1), (4, 1)]
+    with pytest.raises(PlanError, match="2 rows share their bytes"):
+        op.cut(args, 3, 8, 8)
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_a_scale_that_is_no_number(part: int) -> None:
+    parts, _ = encode(DYNAMIC, "op", 8, 32)
+    op, taken = _args(DYNAMIC, parts)
+    taken[part] = taken[part]._replace(data=taken[part].data[:-4] + b"\0\0\xc0\x7f")
+    ins = [buffer(TensorType(one.dtype, one.shape), one.data) for one in taken]
+    with pytest.raises(RowError, match="row 7 has a scale of NaN or infinity"):
+        run_op(op, ins)
+
+
+def test_codes_of_another_type_are_refused() -> None:
+    scale = TensorType("F32", (2, 1))
+    with pytest.raises(PlanError, match="expected codes in an I8 matrix"):
+        DequantAscend("offset").infer(TensorType("U8", (2, 2)), scale, scale)
