@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
+from struct import unpack
 from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
@@ -433,9 +434,26 @@ class Checkpoint(Mapping[str, Source]):
         return digest.hexdigest(), sides
 
     def read_scalar(self, source: Source) -> bytes:
-        """The bytes of a one-element tensor: the only tensor data that planning may read, to tell
-        whether per-tensor scales are equal. Raises CheckpointError if it cannot be read."""
+        """The bytes of a one-element tensor, to tell whether per-tensor scales are equal. Raises
+        CheckpointError if it cannot be read."""
         assert source.type.numel == 1
+        return self._read_few(source)
+
+    def read_shape(self, source: Source) -> tuple[int, int] | None:
+        """The two integers of a tensor that holds a shape, which planning may read, too; None for one of
+        another type, and where no data is at hand: not written yet, or a request away. Raises
+        CheckpointError if they cannot be read."""
+        kind = {"I64": "<2q", "I32": "<2i"}.get(source.type.dtype)
+        if (
+            kind is None
+            or source.type.shape != (2,)
+            or self.shards[source.shard].remote is not None
+        ):
+            return None
+        rows, columns = unpack(kind, self._read_few(source))
+        return rows, columns
+
+    def _read_few(self, source: Source) -> bytes:
         shard = self.shards[source.shard]
         if shard.remote is not None:
             return shard.remote.read(source.offset, source.offset + source.type.nbytes)

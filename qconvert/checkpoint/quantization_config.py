@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from qconvert.checkpoint.auto_round import METHOD as AUTO_ROUND
+from qconvert.checkpoint.auto_round import float_block
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import CheckpointError, PlanError
@@ -152,8 +154,9 @@ def fp8_scheme(checkpoint: Checkpoint, module: str | None = None) -> Fp8Scheme:
 
 @lru_cache(maxsize=8)  # asked once for each matrix
 def has_groups(checkpoint: Checkpoint) -> bool:
-    """Return whether a block is of compressed-tensors, whose groups may differ."""
-    return any(config.method == "compressed-tensors" for config in checkpoint.quantization_configs)
+    """Return whether a block is of compressed-tensors, whose groups may differ, or AutoRound's."""
+    several = ("compressed-tensors", AUTO_ROUND)
+    return any(config.method in several for config in checkpoint.quantization_configs)
 
 
 @lru_cache(maxsize=8)  # asked once for each matrix
@@ -217,6 +220,9 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
             raise PlanError(f"{config.where}: its config_groups use different FP8 schemes")
         mx = any(_is_fp8(w) and w.get("scale_dtype") == _U8 for w in every)
         return Fp8Scheme(sizes.pop(), config.where, u8 or mx)
+    if config.method == AUTO_ROUND:
+        size, exponents = float_block(checkpoint, module)
+        return Fp8Scheme(size, config.where, exponents)
     if config.method in ("fp8", "fbgemm_fp8", "modelopt"):
         algorithm = str(block.get("quant_algo", "FP8"))
         mixed = "moe_quant_algo" in block or "quantized_layers" in block  # FP8 but for experts
@@ -233,7 +239,10 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
 
 
 def states_mxfp4(block: Mapping[str, Any]) -> bool:
-    """Return whether a quantization block, or a group in it, is of compressed-tensors' MXFP4 format."""
+    """Return whether a quantization block, or a group in it, is of compressed-tensors' MXFP4 format,
+    which AutoRound writes too."""
+    if block.get("quant_method") == AUTO_ROUND:
+        return "mx_fp" in str(block.get("data_type", ""))
     groups = block.get("config_groups")
     every = [block, *(groups.values() if isinstance(groups, Mapping) else ())]
     return any(isinstance(one, Mapping) and one.get("format") == _MXFP4 for one in every)

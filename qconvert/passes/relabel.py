@@ -19,7 +19,7 @@ from math import inf
 from re import escape
 from typing import Any, ClassVar, Literal
 
-from qconvert.checkpoint.integer_config import gptq_form
+from qconvert.checkpoint.integer_config import awq_form, gptq_form
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
@@ -150,27 +150,22 @@ class Relabel:
             packing = self.to
         if all(_ints_of(stored).packing == packing for stored, _ in found.values()):
             raise PlanError(f"its weights are in form {self.to} already: use it as it is")
-        schemes = {_scheme(plan, stored) for stored, _ in found.values()}
-        if len(schemes) > 1:
-            raise PlanError(
-                f"its matrices have {len(schemes)} schemes, and the form has place for one"
-            )
-        (scheme,) = schemes
+        schemes = {module: _scheme(plan, module, stored) for module, (stored, _) in found.items()}
         taken = {name for _, names in found.values() for name in names}
         shapes = [f"{m}.{_SHAPE}" for m in found if f"{m}.{_SHAPE}" in plan.tensors]
         others = {n: o for n, o in plan.tensors.items() if n not in taken and n not in shapes}
         made: dict[str, Output] = {}
         for module, (stored, _) in found.items():
-            made |= _repacked(plan, module, stored, scheme, packing)
-        block = self._ints_block(plan, others, scheme, list(found))
+            made |= _repacked(plan, module, stored, schemes[module], packing)
+        block = self._ints_block(plan, others, schemes)
         return self._planned(
             plan, {**others, **made}, block, len(found), "codes as they are", shapes
         )
 
     def _ints_block(
-        self, plan: Plan, others: OutputsByName, scheme: IntScheme, modules: list[str]
+        self, plan: Plan, others: OutputsByName, schemes: Mapping[str, IntScheme]
     ) -> dict[str, Any]:
-        packed = _Packed.of(plan, modules)
+        packed, members = _Packed.of(plan, list(schemes)), _members(schemes)
         if self.to == "compressed-tensors":
             left = ignored(
                 plan,
@@ -179,12 +174,20 @@ class Relabel:
                 shared=packed.shared,
                 drafts_too=packed.drafts,
             )
-            return _compressed(group_config(scheme, packed.targets(plan)), left)
+            targets = [packed.targets(plan)]
+            if len(members) > 1:
+                targets = _targets(plan, schemes, members)
+            groups = map(group_config, members, targets)
+            return _compressed(*groups, left=left)
         named = with_draft_names(plan, runtime_linears(plan, others))
-        left = [left_pattern(name for name in named if name not in modules)]
+        left = [left_pattern(name for name in named if name not in schemes)]
         if not packed.experts and plan.role_index.dims.num_experts:
             left += [p.removeprefix("re:") for p in all_experts(plan.family.expert_paths)]
-        return gptq_config(scheme, 1 if self.to == "gptq" else 2, left)
+        scheme, *more = members
+        block = gptq_config(scheme, 1 if self.to == "gptq" else 2, left)
+        if more:
+            block["dynamic"] |= _dynamic(plan, members)
+        return block
 
     # --- NVFP4
 
@@ -217,7 +220,7 @@ class Relabel:
             block = modelopt_config(ignored_globs(plan, others, found), inputs=inputs)
         else:
             left = ignored_names(plan, others, drafts=packed.drafts)
-            block = _compressed(nvfp4_group(packed.targets(plan), inputs=inputs), left)
+            block = _compressed(nvfp4_group(packed.targets(plan), inputs=inputs), left=left)
         return self._planned(
             plan, {**others, **made}, block, len(found), "codes and block scales as they are"
         )
@@ -242,7 +245,7 @@ class Relabel:
         left = ignored(
             plan, others, experts=packed.experts, shared=packed.shared, drafts_too=packed.drafts
         )
-        config = _compressed(fp8_group_config(block, packed.targets(plan)), left)
+        config = _compressed(fp8_group_config(block, packed.targets(plan)), left=left)
         return self._planned(plan, tensors, config, len(weights), "codes and scales as they are")
 
     def _own_fp8(self, plan: Plan, weights: list[str]) -> Plan:
@@ -297,15 +300,82 @@ class Relabel:
         return done
 
 
-def _compressed(group: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
-    """compressed-tensors' block of one group, in that group's format."""
+def _compressed(*groups: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
+    """compressed-tensors' block of groups of one format."""
     return {
         "quant_method": "compressed-tensors",
-        "format": group["format"],
+        "format": groups[0]["format"],
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
         "ignore": left,
     }
+
+
+def _members(schemes: Mapping[str, IntScheme]) -> dict[IntScheme, list[str]]:
+    """Modules by scheme, that of the most first."""
+    found: dict[IntScheme, list[str]] = {}
+    for module, scheme in schemes.items():
+        found.setdefault(scheme, []).append(module)
+    return dict(sorted(found.items(), key=lambda one: -len(one[1])))
+
+
+def _targets(
+    plan: Plan, schemes: Mapping[str, IntScheme], members: Mapping[IntScheme, list[str]]
+) -> list[list[str]]:
+    """compressed-tensors' targets of several schemes: a pattern for modules that differ in layer and
+    expert alone, where all of them have one; else names, which are asked for before patterns. Routed
+    experts that all have one scheme get the patterns that every runtime finds them by."""
+    alike: dict[str, set[IntScheme]] = {}
+    for module, scheme in schemes.items():
+        alike.setdefault(_pattern(module), set()).add(scheme)
+    routed = {m for m in schemes if plan.role_index.kind(f"{m}.weight").routed}
+    together = len({schemes[module] for module in routed}) == 1
+    found = []
+    for scheme, modules in members.items():
+        own: dict[str, None] = {}
+        for module in modules:
+            if together and module in routed:
+                own |= dict.fromkeys(expert_targets(plan.family.expert_paths))
+            else:
+                pattern = _pattern(module)
+                own[f"re:{pattern}" if alike[pattern] == {scheme} else module] = None
+        found.append(list(own))
+    return found
+
+
+def _pattern(module: str) -> str:
+    """A pattern of a module in any layer and of any expert, whatever comes before its layers."""
+    _, layers, after = module.partition("layers.")
+    parts = (layers + after if layers else module).split(".")
+    return ".*" + r"\.".join(r"\d+" if part.isdigit() else escape(part) for part in parts) + "$"
+
+
+def _dynamic(plan: Plan, members: Mapping[IntScheme, list[str]]) -> dict[str, Any]:
+    """Rules of GPTQModel's `dynamic` for modules of other schemes than that of the most, under the
+    names that runtimes fuse them to as well; names before patterns, of which the first applies."""
+    names: dict[IntScheme, dict[str, None]] = {}
+    for scheme, modules in members.items():
+        names[scheme] = dict.fromkeys(with_fused_names(modules))
+    schemes = {name: scheme for scheme, own in names.items() for name in own}
+    targets = _targets(plan, schemes, {scheme: list(own) for scheme, own in names.items()})
+    single: dict[str, Any] = {}
+    patterns: dict[str, Any] = {}
+    for scheme, own in zip(members, targets, strict=True):
+        change = {
+            "bits": scheme.bits,
+            "group_size": -1 if scheme.group is None else scheme.group,
+            "sym": scheme.symmetric,
+            "desc_act": scheme.actorder == "group",
+        }
+        for target in own:
+            if not target.startswith("re:"):
+                single[f"+:^{escape(target)}$"] = change
+            elif scheme != next(iter(members)):
+                # Runtimes ask for all experts of a layer at once.
+                pattern = target[3:].removesuffix(r"\..*")
+                whole = pattern != target[3:]
+                patterns[f"+:{pattern}(\\..*)?$" if whole else f"+:{pattern}"] = change
+    return single | patterns
 
 
 _INTS = ("int-packed", "gptq", "awq")
@@ -365,12 +435,15 @@ def _ints_of(stored: Stored) -> IntDecoder:
     return found
 
 
-def _scheme(plan: Plan, stored: Stored) -> IntScheme:
-    """Return how a matrix is quantized, but for the dtype of its scales."""
-    stated = _ints_of(stored).stated
+def _scheme(plan: Plan, module: str, stored: Stored) -> IntScheme:
+    """Return how a matrix is quantized, but for the dtype of its scales: AutoAWQ's and GPTQ's form
+    may store zero points of symmetric ones, too."""
+    stated, awq = _ints_of(stored).stated, awq_form(plan.checkpoint, module)
+    if awq is not None:
+        return IntScheme(_ints_of(stored).scheme[0], awq.group, not awq.zero_point)
     if stated is not None:
         return stated
-    return replace(gptq_form(plan.checkpoint, "").scheme, scale_dtype="BF16")
+    return replace(gptq_form(plan.checkpoint, module).scheme, scale_dtype="BF16")
 
 
 def _repacked(

@@ -91,6 +91,8 @@ class ExpertsToW4A16(Quantizing):
                 f"signs {self.signs!r} are of scales 'search', and scales of amax are never below 0: "
                 "leave it out; a calibration's stand in `calibrate`"
             )
+        if self.bits not in (4, 8):  # others are read
+            raise PlanError(f"expected codes of 4 or 8 bits, found {self.bits}")
         asked = self.calibrate
         if asked is not None and asked.order == "stored" and self.actorder is not None:
             raise PlanError(

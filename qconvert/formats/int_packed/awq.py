@@ -60,7 +60,7 @@ class DequantAwq(FromColumns):
 
     @property
     def stated(self) -> IntScheme:
-        return IntScheme(BITS, self.group, not self.zeros)  # type: ignore[arg-type]
+        return IntScheme(BITS, self.group, not self.zeros)
 
     def _weight(self, words: TensorType) -> tuple[int, int]:
         return WORD * words.shape[1], words.shape[0]

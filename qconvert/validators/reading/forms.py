@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.discovery import FORMATS, discover, held
-from qconvert.core.dtypes import DTYPE_BITS
+from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
 from qconvert.validators.reading.decode import floats
 
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Bytes, Floats
     from qconvert.validators.reading.matrices import Matrix
+
+
+def words_of(codes: int, bits: int) -> int:
+    """32-bit words of codes side by side."""
+    return ceil_div(codes * bits, 32)
 
 
 RAW = "raw"  # not numbers, or in an unsupported form: bytes
@@ -85,12 +90,12 @@ class GlobalScale:
 class Codes:
     """The parts of packed integers other than words and scales.
 
-    `zeros` I32: zero points packed along the rows, [ceil(rows / word), groups], transposed [groups,
-    rows / word], each stored minus `less`; None: all are the middle of the range, as those of
-    `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each column; None:
-    groups lie side by side. `signed`: codes are I8, not packed, and so are zero points [rows, groups].
-    `awq`: AutoAWQ's words [columns, rows / 8], of a transposed matrix, which hold rows in the order of
-    rows.py's `AWQ_ORDER`; zeros [groups, rows / 8] too."""
+    `zeros` I32: zero points packed along the rows, [ceil(rows * bits / 32), groups], transposed
+    [groups, rows * bits / 32], each stored minus `less`; None: all are the middle of the range, as
+    those of `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each
+    column; None: groups lie side by side. `signed`: codes are I8, not packed, and so are zero points
+    [rows, groups]. `awq`: AutoAWQ's words [columns, rows / 8], of a transposed matrix, which hold rows
+    in the order of rows.py's `AWQ_ORDER`; zeros [groups, rows / 8] too."""
 
     bits: int
     symmetric: bool = True
@@ -102,8 +107,8 @@ class Codes:
 
     @property
     def word(self) -> int:
-        """Codes in a word."""
-        return 32 // self.bits
+        """Codes that fill whole words."""
+        return 32 // gcd(32, self.bits)
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -128,8 +133,14 @@ class Form:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row, without scales."""
+        """Bytes of a row as it is read, without scales."""
         return self.columns * self.encoding.bits // 8
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of a row as it is stored: of codes that are taken apart, whole words."""
+        apart = self.encoding.apart
+        return 4 * words_of(self.columns, apart) if apart else self.row_nbytes
 
     def tensors(self) -> Iterator[str]:
         """Names of the tensors that it is read from, beside the codes'."""
@@ -161,7 +172,8 @@ class Encoding:
     """Numbers for a format's codes: `floats` of their bytes [n] and the tensor's dtype, float32, in
     the order of the columns; a compiled `loop` that does the same to rows, with their scales. `largest`
     of the codes; `passes` that round to them; `nearest`: bounds of that. `exact_zero`: a code of 0 is 0
-    whatever its scale."""
+    whatever its scale. `apart`: bits of codes that are stored in strings of words, and read as a byte
+    each."""
 
     name: str
     bits: int
@@ -171,6 +183,7 @@ class Encoding:
     passes: tuple[str, ...] = ()
     nearest: Nearest | None = None
     exact_zero: bool = False
+    apart: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ from qconvert.core.patterns import compiled
 from qconvert.validators.reading.forms import specs
 from qconvert.validators.reading.prepared import METHOD, blocks_of
 from qconvert.validators.reading.stated_schemes import (
+    AUTO_ROUND,
+    Rules,
     Targets,
     gptq_left_out,
     layer_table,
@@ -118,6 +120,16 @@ class Listed:
         if self.method not in _FP8_METHODS or module.partition(".")[0] in _OF_DECODERS:
             return False
         return self.literal(f"model.{module}")
+
+
+@dataclass(frozen=True)
+class LeftByRules(Listed):
+    """Modules that an AutoRound block leaves out, which it lists nowhere."""
+
+    rules: Rules
+
+    def pattern_names(self, module: str) -> bool:
+        return self.rules(module) is None
 
 
 def stated_for(
@@ -265,6 +277,8 @@ def ignored(config: QuantConfig) -> Listed:
     """The modules a block leaves out; an empty list if there are none. GPTQ's are patterns in `dynamic`
     that begin with `-:` (GPTQModel; sglang `get_dynamic_override`); if the block names the
     quantized modules instead (`modules_in_block_to_quantize`), others are not checked."""
+    if config.method == AUTO_ROUND:
+        return LeftByRules(config.method, (), Rules(config.block))
     if config.method == "gptq":
         left = gptq_left_out(config.block)
         if config.block.get("modules_in_block_to_quantize"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.core.graph import Source
 from qconvert.validation.compiled import LOOPS, done
-from qconvert.validators.reading.decode import as_bf16, scale_floats, warm
+from qconvert.validators.reading.decode import as_bf16, fields_of, scale_floats, warm
 from qconvert.validators.reading.forms import Codes, Form, Grid
 from qconvert.validators.reading.matrices import Matrix
 
@@ -47,9 +47,21 @@ def row_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
 
     warm()
     form = matrix.form
+    if form.encoding.apart:
+        stored = _stored_bytes(reader, matrix, start, stop)
+        words = stored.view("<u4").reshape(stop - start, -1)
+        return fields_of(words, form.encoding.apart, 0, form.columns).astype(np.uint8).reshape(-1)
+    return _stored_bytes(reader, matrix, start, stop)
+
+
+def _stored_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
+    """Rows [start, stop) side by side, codes of odd widths in words."""
+    import numpy as np
+
+    form = matrix.form
     if form.transposed:
         return _turned_bytes(reader, matrix, start, stop)
-    size = form.row_nbytes
+    size = form.stored_nbytes
     data = np.empty((stop - start) * size, np.uint8)
     view, at = data.data, 0
     for first, last in matrix.spans(start, stop):
@@ -68,7 +80,7 @@ def _turned_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes
     if form.codes is not None and form.codes.awq:
         return _awq_bytes(reader, matrix, start, stop)
     width = DTYPE_BITS[form.weight.type.dtype] // 8
-    lines = form.row_nbytes // width
+    lines = form.stored_nbytes // width
     parts = []
     for first, last in matrix.spans(start, stop):
         block = np.empty((lines, (last - first) * width), np.uint8)
@@ -234,7 +246,7 @@ def _zeros(reader: Reads, codes: Codes, zeros: Source, grid: Grid, first: int, l
         signed = np.empty((last - first, grid.columns), np.int8)
         reader.read(zeros, first * grid.columns, signed.view(np.uint8).data)
         return signed.astype(np.float32)
-    low, high = first // codes.word, -(-last // codes.word)
+    low, high = first * codes.bits // 32, -(-last * codes.bits // 32)
     groups = grid.columns
     if grid.transposed:
         words = np.empty((groups, high - low), "<u4")
@@ -249,10 +261,7 @@ def _zeros(reader: Reads, codes: Codes, zeros: Source, grid: Grid, first: int, l
         each = _awq_codes(words)
         found = each[:, first - 8 * low : last - 8 * low].T - np.int64(8)
         return np.ascontiguousarray(found, np.float32)
-    shifts = np.arange(codes.word, dtype=np.uint32) * np.uint32(codes.bits)
-    each = words[:, :, None] >> shifts & np.uint32((1 << codes.bits) - 1)
-    skip = first - low * codes.word
-    lines = each.reshape(groups, -1)[:, skip : skip + last - first].T
+    lines = fields_of(words, codes.bits, first * codes.bits - 32 * low, last - first).T
     middle = (1 << (codes.bits - 1)) - codes.less
     spread_out: Floats = np.ascontiguousarray(lines, np.float32) - np.float32(middle)
     return spread_out
