@@ -29,6 +29,9 @@ from qconvert.validators.reading.forms import Codes, Form, Grid, Spec, Unread, c
 from qconvert.validators.reading.model import expected_shapes
 from qconvert.validators.reading.stated_schemes import Targets, gptq_weights
 
+# Which of a word's eight rows each nibble is of, from the lowest on (AutoAWQ 0.2, `gemm`).
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
 
 def gptq_ints(
     configs: Iterable[QuantConfig], module: str | None = None
@@ -160,7 +163,14 @@ def _read(checkpoint: Checkpoint, name: str) -> Form:
     assert scale is not None
     grid = Grid(scale, 0, rows, groups, (1, columns // groups), transposed=True)
     order = order if stated.ordered else None
-    codes = Codes(stated.bits, stated.symmetric, zeros, less, order, awq=awq is not None)
+    codes = Codes(
+        stated.bits,
+        stated.symmetric,
+        zeros,
+        less,
+        order,
+        row_order=() if awq is None else AWQ_ORDER,
+    )
     form = f"w{stated.bits}a16"
     return Form(form, words, 0, rows, columns, grid, transposed=True, codes=codes)
 

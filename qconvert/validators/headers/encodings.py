@@ -24,8 +24,14 @@ from qconvert.validation.runner import Folder, Need
 from qconvert.validators.formats.fp8 import fp8_blocks
 from qconvert.validators.formats.qweight import awq_ints, gptq_ints
 from qconvert.validators.reading.forms import Spec, coded_weights, specs
-from qconvert.validators.reading.quantization import group_of, read_methods, taken_block
-from qconvert.validators.reading.stated_schemes import MIXED, algorithm
+from qconvert.validators.reading.quantization import (
+    group_of,
+    read_methods,
+    scheme_of,
+    taken_block,
+    weight_groups,
+)
+from qconvert.validators.reading.stated_schemes import MIXED, algorithm, layer_table
 
 Kinds = frozenset[str]
 
@@ -101,6 +107,10 @@ def _unknown(config: QuantConfig) -> str:
         return f"GPTQ of bits {block.get('bits')!r}: 4 and 8 are read here"
     if config.method == "modelopt" and _by_algorithm(config) is None:
         return f"quant_algo {block.get('quant_algo')!r} of modelopt, which no rule here reads"
+    if config.method == "quark" or layer_table(config) is not None:
+        unread = (one for one in weight_groups(config) if one.get("type") is None)
+        said = next((one.get("stated") or one.get("quant_algo") for one in unread), None)
+        return "" if said is None else f"weights as {said}, which no rule here reads"
     if config.method != "compressed-tensors":
         return ""
     groups = block.get("config_groups")
@@ -144,7 +154,12 @@ def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: s
     module = name.rpartition(".")[0] if "." in name else name
     method, block = config.method, config.block
     wanted = _by_method(method)
-    if method == "modelopt":
+    if method == "quark" or layer_table(config) is not None:
+        own = scheme_of(checkpoint, module)
+        if own is None:
+            return None  # QC034
+        wanted = _by_numbers(own)
+    elif method == "modelopt":
         wanted = _by_algorithm(config) or _named(specs())
     elif "FP8" in wanted:
         beside = _experts_beside(checkpoint, config, name)
