@@ -25,7 +25,7 @@ _KEPT = 16  # bits from which on a module is not quantized
 _SPECIAL = frozenset("*+?^$()[]{}|\\")
 _ALIKE = ("bits", "group_size", "sym", "data_type")
 # Prefixes under which classes and folders name the language model's modules.
-_WRAPPERS = ("model.language_model.", "language_model.model.")
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +65,57 @@ class AutoRound:
             if self.blocks:
                 inside = any(name.startswith(self.blocks) for name in _spelled(module))
         bits = found.get("bits", block.get("bits") if inside else _KEPT)
-        if type(bits) is int and bits >= _KEPT:
+        if _is_kept(bits):
             return None
         stated = {key: found.get(key, block.get(key)) for key in _ALIKE}
         return {**stated, "bits": bits, "data_type": str(stated["data_type"] or "int")}
 
+    def weights(self, module: str) -> Mapping[str, Any] | None:
+        """Return what the block states about a module's weight in the words of compressed-tensors; None
+        where it leaves the module as it is."""
+        stated = self.of(module)
+        return None if stated is None else _weights(stated)
+
+    @property
+    def every(self) -> tuple[Mapping[str, Any], ...]:
+        """All that the block states about weights, once each."""
+        block = self.config.block
+        own = {key: block.get(key) for key in _ALIKE}
+        changed = [own | {k: v for k, v in c.items() if k in _ALIKE} for c in self.names.values()]
+        quantized = [one for one in (own, *changed) if not _is_kept(one["bits"])]
+        return tuple({repr(one): one for one in map(_weights, quantized)}.values())
+
+
+def _is_kept(bits: Any) -> bool:
+    return type(bits) is int and bits >= _KEPT
+
+
+def _weights(stated: Mapping[str, Any]) -> Mapping[str, Any]:
+    """AutoRound's words in those of compressed-tensors (`schemes.py`: MXFP4, MXFP8, NVFP4, FP8_BLOCK,
+    FP8_STATIC; integers). What is not known has no type."""
+    kind, bits, size = str(stated["data_type"] or "int"), stated["bits"], stated["group_size"]
+    if kind == "int":
+        strategy = "channel" if size == -1 else "group"
+        symmetric = stated["sym"] is not False
+        found: dict[str, Any] = {"strategy": strategy, "group_size": size, "symmetric": symmetric}
+        return {"type": "int", "num_bits": bits, **found}
+    if "mx_fp" in kind and bits in (4, 8):
+        exponents = {"group_size": 32, "scale_dtype": "torch.uint8"}
+        return {"type": "float", "num_bits": bits, "strategy": "group", **exponents}
+    if "nv_fp" in kind and bits == 4:
+        return {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+    if "fp" in kind and bits == 8 and isinstance(size, list | tuple):
+        return {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": list(size)}
+    if "fp" in kind and bits == 8:
+        return {"type": "float", "num_bits": 8, "strategy": "channel" if size == -1 else "tensor"}
+    return {"algorithm": f"{bits} bits of data_type {kind}"}
+
 
 def _spelled(module: str) -> Iterator[str]:
     yield module
-    for mine, other in (_WRAPPERS, _WRAPPERS[::-1]):
-        if module.startswith(mine):
-            yield other + module.removeprefix(mine)
+    own = next((one for one in _PREFIXES if module.startswith(one)), None)
+    if own is not None:
+        yield from (one + module.removeprefix(own) for one in _PREFIXES if one != own)
 
 
 def _ends(module: str) -> Iterator[str]:
@@ -90,10 +130,11 @@ def _ends(module: str) -> Iterator[str]:
 def auto_round(checkpoint: Checkpoint) -> AutoRound | None:
     """The block of AutoRound's own method, None without one. Raises PlanError for an invalid entry."""
     found = next((c for c in checkpoint.quantization_configs if c.method == METHOD), None)
-    return None if found is None else _read(found)
+    return None if found is None else auto_round_block(found)
 
 
-def _read(config: QuantConfig) -> AutoRound:
+def auto_round_block(config: QuantConfig) -> AutoRound:
+    """The block, by module. Raises PlanError for an invalid entry."""
     extra = config.block.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(c, Mapping) for c in extra.values()):
         raise PlanError(f"{config.where}: expected extra_config with an object for each module")
@@ -117,28 +158,3 @@ def _texts(value: Any) -> Iterator[str]:
         yield from (name.strip() for name in value.split(",") if name.strip())
     for one in value if isinstance(value, list) else ():
         yield from _texts(one)
-
-
-def float_block(checkpoint: Checkpoint, module: str | None) -> tuple[tuple[int, int] | None, bool]:
-    """The block of FP8 scales that an AutoRound block states for a module (None: by row or matrix), and
-    whether they are exponents. Raises PlanError for a module whose weight is not stated as FP8."""
-    block = auto_round(checkpoint)
-    assert block is not None
-    config, stated = block.config, block.of(module or "")
-    kind = "" if stated is None else stated["data_type"]
-    size = None if stated is None else stated["group_size"]
-    if stated is None or stated["bits"] != 8 or "fp" not in kind:
-        said = "left unquantized" if stated is None else f"{stated['bits']} bits of type {kind}"
-        raise PlanError(
-            f"{config.where}: {module!r} is FP8, and the block states {said} for it: one of them is "
-            "wrong"
-        )
-    if "mx_fp" in kind:
-        return (1, 32), True
-    if size in (None, -1, 0):
-        return None, False
-    if not (
-        isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-    ):
-        raise PlanError(f"{config.where}: expected a group_size of two sizes or -1, found {size!r}")
-    return (size[0], size[1]), False

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from qconvert.checkpoint.auto_round import AutoRound, auto_round
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
-from qconvert.checkpoint.quantization_config import config_groups, groups_of
+from qconvert.checkpoint.layer_schemes import LayerSchemes
+from qconvert.checkpoint.quantization_config import groups_of
 from qconvert.core.errors import PlanError
 from qconvert.core.int_scheme import READ_BITS, IntScheme
 from qconvert.core.patterns import compiled
@@ -40,8 +41,8 @@ def packed_scheme(
     every: set[IntScheme] = set()
     own: set[IntScheme] = set()
     for groups in groups_of(checkpoint):
-        integers = [w for _, w in config_groups(groups.config) if w.get("type") == "int"]
-        if not integers:
+        integers = [w for w in groups.every if w.get("type") == "int"]
+        if not integers or isinstance(groups, LayerSchemes):
             continue
         _check_read(groups.config, form)
         weights = groups.weights(module)

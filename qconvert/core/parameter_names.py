@@ -35,8 +35,9 @@ INT8 = ("weight", "weight_scale", "weight_zero_point")
 # GPTQ's own form, and AutoAWQ's.
 GPTQ = ("qweight", "qzeros", "scales", "g_idx")
 AWQ = ("qweight", "scales", "qzeros")
-# MXFP4: compressed-tensors', DeepSeek-V4's; gpt-oss's end the name of a stack.
+# MXFP4: compressed-tensors', Quark's and modelopt's, DeepSeek-V4's; gpt-oss's end the name of a stack.
 MXFP4 = ("weight_packed", "weight_scale")
+MXFP4_PLAIN = ("weight", "weight_scale")
 MXFP4_BESIDE = ("weight", "scale")
 MXFP4_STACKED = ("_blocks", "_scales")
 

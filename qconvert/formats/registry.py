@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
+from qconvert.checkpoint.quantization_config import described, weights_of
 from qconvert.core.discovery import FORMATS, discover, formats_of, modules_within
 from qconvert.core.errors import PlanError, QConvertError
 from qconvert.core.names import split_parameter
@@ -133,11 +134,23 @@ def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:
         seen.add(module)
         found = _read(plan, module)
         if found is None:
-            raise PlanError(
-                f"weight {name!r} is {output.type}, and neither its scales nor the config say how it is "
-                "encoded; qconvert does not guess"
-            )
+            raise PlanError(_why_unread(plan, module, name))
         yield module, found
+
+
+def _why_unread(plan: Plan, module: str, name: str) -> str:
+    weight = plan.tensors[name]
+    said = weights_of(plan.checkpoint, module)
+    if said is not None:
+        weights, where = said
+        return (
+            f"weight {name!r} is {weight.type}, and {where} states {described(weights)} for it, which "
+            "is not read here in that form: start from the BF16 release"
+        )
+    return (
+        f"weight {name!r} is {weight.type}, and neither its scales nor the config say how it is "
+        "encoded; qconvert does not guess"
+    )
 
 
 def read_of_stack(

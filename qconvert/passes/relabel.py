@@ -4,7 +4,8 @@ Codes stay the numbers that they are; where they lie, what tensors are called, h
 what the config says change. What cannot be said in the other form is refused, with the tensor's name.
 
     to                   from
-    compressed-tensors   GPTQ's two forms, AutoAWQ's, modelopt's NVFP4, block FP8 of DeepSeek and Qwen
+    compressed-tensors   GPTQ's two forms, AutoAWQ's, modelopt's NVFP4, block FP8 of DeepSeek and Qwen,
+                         FP8 by tensor or row of modelopt and Quark, Quark's MXFP4
     gptq, gptq-v2        the other one, compressed-tensors' packed integers, AutoAWQ's
     modelopt             compressed-tensors' NVFP4
     fp8                  compressed-tensors' block FP8; MXFP4 of compressed-tensors or DeepSeek-V4
@@ -25,11 +26,11 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import activations_of, split_parameter, with_fused_names
-from qconvert.core.parameter_names import MXFP4_BESIDE, NVFP4, Dialect
+from qconvert.core.parameter_names import MXFP4, MXFP4_BESIDE, NVFP4, Dialect
 from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.base import Read, Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
-from qconvert.formats.fp8.format import fp8_config, fp8_group_config
+from qconvert.formats.fp8.format import fp8_config, fp8_group_config, fp8_tensor_group_config
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
 from qconvert.formats.int_packed.decode import IntDecoder
 from qconvert.formats.int_packed.format import gptq_config, group_config, left_pattern
@@ -39,7 +40,7 @@ from qconvert.formats.mx import format as mx
 from qconvert.formats.nvfp4.format import group_config as nvfp4_group
 from qconvert.formats.nvfp4.format import modelopt_config
 from qconvert.formats.nvfp4.relabel import Reciprocal
-from qconvert.formats.registry import encoded
+from qconvert.formats.registry import encoded, read_matrix
 from qconvert.models.experts import STALE_RULE
 from qconvert.models.linears import runtime_linears
 from qconvert.models.unquantized import (
@@ -107,6 +108,8 @@ class Relabel:
             raise PlanError("no quantized weight found: there is nothing to relabel")
         if kinds == {"mxfp4"} and self.to == "fp8":
             return self._fp8_of_mxfp4(plan, found)
+        if kinds == {"mxfp4"} and self.to == "compressed-tensors" and not weights:
+            return self._packed_mxfp4(plan, found)
         if kinds == {"mxfp4"} and self.dialect is not None:
             return as_nvfp4(
                 plan, (self.name, options_of(self)), found, self.dialect, self.input_scale
@@ -116,7 +119,8 @@ class Relabel:
                 "its weights are in several quantized forms, and only folders of one are relabelled"
             )
         if not kinds and self.to == "compressed-tensors":
-            return self._packed_fp8(plan, weights)
+            whole = self._whole_fp8(plan, weights)
+            return whole or self._packed_fp8(plan, weights)
         if not kinds and self.to == "fp8":
             return self._own_fp8(plan, weights)
         (kind,) = kinds or {"fp8"}
@@ -248,6 +252,45 @@ class Relabel:
         config = _compressed(fp8_group_config(block, packed.targets(plan)), left=left)
         return self._planned(plan, tensors, config, len(weights), "codes and scales as they are")
 
+    def _whole_fp8(self, plan: Plan, weights: list[str]) -> Plan | None:
+        """FP8 by tensor or by row of modelopt or Quark as compressed-tensors shapes its scales, with
+        input scales where there are some; None for FP8 in blocks, and for other methods."""
+        if any(c.method not in ("modelopt", "quark") for c in plan.checkpoint.quantization_configs):
+            return None
+        reshaped: dict[str, Output] = {}
+        by_row = set[bool]()
+        for name in weights:
+            module = split_parameter(name)[0]
+            stored, (_, scale) = read_matrix(plan, module)
+            kind = stored.args[1].type
+            if kind.shape not in ((1, 1), (stored.rows, 1)):
+                return None
+            by_row.add(kind.shape != (1, 1))
+            row = kind.shape != (1, 1) or stored.rows == 1
+            reshaped[scale] = plan.tensors[scale].reshape((stored.rows, 1) if row else (1,))
+            if (given := plan.tensors.get(f"{module}.input_scale")) is not None:
+                reshaped[f"{module}.input_scale"] = given.reshape((1,))
+        inputs = [name for name in reshaped if name.endswith(".input_scale")]
+        if len(by_row) > 1 or len(inputs) not in (0, len(weights)) or (inputs and True in by_row):
+            raise PlanError(
+                "its FP8 weights have scales of matrices and of rows, or input scales for some alone: "
+                "one group of compressed-tensors has no place for both"
+            )
+        packed = _Packed.of(plan, [split_parameter(name)[0] for name in weights])
+        others = {n: o for n, o in plan.tensors.items() if n not in weights}
+        left = ignored(
+            plan, others, experts=packed.experts, shared=packed.shared, drafts_too=packed.drafts
+        )
+        targets = packed.targets(plan)
+        group = (
+            fp8_group_config(None, targets)
+            if True in by_row
+            else fp8_tensor_group_config(targets, inputs=bool(inputs))
+        )
+        note = "codes and scales as they are"
+        block = _compressed(group, left=left)
+        return self._planned(plan, {**plan.tensors, **reshaped}, block, len(weights), note)
+
     def _own_fp8(self, plan: Plan, weights: list[str]) -> Plan:
         """Block FP8 under the names of DeepSeek and Qwen."""
         block = _block_of(plan, weights)
@@ -271,9 +314,32 @@ class Relabel:
         config = fp8_config(block, left, exponents=False)
         return self._planned(plan, tensors, config, len(weights), "codes and scales as they are")
 
+    def _packed_mxfp4(self, plan: Plan, found: Mapping[str, Read]) -> Plan:
+        """Quark's MXFP4 under compressed-tensors' names."""
+        pairs = {
+            old: f"{module}.{new}"
+            for module, (_, names) in found.items()
+            for old, new in zip(names, MXFP4, strict=True)
+        }
+        if any(name.endswith(f".{MXFP4[0]}") for name in pairs):
+            raise PlanError("its weights are in form compressed-tensors already: use it as it is")
+        if any(name.endswith(f".{MXFP4_BESIDE[1]}") for name in pairs):
+            raise PlanError(
+                "MXFP4 with scales as DeepSeek-V4 names them becomes fp8 or nvfp4 alone"
+            )
+        tensors = {pairs.get(name, name): output for name, output in plan.tensors.items()}
+        others = {name: o for name, o in plan.tensors.items() if name not in pairs}
+        packed = _Packed.of(plan, list(found))
+        left = ignored(
+            plan, others, experts=packed.experts, shared=packed.shared, drafts_too=packed.drafts
+        )
+        block = _compressed(mx.mx_group_config("mxfp4", packed.targets(plan)), left=left)
+        note = "codes and exponents as they are"
+        return self._planned(plan, tensors, block, len(found), note)
+
     def _fp8_of_mxfp4(self, plan: Plan, found: Mapping[str, Read]) -> Plan:
         """MXFP4 codes as E4M3 codes: beside DeepSeek-V4's FP8 layers under the same names, or alone."""
-        beside = all(names[0].endswith(f".{MXFP4_BESIDE[0]}") for _, names in found.values())
+        beside = all(names[1].endswith(f".{MXFP4_BESIDE[1]}") for _, names in found.values())
         op = MxToBlockFp8("F8_E8M0" if beside else "F32")
         made: dict[str, Output] = {}
         taken = {name for _, names in found.values() for name in names}

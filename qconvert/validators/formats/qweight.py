@@ -48,6 +48,9 @@ from qconvert.validators.reading.stated_schemes import (
 
 METHODS = ("gptq", "awq", AUTO_ROUND)
 
+# Which of a word's eight rows each nibble is of, from the lowest on (AutoAWQ 0.2, `gemm`).
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
 
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
@@ -192,8 +195,9 @@ def _read(checkpoint: Checkpoint, name: str) -> Form:
     assert scale is not None
     grid = Grid(scale, 0, rows, groups, (1, columns // groups), transposed=True)
     order = order if stated.ordered else None
-    codes = Codes(stated.bits, stated.symmetric, zeros, less, order, awq=awq)
-    form = stated.encoding(columns)
+    turned = AWQ_ORDER if awq else ()
+    codes = Codes(stated.bits, stated.symmetric, zeros, less, order, row_order=turned)
+    form = "w4a16" if awq else stated.encoding(columns)
     return Form(form, words, 0, rows, columns, grid, transposed=True, codes=codes)
 
 

@@ -29,12 +29,14 @@ from qconvert.validators.reading.quantization import (
     read_methods,
     scheme_of,
     taken_block,
+    weight_groups,
 )
 from qconvert.validators.reading.stated_schemes import (
     AUTO_ROUND,
     MIXED,
     algorithm,
     auto_round_weights,
+    layer_table,
 )
 
 Kinds = frozenset[str]
@@ -113,6 +115,10 @@ def _unknown(config: QuantConfig) -> str:
         return f"AutoRound's {block.get('bits')!r} bits of data_type {block.get('data_type')!r}"
     if config.method == "modelopt" and _by_algorithm(config) is None:
         return f"quant_algo {block.get('quant_algo')!r} of modelopt, which no rule here reads"
+    if config.method == "quark" or layer_table(config) is not None:
+        unread = (one for one in weight_groups(config) if one.get("type") is None)
+        said = next((one.get("stated") or one.get("quant_algo") for one in unread), None)
+        return "" if said is None else f"weights as {said}, which no rule here reads"
     if config.method != "compressed-tensors":
         return ""
     groups = block.get("config_groups")
@@ -156,7 +162,12 @@ def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: s
     module = name.rpartition(".")[0] if "." in name else name
     method, block = config.method, config.block
     wanted = _by_method(method)
-    if method == "modelopt":
+    if method == "quark" or layer_table(config) is not None:
+        own = scheme_of(checkpoint, module)
+        if own is None:
+            return None  # QC034
+        wanted = _by_numbers(own)
+    elif method == "modelopt":
         wanted = _by_algorithm(config) or _named(specs())
     elif method == AUTO_ROUND:
         weights = scheme_of(checkpoint, module)

@@ -94,8 +94,9 @@ class Codes:
     [groups, rows * bits / 32], each stored minus `less`; None: all are the middle of the range, as
     those of `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each
     column; None: groups lie side by side. `signed`: codes are I8, not packed, and so are zero points
-    [rows, groups]. `awq`: AutoAWQ's words [columns, rows / 8], of a transposed matrix, which hold rows
-    in the order of rows.py's `AWQ_ORDER`; zeros [groups, rows / 8] too."""
+    [rows, groups]. `row_order`: words [columns, rows / 8] of a transposed matrix, zeros [groups, rows /
+    8], and which of a word's eight rows each nibble is of, from the lowest on; `complement`: those
+    nibbles are in two's complement."""
 
     bits: int
     symmetric: bool = True
@@ -103,7 +104,8 @@ class Codes:
     less: int = 0
     order: Source | None = None
     signed: bool = False
-    awq: bool = False
+    row_order: tuple[int, ...] = ()
+    complement: bool = False
 
     @property
     def word(self) -> int:

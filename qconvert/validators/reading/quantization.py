@@ -32,7 +32,8 @@ from qconvert.validators.reading.stated_schemes import (
 T = TypeVar("T")
 
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
-KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
+KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt", "quark")
+_WHOLE_NAMES = ("compressed-tensors", "quark")  # vLLM: `is_equal_or_regex_match`
 HF_QUANT_CONFIG = "hf_quant_config.json"
 _SHELL = frozenset("*?[")
 _OF_DECODERS = ("model", "language_model", "layers")
@@ -42,6 +43,7 @@ LISTS: Mapping[str, tuple[str, ...]] = {
     "fbgemm_fp8": ("ignored_layers", "modules_to_not_convert"),
     "compressed-tensors": ("ignore",),
     "modelopt": ("exclude_modules", "ignore"),
+    "quark": ("exclude",),
 }
 
 
@@ -97,10 +99,10 @@ class Listed:
 
     def literal(self, module: str) -> bool:
         """Tell whether an entry that is not a pattern matches: the name itself, or (except for
-        compressed-tensors) a run of its dotted segments."""
+        compressed-tensors and Quark) a run of its dotted segments."""
         if module in self._plain:
             return True
-        if self.method == "compressed-tensors":
+        if self.method in _WHOLE_NAMES:
             return False
         parts = module.split(".")
         if self._ends.isdisjoint(parts):
@@ -269,6 +271,8 @@ def scheme(config: QuantConfig) -> tuple[Any, ...]:
     if config.method == "compressed-tensors":
         keys = ("type", "num_bits", "strategy", "group_size", "block_structure")
         return config.method, *sorted(repr([g.get(k) for k in keys]) for g in weight_groups(config))
+    if config.method == "quark":
+        return config.method, *sorted({repr(one) for one in weight_groups(config)})
     algorithm = block.get("quant_algo") if config.method == "modelopt" else None
     return config.method, pair(block.get("weight_block_size")), algorithm
 

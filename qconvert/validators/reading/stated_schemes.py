@@ -12,19 +12,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import translate
 from functools import cached_property
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import QuantConfig
 from qconvert.core.patterns import compiled
 from qconvert.validators.reading.forms import Spec, Weights, specs
+from qconvert.validators.reading.quark_schemes import quark_groups
 
 # Targets that every linear layer fits, in the order in which compressed-tensors asks for them.
 CLASSES = ("Linear", "Module")
 MIXED = "MIXED_PRECISION"
 _FLOAT8 = {"type": "float", "num_bits": 8}  # quant_method fp8
 # Prefixes under which runtimes and exporters name the language model's modules.
-_WRAPPERS = ("model.language_model.", "language_model.model.")
+_WRAPPERS = ("model.language_model.", "language_model.model.", "model.")
+# Modules that runtimes fuse, by the name of the whole, under which a table may have them.
+_WHOLES = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
 
 
 def pair(size: Any) -> tuple[int, int] | None:
@@ -44,6 +54,8 @@ def stated_weights(config: QuantConfig) -> Iterator[tuple[list[str], Weights]]:
     elif config.method == AUTO_ROUND:
         alike = {repr(w): w for w in map(auto_round_weights, (block, *Rules(block).changed()))}
         yield from (([], weights) for weights in alike.values())
+    elif config.method == "quark":
+        yield from quark_groups(block, CLASSES[0])
     elif config.method in ("fp8", "fbgemm_fp8"):
         size = block.get("weight_block_size")
         yield [CLASSES[0]], {**_FLOAT8, **({} if size is None else {"block_structure": size})}
@@ -66,14 +78,19 @@ def grouped_weights(block: Mapping[str, Any]) -> Iterator[tuple[list[str], Weigh
 
 
 def layer_table(config: QuantConfig) -> Mapping[str, Mapping[str, Any]] | None:
-    """Each quantized module's entry in modelopt's `quantized_layers`, which names all there are; None
-    for a block of one algorithm."""
+    """Each quantized module's entry in modelopt's `quantized_layers`, which names all there are, those
+    of a fused one by their own names too; None for a block of one algorithm."""
     table = config.block.get("quantized_layers")
     if config.method != "modelopt" or not isinstance(table, Mapping):
         return None
     if config.block.get("quant_algo") != MIXED:
         return None
-    return {name: entry for name, entry in table.items() if isinstance(entry, Mapping)}
+    found = {name: entry for name, entry in table.items() if isinstance(entry, Mapping)}
+    for name, entry in list(found.items()):
+        stem, dot, last = name.rpartition(".")
+        for part in _WHOLES.get(last, ()):
+            found.setdefault(f"{stem}{dot}{part}", entry)
+    return found
 
 
 def _modelopt(block: Mapping[str, Any]) -> Iterator[tuple[list[str], Weights]]:
@@ -261,12 +278,12 @@ class Rules:
     def __call__(self, module: str) -> Mapping[str, Any] | None:
         """The block with the changes for a module; None where it leaves the module out."""
         parts = module.split(".")
-        named = [*_spelled(module), *(".".join(parts[at:]) for at in range(1, len(parts)))]
+        named = [*spelled(module), *(".".join(parts[at:]) for at in range(1, len(parts)))]
         change = next((self._extra[name] for name in named if name in self._extra), None)
         inside = change is not None or parts[-1] != "lm_head"
         if change is None:
             change = next((c for pattern, c in self._patterns if pattern.search(module)), {})
-            inside &= not self._blocks or any(n.startswith(self._blocks) for n in _spelled(module))
+            inside &= not self._blocks or any(n.startswith(self._blocks) for n in spelled(module))
         bits = change.get("bits", self.block.get("bits") if inside else 16)
         if isinstance(bits, int) and bits >= 16:
             return None
@@ -300,9 +317,12 @@ class Targets:
         """Those of a block. GPTQ's rules are in an order of their own."""
         if config.method == AUTO_ROUND:
             return cls({}, (), None, below=False, rules=Rules(config.block))
+        """Those of a block. Rules of GPTQ and of Quark are in an order of their own."""
         entries = [(t, weights) for targets, weights in stated_weights(config) for t in targets]
         below = config.method == "modelopt"
-        return cls.among(entries, below=below, ordered=config.method == "gptq")
+        if below:
+            entries = [(f"re:{translate(t)}" if set(t) & set("*?[") else t, w) for t, w in entries]
+        return cls.among(entries, below=below, ordered=config.method in ("gptq", "quark"))
 
     @classmethod
     def among(
@@ -326,7 +346,7 @@ class Targets:
         if self.rules is not None:
             stated = self.rules(module)
             return None if stated is None else auto_round_weights(stated)
-        for name in _spelled(module) if self.below else (module,):
+        for name in spelled(module) if self.below else (module,):
             found = self.named.get(name)
             while found is None and self.below and "." in name:
                 name = name.rpartition(".")[0]
@@ -339,11 +359,12 @@ class Targets:
         return self.every
 
 
-def _spelled(module: str) -> Iterable[str]:
-    """The names that a table may have for a module."""
+def spelled(module: str) -> Iterable[str]:
+    """The names that modelopt's table may have for a module (sglang `modelopt_quant.py`,
+    `_quantized_layer_prefix_candidates`)."""
     yield module
     if module.endswith(".lm_head"):
         yield "lm_head"
-    for mine, other in (_WRAPPERS, _WRAPPERS[::-1]):
-        if module.startswith(mine):
-            yield other + module.removeprefix(mine)
+    own = next((one for one in _WRAPPERS if module.startswith(one)), None)
+    if own is not None:
+        yield from (other + module.removeprefix(own) for other in _WRAPPERS if other != own)
