@@ -4,7 +4,8 @@ Codes stay the numbers that they are; where they lie, what tensors are called, h
 what the config says change. What cannot be said in the other form is refused, with the tensor's name.
 
     to                   from
-    compressed-tensors   GPTQ's two forms, AutoAWQ's, modelopt's NVFP4, block FP8 of DeepSeek and Qwen,
+    compressed-tensors   GPTQ's two forms, AutoAWQ's and AutoRound's, with block FP8 beside or without;
+                         modelopt's NVFP4, block FP8 of DeepSeek and Qwen,
                          FP8 by tensor or row of modelopt and Quark, Quark's MXFP4
     gptq, gptq-v2        the other one, compressed-tensors' packed integers, AutoAWQ's
     modelopt             compressed-tensors' NVFP4
@@ -14,11 +15,11 @@ what the config says change. What cannot be said in the other form is refused, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from re import escape
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from qconvert.checkpoint.integer_config import awq_form, gptq_form
 from qconvert.checkpoint.quantization_config import fp8_scheme
@@ -61,6 +62,8 @@ from qconvert.passes.replace_weights import replace_weights, sources_of
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
+T = TypeVar("T", bound=Hashable)
+Fp8Block = tuple[int, int]
 Form = Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"]
 _SHAPE = "weight_shape"
 _SIDE = 128
@@ -114,7 +117,8 @@ class Relabel:
             return as_nvfp4(
                 plan, (self.name, options_of(self)), found, self.dialect, self.input_scale
             )
-        if len(kinds) + bool(weights) > 1:
+        beside = self.to == "compressed-tensors" and len(kinds) == 1 and kinds <= set(_INTS)
+        if len(kinds) + bool(weights) > 1 and not beside:
             raise PlanError(
                 "its weights are in several quantized forms, and only folders of one are relabelled"
             )
@@ -127,7 +131,7 @@ class Relabel:
         if kind == "nvfp4" and self.to in NVFP4:
             return self._nvfp4(plan, found)
         if kind in _INTS and self.to in ("compressed-tensors", "gptq", "gptq-v2"):
-            return self._ints(plan, found)
+            return self._ints(plan, found, weights)
         raise PlanError(
             f"{_NAMES.get(kind, 'its format')} does not become {self.to} without rounding"
             f"{_HINTS.get(kind, '')}"
@@ -148,7 +152,8 @@ class Relabel:
 
     # --- integers
 
-    def _ints(self, plan: Plan, found: Mapping[str, Read]) -> Plan:
+    def _ints(self, plan: Plan, found: Mapping[str, Read], fp8: list[str]) -> Plan:
+        """Integers, with block FP8 beside them that becomes a group of its own."""
         packing: Packing = "compressed-tensors"
         if self.to in ("gptq", "gptq-v2"):
             packing = self.to
@@ -161,15 +166,21 @@ class Relabel:
         made: dict[str, Output] = {}
         for module, (stored, _) in found.items():
             made |= _repacked(plan, module, stored, schemes[module], packing)
-        block = self._ints_block(plan, others, schemes)
+        block = self._ints_block(plan, others, schemes, _beside(plan, fp8))
+        if fp8:
+            others = with_weight_scales(others)
         return self._planned(
             plan, {**others, **made}, block, len(found), "codes as they are", shapes
         )
 
     def _ints_block(
-        self, plan: Plan, others: OutputsByName, schemes: Mapping[str, IntScheme]
+        self,
+        plan: Plan,
+        others: OutputsByName,
+        schemes: Mapping[str, IntScheme],
+        fp8: Mapping[str, Fp8Block],
     ) -> dict[str, Any]:
-        packed, members = _Packed.of(plan, list(schemes)), _members(schemes)
+        packed, members = _Packed.of(plan, [*schemes, *fp8]), _members(schemes)
         if self.to == "compressed-tensors":
             left = ignored(
                 plan,
@@ -178,11 +189,16 @@ class Relabel:
                 shared=packed.shared,
                 drafts_too=packed.drafts,
             )
-            targets = [packed.targets(plan)]
-            if len(members) > 1:
-                targets = _targets(plan, schemes, members)
-            groups = map(group_config, members, targets)
-            return _compressed(*groups, left=left)
+            every: dict[str, IntScheme | Fp8Block] = {**schemes, **fp8}
+            groups = _members(every)
+            targets = [packed.targets(plan)] if len(groups) == 1 else _targets(plan, groups)
+            made = [
+                group_config(one, names)
+                if isinstance(one, IntScheme)
+                else fp8_group_config(one, names)
+                for one, names in zip(groups, targets, strict=True)
+            ]
+            return _compressed(*made, left=left)
         named = with_draft_names(plan, runtime_linears(plan, others))
         left = [left_pattern(name for name in named if name not in schemes)]
         if not packed.experts and plan.role_index.dims.num_experts:
@@ -233,13 +249,7 @@ class Relabel:
 
     def _packed_fp8(self, plan: Plan, weights: list[str]) -> Plan:
         """Block FP8 under compressed-tensors' names."""
-        split = [name for name in weights if plan.role_index.kind(name) is Kind.KV_UP]
-        if split:
-            raise PlanError(
-                f"{split[0]!r} is FP8, and sglang splits it after loading, which it does not do for "
-                "compressed-tensors: use the folder as it is, or write it anew (a recipe of `dequant` "
-                "and `fp8: {dialect: compressed-tensors}`)"
-            )
+        _check_unsplit(plan, weights)
         block = _block_of(plan, weights)
         if not any(f"{name}_scale_inv" in plan.tensors for name in weights):
             raise PlanError("its scales have compressed-tensors' names already: use it as it is")
@@ -367,44 +377,68 @@ class Relabel:
 
 
 def _compressed(*groups: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
-    """compressed-tensors' block of groups of one format."""
+    """compressed-tensors' block of these groups."""
+    formats = {group["format"] for group in groups}
     return {
         "quant_method": "compressed-tensors",
-        "format": groups[0]["format"],
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
         "ignore": left,
     }
 
 
-def _members(schemes: Mapping[str, IntScheme]) -> dict[IntScheme, list[str]]:
+def _beside(plan: Plan, fp8: list[str]) -> dict[str, Fp8Block]:
+    """The blocks of FP8 weights that stay as they are beside integers. Raises PlanError for those that
+    compressed-tensors' runtimes do not take so."""
+    _check_unsplit(plan, fp8)
+    block = _block_of(plan, fp8) if fp8 else None
+    return {split_parameter(name)[0]: block for name in fp8 if block is not None}
+
+
+def _check_unsplit(plan: Plan, fp8: list[str]) -> None:
+    split = next((name for name in fp8 if plan.role_index.kind(name) is Kind.KV_UP), None)
+    if split is not None:
+        raise PlanError(
+            f"{split!r} is FP8, and sglang splits it after loading, which it does not do for "
+            "compressed-tensors: use the folder as it is, or write it anew (a recipe of `dequant` and "
+            "`fp8: {dialect: compressed-tensors}`)"
+        )
+
+
+def _members(schemes: Mapping[str, T]) -> dict[T, list[str]]:
     """Modules by scheme, that of the most first."""
-    found: dict[IntScheme, list[str]] = {}
+    found: dict[T, list[str]] = {}
     for module, scheme in schemes.items():
         found.setdefault(scheme, []).append(module)
     return dict(sorted(found.items(), key=lambda one: -len(one[1])))
 
 
-def _targets(
-    plan: Plan, schemes: Mapping[str, IntScheme], members: Mapping[IntScheme, list[str]]
-) -> list[list[str]]:
-    """compressed-tensors' targets of several schemes: a pattern for modules that differ in layer and
-    expert alone, where all of them have one; else names, which are asked for before patterns. Routed
-    experts that all have one scheme get the patterns that every runtime finds them by."""
-    alike: dict[str, set[IntScheme]] = {}
-    for module, scheme in schemes.items():
-        alike.setdefault(_pattern(module), set()).add(scheme)
-    routed = {m for m in schemes if plan.role_index.kind(f"{m}.weight").routed}
-    together = len({schemes[module] for module in routed}) == 1
+def _targets(plan: Plan, members: Mapping[T, list[str]]) -> list[list[str]]:
+    """compressed-tensors' targets of several schemes, under the names that runtimes fuse modules to as
+    well: a pattern for modules that differ in layer and expert alone, where all of them have one; else
+    names, which are asked for before patterns. Routed experts that all have one scheme get the patterns
+    that every runtime finds them by."""
+    alike: dict[str, set[T]] = {}
+    for scheme, modules in members.items():
+        for module in with_fused_names(modules):
+            alike.setdefault(_pattern(module), set()).add(scheme)
+    routed = {
+        module: scheme
+        for scheme, modules in members.items()
+        for module in modules
+        if plan.role_index.kind(f"{module}.weight").routed
+    }
+    together = len(set(routed.values())) == 1
     found = []
     for scheme, modules in members.items():
         own: dict[str, None] = {}
-        for module in modules:
-            if together and module in routed:
-                own |= dict.fromkeys(expert_targets(plan.family.expert_paths))
-            else:
-                pattern = _pattern(module)
-                own[f"re:{pattern}" if alike[pattern] == {scheme} else module] = None
+        if together and scheme in routed.values():
+            own |= dict.fromkeys(expert_targets(plan.family.expert_paths))
+            modules = [module for module in modules if module not in routed]
+        for module in with_fused_names(modules):
+            pattern = _pattern(module)
+            own[f"re:{pattern}" if alike[pattern] == {scheme} else module] = None
         found.append(list(own))
     return found
 
@@ -417,30 +451,25 @@ def _pattern(module: str) -> str:
 
 
 def _dynamic(plan: Plan, members: Mapping[IntScheme, list[str]]) -> dict[str, Any]:
-    """Rules of GPTQModel's `dynamic` for modules of other schemes than that of the most, under the
-    names that runtimes fuse them to as well; names before patterns, of which the first applies."""
-    names: dict[IntScheme, dict[str, None]] = {}
-    for scheme, modules in members.items():
-        names[scheme] = dict.fromkeys(with_fused_names(modules))
-    schemes = {name: scheme for scheme, own in names.items() for name in own}
-    targets = _targets(plan, schemes, {scheme: list(own) for scheme, own in names.items()})
+    """Rules of GPTQModel's `dynamic` for modules of other schemes than that of the most; names before
+    patterns, since the first that matches applies."""
     single: dict[str, Any] = {}
     patterns: dict[str, Any] = {}
-    for scheme, own in zip(members, targets, strict=True):
+    for scheme, targets in zip(members, _targets(plan, members), strict=True):
         change = {
             "bits": scheme.bits,
             "group_size": -1 if scheme.group is None else scheme.group,
             "sym": scheme.symmetric,
             "desc_act": scheme.actorder == "group",
         }
-        for target in own:
-            if not target.startswith("re:"):
+        for target in targets:
+            pattern = target.removeprefix("re:")
+            if pattern == target:
                 single[f"+:^{escape(target)}$"] = change
             elif scheme != next(iter(members)):
                 # Runtimes ask for all experts of a layer at once.
-                pattern = target[3:].removesuffix(r"\..*")
-                whole = pattern != target[3:]
-                patterns[f"+:{pattern}(\\..*)?$" if whole else f"+:{pattern}"] = change
+                whole = pattern.removesuffix(r"\..*")
+                patterns[f"+:{pattern}" if whole == pattern else f"+:{whole}(\\..*)?$"] = change
     return single | patterns
 
 
