@@ -21,6 +21,7 @@ from qconvert.core.names import is_scale, split_parameter
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.formats.packed import ints_of
+from qconvert.validators.formats.qweight import qweight_ints
 from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.forms import coded_weights, specs
 from qconvert.validators.reading.model import (
@@ -163,8 +164,11 @@ def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
         if place.parameter not in _MATRICES:
             continue
         module = split_parameter(name)[0]
-        packed = place.parameter == "weight_packed"
-        scheme = ints_of(checkpoint, module) if packed else None
+        scheme: object = None
+        if place.parameter == "weight_packed":
+            scheme = ints_of(checkpoint, module)
+        elif place.parameter == "qweight":
+            scheme = qweight_ints(checkpoint, module)
         form = place.parameter, checkpoint[name].type.dtype, scheme
         layers.setdefault((role != base, place.layer), {}).setdefault(form, name)
     for (draft, layer), forms in layers.items():
