@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 @conversion(
     click.option(
         "--to", required=True,
-        type=click.Choice(["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"]),
+        type=click.Choice(
+            ["compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt", "fp8", "nvfp4"]
+        ),
         help="The form to write.",
     ),
     click.option(

@@ -7,7 +7,8 @@ what the config says change. What cannot be said in the other form is refused, w
     compressed-tensors   GPTQ's two forms, AutoAWQ's and AutoRound's, with block FP8 beside or without;
                          modelopt's NVFP4, block FP8 of DeepSeek and Qwen,
                          FP8 by tensor or row of modelopt and Quark, Quark's MXFP4
-    gptq, gptq-v2        the other one, compressed-tensors' packed integers, AutoAWQ's
+    gptq, gptq-v2        the other one, compressed-tensors' packed integers, AutoAWQ's and AutoRound's
+    awq                  4 bits of compressed-tensors, of GPTQ's forms, and of AutoRound
     modelopt             compressed-tensors' NVFP4
     fp8                  compressed-tensors' block FP8; MXFP4 of compressed-tensors or DeepSeek-V4
     nvfp4                MXFP4 of compressed-tensors or DeepSeek-V4 (passes/mxfp4_as_nvfp4.py)
@@ -34,7 +35,13 @@ from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_config, fp8_group_config, fp8_tensor_group_config
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
 from qconvert.formats.int_packed.decode import IntDecoder
-from qconvert.formats.int_packed.format import gptq_config, group_config, left_pattern
+from qconvert.formats.int_packed.format import (
+    awq_config,
+    gptq_config,
+    group_config,
+    left_parts,
+    left_pattern,
+)
 from qconvert.formats.int_packed.packers import Packing, packer
 from qconvert.formats.int_packed.repack import RepackInts
 from qconvert.formats.mx import format as mx
@@ -43,7 +50,7 @@ from qconvert.formats.nvfp4.format import modelopt_config
 from qconvert.formats.nvfp4.relabel import Reciprocal
 from qconvert.formats.registry import encoded, read_matrix
 from qconvert.models.experts import STALE_RULE
-from qconvert.models.linears import runtime_linears
+from qconvert.models.linears import linears_and_routers, runtime_linears
 from qconvert.models.unquantized import (
     OutputsByName,
     all_experts,
@@ -64,7 +71,7 @@ from qconvert.plan.plan import LogEntry, Plan
 
 T = TypeVar("T", bound=Hashable)
 Fp8Block = tuple[int, int]
-Form = Literal["compressed-tensors", "gptq", "gptq-v2", "modelopt", "fp8", "nvfp4"]
+Form = Literal["compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt", "fp8", "nvfp4"]
 _SHAPE = "weight_shape"
 _SIDE = 128
 
@@ -130,7 +137,7 @@ class Relabel:
         (kind,) = kinds or {"fp8"}
         if kind == "nvfp4" and self.to in NVFP4:
             return self._nvfp4(plan, found)
-        if kind in _INTS and self.to in ("compressed-tensors", "gptq", "gptq-v2"):
+        if kind in _INTS and self.to in ("compressed-tensors", "gptq", "gptq-v2", "awq"):
             return self._ints(plan, found, weights)
         raise PlanError(
             f"{_NAMES.get(kind, 'its format')} does not become {self.to} without rounding"
@@ -155,7 +162,7 @@ class Relabel:
     def _ints(self, plan: Plan, found: Mapping[str, Read], fp8: list[str]) -> Plan:
         """Integers, with block FP8 beside them that becomes a group of its own."""
         packing: Packing = "compressed-tensors"
-        if self.to in ("gptq", "gptq-v2"):
+        if self.to in ("gptq", "gptq-v2", "awq"):
             packing = self.to
         if all(_ints_of(stored).packing == packing for stored, _ in found.values()):
             raise PlanError(f"its weights are in form {self.to} already: use it as it is")
@@ -200,10 +207,19 @@ class Relabel:
             ]
             return _compressed(*made, left=left)
         named = with_draft_names(plan, runtime_linears(plan, others))
+        scheme, *more = members
+        if self.to == "awq":
+            if more:
+                raise PlanError(
+                    f"its matrices have {len(members)} schemes, and AutoAWQ's form has place for one"
+                )
+            kept = plan.role_index.dims.num_experts and not packed.experts
+            experts = plan.family.expert_paths if kept else ()
+            named = with_draft_names(plan, linears_and_routers(plan, others))
+            return awq_config(scheme, left_parts(named, experts, schemes))
         left = [left_pattern(name for name in named if name not in schemes)]
         if not packed.experts and plan.role_index.dims.num_experts:
             left += [p.removeprefix("re:") for p in all_experts(plan.family.expert_paths)]
-        scheme, *more = members
         block = gptq_config(scheme, 1 if self.to == "gptq" else 2, left)
         if more:
             block["dynamic"] |= _dynamic(plan, members)

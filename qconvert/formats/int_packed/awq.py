@@ -22,6 +22,7 @@ from qconvert.formats.int_packed.decode import (
     scale_scratch,
     scales,
 )
+from qconvert.formats.int_packed.packers import AWQ_PLACES
 from qconvert.ops.base import array
 from qconvert.ops.cast import float_tiles
 
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 BITS = 4
 WORD = 32 // BITS
 MIDDLE = 1 << (BITS - 1)
-# Where in a word the code of each of its columns is, in nibbles from the lowest.
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+PLACES = AWQ_PLACES
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class DequantAwq(FromColumns):
     count: int
 
     format: ClassVar[str] = "awq"
-    packing: ClassVar[None] = None
+    packing: ClassVar[str] = "awq"
     scale_at: ClassVar[int] = 1
 
     @property

@@ -187,6 +187,39 @@ def gptq_config(scheme: IntScheme, version: int, dynamic: Iterable[str]) -> dict
     }
 
 
+def awq_config(scheme: IntScheme, left: Iterable[str]) -> dict[str, Any]:
+    """The block of AutoAWQ's own form (0.2, `models/_config.py`). `left` are parts of names of modules
+    that stay unquantized, which sglang, vLLM and transformers look for anywhere in a name."""
+    return {
+        "quant_method": "awq",
+        "bits": scheme.bits,
+        "group_size": -1 if scheme.group is None else scheme.group,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(left),
+    }
+
+
+def left_parts(
+    modules: Iterable[str], experts: Iterable[str], quantized: Iterable[str]
+) -> list[str]:
+    """Names for AutoAWQ's list: these modules but for quantized ones, under the names that runtimes fuse
+    them to as well, and paths of experts that stay, instead of each one's name. Raises PlanError where
+    one is part of the name of a quantized module."""
+    taken, paths = set(quantized), [path.strip(".") for path in experts]
+    names = (m for m in modules if m not in taken and not any(f".{path}." in m for path in paths))
+    found = [*with_fused_names(names), *paths]
+    whole = "\n".join(with_fused_names(taken))
+    for name in found:
+        if name in whole:
+            line = next(one for one in whole.split("\n") if name in one)
+            raise PlanError(
+                f"{name!r} stays unquantized and {line!r} does not, and AutoAWQ's list names parts of "
+                "names: it would leave both; take packing compressed-tensors or gptq-v2"
+            )
+    return found
+
+
 def left_pattern(modules: Iterable[str]) -> str:
     """A pattern of just these modules, under the names that runtimes fuse them to as well. It spells no
     `mtp`: at the sight of it vLLM (`models/qwen3_5_mtp.py`) builds the whole draft unquantized."""
@@ -221,7 +254,9 @@ def _awq_label(folder: FolderTensors, module: str, parameter: str) -> str | None
             return None
     except PlanError:
         pass  # of another version, or bits
-    return f"AWQ INT{block.get('bits', block.get('w_bit', '?'))} g{block.get('group_size', '?')}"
+    size = block.get("group_size", block.get("q_group_size", "?"))
+    group = "per channel" if size == -1 else f"g{size}"
+    return f"AWQ INT{block.get('bits', block.get('w_bit', '?'))} {group}"
 
 
 def _gptq_label(folder: FolderTensors, module: str, parameter: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Packing of integer codes: compressed-tensors' pack-quantized, and GPTQ's own form.
+"""Packing of integer codes: compressed-tensors' pack-quantized, and the own forms of GPTQ and AutoAWQ.
 
 Sources: compressed-tensors, `compressors/pack_quantized/` (words and zero points), llm-compressor,
 `modeling/moe/linear_experts.py` (`weight_g_idx`); AutoGPTQ 0.7 and GPTQModel, which write and
@@ -21,7 +21,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Codes, IntScheme, Packer, words
-from qconvert.core.parameter_names import INT8, PACKED
+from qconvert.core.parameter_names import AWQ, INT8, PACKED
 from qconvert.ops.base import array
 from qconvert.ops.cast import round_to_bf16
 from qconvert.ops.compiled import done
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from qconvert.core.arrays import Float32s, Int8s, UInt32s
 
 
-Packing = Literal["compressed-tensors", "gptq", "gptq-v2"]
+Packing = Literal["compressed-tensors", "gptq", "gptq-v2", "awq"]
 
+# The nibble of a word, counted from the lowest, that AutoAWQ has each of eight rows in.
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 INT8_ROWS = IntScheme(bits=8, group=None)  # what runtimes compute with INT8 activations
 # Codes packed at a time: the least, and the most of a quarter of a matrix. Those of a calibration are
 # packed whole, and where threads launch a GPU's kernels beside, each of numpy's calls waits for Python's
@@ -197,11 +199,81 @@ class PackGptqWithoutIndex(PackGptq):
         return PackGptq.infer(self, weight)[:3]
 
 
+@dataclass(frozen=True, slots=True)
+class PackAwq:
+    """AutoAWQ's form, version `gemm` (0.2, `modules/linear/gemm.py` `WQLinear_GEMM.from_linear`):
+    qweight I32 [K, N / 8], scales [groups, N], qzeros I32 [groups, N / 8]; in a word, from the lowest
+    nibble on, rows 0, 2, 4, 6, 1, 3, 5 and 7 of eight. Symmetric codes get zero points of 8."""
+
+    scheme: IntScheme
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for what the form has no place for."""
+        if self.scheme.bits != 4 or self.scheme.actorder == "group":
+            raise PlanError(
+                "AutoAWQ's form holds codes of 4 bits in groups of neighbouring columns: take bits 4, "
+                "and no actorder group"
+            )
+
+    def scheme_of(self, columns: int) -> IntScheme:
+        return self.scheme
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return AWQ
+
+    @property
+    def row_step(self) -> int:
+        return 0  # rows of the matrix are columns here
+
+    def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
+        rows, columns, groups = _cut(self.scheme, weight)
+        word = self.scheme.word
+        if rows % word:
+            raise PlanError(
+                f"AutoAWQ's form packs codes of {word} neighbouring rows into a word: expected rows in "
+                f"whole words, found {rows} in {weight}"
+            )
+        return (
+            TensorType("I32", (columns, rows // word)),
+            TensorType(self.scheme.scale_dtype, (groups, rows)),
+            TensorType("I32", (groups, rows // word)),
+        )
+
+    def loss(self, weight: TensorType) -> str:
+        return _loss(self.scheme, weight)
+
+    def pack(self, codes: Codes, outs: Sequence[Buffer]) -> None:
+        import numpy as np
+
+        qweight, scales, qzeros = outs
+        word = self.scheme.word
+        lines = array(qweight.data, np.uint32, qweight.type.shape)
+        for start, stop in _tiles(codes.codes, word):
+            lines[:, start // word : stop // word] = _across_rows(codes.codes[start:stop])
+        _put(codes.scale.T, scales)
+        zero = np.zeros(codes.scale.shape, np.int8) if codes.zero is None else codes.zero
+        array(qzeros.data, np.uint32, qzeros.type.shape)[...] = _across_rows(zero)
+
+
+def _across_rows(codes: Int8s) -> UInt32s:
+    """Signed codes of 4 bits [n, K], n in eights -> AutoAWQ's words [K, n / 8]."""
+    import numpy as np
+
+    stored = (codes.view(np.uint8) ^ np.uint8(0x08)) & np.uint8(0x0F)
+    found = np.zeros((codes.shape[0] // len(AWQ_PLACES), codes.shape[1]), np.uint32)
+    for row, place in enumerate(AWQ_PLACES):
+        found |= stored[row :: len(AWQ_PLACES)].astype(np.uint32) << np.uint32(4 * place)
+    return found.T
+
+
 def packer(packing: Packing, scheme: IntScheme, *, draft: bool = False) -> Packer:
     """The packer of a form by its name, for a draft layer or another. Raises PlanError where it cannot
     hold the scheme."""
     if packing == "compressed-tensors":
         return PackQuantized(scheme)
+    if packing == "awq":
+        return PackAwq(scheme)
     kind = PackGptqWithoutIndex if draft and scheme.actorder != "group" else PackGptq
     return kind(scheme, 1 if packing == "gptq" else 2)
 
@@ -225,10 +297,11 @@ def along_rows(codes: Int8s, bits: int) -> UInt32s:
     return (pairs.astype(np.uint8) ^ np.uint8(0x88)).view("<u4")
 
 
-def _tiles(codes: Int8s) -> list[tuple[int, int]]:
+def _tiles(codes: Int8s, word: int = 1) -> list[tuple[int, int]]:
+    """Ranges of rows, in multiples of `word`."""
     rows, columns = codes.shape
     tile = max(_TILE, min(_LARGEST_TILE, codes.size // 4))
-    step = max(1, tile // max(1, columns))
+    step = max(1, tile // max(1, columns * word)) * word
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

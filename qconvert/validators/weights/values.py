@@ -33,8 +33,13 @@ if TYPE_CHECKING:
 def may_be_negative(manifest: Mapping[str, Any] | None, form: Form) -> bool:
     """Of a matrix that is stored so, in a folder with this manifest, or none."""
     codes = form.codes
-    if codes is None or not codes.symmetric or codes.signed:
+    if codes is None or codes.signed:
         return False
+    if not codes.symmetric:  # symmetric codes of another form have AutoAWQ's zero points now
+        passes = (manifest or {}).get("passes", ())
+        return any(
+            one.get("name") == "relabel" and one["options"].get("to") == "awq" for one in passes
+        )
     made = [step for step in (manifest or {}).get("passes", ()) if step.get("name") == "w4a16"]
     if not made:
         return True
