@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
+from struct import unpack
 from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
@@ -456,9 +457,23 @@ class Checkpoint(Mapping[str, Source]):
         assert source.type.numel == 1
         return self.read_small(source)
 
+    def read_shape(self, source: Source) -> tuple[int, int] | None:
+        """The two integers of a tensor that holds a shape, which planning may read, too; None for one of
+        another type, and where no data is at hand: not written yet, or a request away. Raises
+        CheckpointError if they cannot be read."""
+        kind = {"I64": "<2q", "I32": "<2i"}.get(source.type.dtype)
+        if (
+            kind is None
+            or source.type.shape != (2,)
+            or self.shards[source.shard].remote is not None
+        ):
+            return None
+        rows, columns = unpack(kind, self.read_small(source))
+        return rows, columns
+
     def read_small(self, source: Source) -> bytes:
-        """The bytes of a small tensor: a scalar, or bitsandbytes' JSON. They are the only tensor data
-        that planning may read. Raises CheckpointError if it is large or cannot be read."""
+        """The bytes of a small tensor: a scalar, a shape, or bitsandbytes' JSON. They are the only tensor
+        data that planning may read. Raises CheckpointError if it is large or cannot be read."""
         if source.type.nbytes > _SMALL_TENSOR:
             raise CheckpointError(
                 f"{source.name!r}: expected {_SMALL_TENSOR} bytes at most, found {source.type}"

@@ -234,9 +234,11 @@ def fp8(packed: bool, channel: bool, tensor: bool, ue8m0: bool, **fields: Any) -
     click.option("--asymmetric", is_flag=True, help="Store a zero point with each scale."),
     click.option(
         "--packing",
-        type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]), default="compressed-tensors",
+        type=click.Choice(["compressed-tensors", "gptq", "gptq-v2", "awq"]),
+        default="compressed-tensors",
         show_default=True,
-        help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored.",
+        help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored; awq "
+        "(AutoAWQ's form) needs --asymmetric.",
     ),
     TARGETS,
     IGNORE,

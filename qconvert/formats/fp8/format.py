@@ -66,10 +66,12 @@ def fp8_reading(
     Without a block size the scale is [] or [1] for the whole tensor; [..., N] or [..., N, 1] a row;
     [E] or [E, 1, 1] for each expert of a stack. Raises PlanError for anything else.
     """
-    if scheme.block is not None:
-        return _in_blocks(scheme.block), weight, scale
     *lead, rows, columns = weight.type.shape
     shape = scale.type.shape
+    if scheme.block is not None:
+        if len(shape) == len(lead) + 4 and shape[-1] == shape[-3] == 1:  # modelopt's FP8_PB_WO
+            scale = scale.reshape((*lead, shape[-4], shape[-2]))
+        return _in_blocks(scheme.block), weight, scale
     if scale.type.numel == 1:
         flat = weight.reshape((prod(lead) * rows, columns))
         return DequantFp8((prod(lead) * rows, columns)), flat, scale.reshape((1, 1))

@@ -1,4 +1,5 @@
-"""MXFP4, of compressed-tensors or beside FP8 as DeepSeek-V4 has it, and gpt-oss's stacks; MXFP8."""
+"""MXFP4, of compressed-tensors, of Quark or beside FP8 as DeepSeek-V4 has it, and gpt-oss's stacks;
+MXFP8."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from qconvert.checkpoint.quantization_config import states_mxfp4
+from qconvert.checkpoint.quantization_config import is_mxfp4, states_mxfp4, weights_of
 from qconvert.core.errors import PlanError
-from qconvert.core.parameter_names import MX, MXFP4, MXFP4_BESIDE, MXFP4_STACKED
+from qconvert.core.parameter_names import MX, MXFP4, MXFP4_BESIDE, MXFP4_PLAIN, MXFP4_STACKED
 from qconvert.core.versions import LLM_COMPRESSOR, SGLANG, TRANSFORMERS, VLLM
 from qconvert.formats.base import FolderTensors, Format, Read, stored
 from qconvert.formats.fp8.format import read as read_fp8
@@ -21,12 +22,14 @@ _CONFIG_FORMATS: Mapping[Form, str] = {"mxfp4": "mxfp4-pack-quantized", "mxfp8":
 
 
 def read(plan: Plan, module: str) -> Read | None:
-    """A module with a `weight_packed` in U8 where the config states MXFP4, or an I8 `weight` with
-    F8_E8M0 scales: DeepSeek-V4's config states nothing about their block."""
+    """A module with a `weight_packed`, or a `weight`, in U8 where the config states MXFP4, or an I8
+    `weight` with F8_E8M0 scales: DeepSeek-V4's config states nothing about their block."""
     codes, scale = (f"{module}.{part}" for part in MXFP4)
     found = plan.tensors.get(codes)
     if found is not None and found.type.dtype == "U8":
-        if not any(states_mxfp4(c.block) for c in plan.checkpoint.quantization_configs):
+        said = weights_of(plan.checkpoint, module)
+        known = any(states_mxfp4(c.block) for c in plan.checkpoint.quantization_configs)
+        if not known and (said is None or not is_mxfp4(said[0])):
             raise PlanError(
                 f"weight {codes!r} is U8 without a global scale, so no NVFP4, and the config states no "
                 "MXFP4: qconvert does not guess"
@@ -34,11 +37,14 @@ def read(plan: Plan, module: str) -> Read | None:
         return _stored(plan, codes, scale)
     codes, scale = (f"{module}.{part}" for part in MXFP4_BESIDE)
     found, exponents = plan.tensors.get(codes), plan.tensors.get(scale)
-    if found is None or exponents is None or exponents.type.dtype != "F8_E8M0":
+    if found is None or found.type.dtype not in ("I8", "U8"):
         return None
-    if found.type.dtype not in ("I8", "U8"):
+    if exponents is not None and exponents.type.dtype == "F8_E8M0":
+        return _stored(plan, codes, scale)
+    said = weights_of(plan.checkpoint, module) if found.type.dtype == "U8" else None
+    if said is None or not is_mxfp4(said[0]):
         return None
-    return _stored(plan, codes, scale)
+    return _stored(plan, *(f"{module}.{part}" for part in MXFP4_PLAIN))
 
 
 def _stored(plan: Plan, codes: str, scale: str) -> Read:
@@ -146,6 +152,10 @@ FORMATS = (
         name="mxfp4-deepseek-v4", title="MXFP4", parameters=MXFP4_BESIDE, codes=("I8", "U8"),
         cut=(1, 32), order=40,
         equals="DeepSeek-V4 inference/convert.py", read=read, label=_label,
+    ),
+    Format(
+        name="mxfp4-quark", title="MXFP4", parameters=MXFP4_PLAIN, codes=("U8",), cut=(1, 32), order=40,
+        equals="amd-quark 0.13 torch/utils/pack.py", read=read, label=_label,
     ),
     Format(
         name="mxfp4-gpt-oss", title="MXFP4", parameters=MXFP4_STACKED, codes=("U8",), cut=(1, 32),

@@ -2,9 +2,9 @@
 code that makes outputs.
 
 FP8 is OCP 8-bit Floating Point (E4M3: bias 7, 0x7F NaN; E5M2: bias 15, infinity 0x7C), E8M0 is OCP MX
-1.0 (2^(e - 127), 255 NaN), packed INT4 and INT8 are compressed-tensors's pack-quantized (the first
-of eight or four codes in a word's lowest bits, each stored as code + 8 or + 128); GPTQ's words are the
-same. Which scale belongs to which block is in
+1.0 (2^(e - 127), 255 NaN), packed integers of 2 to 8 bits are compressed-tensors's pack-quantized
+(codes side by side from a word's lowest bit on, each stored plus half its range, some of 3, 5, 6 and 7
+bits in two words); GPTQ's words are the same. Which scale belongs to which block is in
 validators/reading/rows.py.
 """
 
@@ -101,6 +101,19 @@ def int8_floats(packed: Bytes) -> Floats:
     import numpy as np
 
     return packed.astype(np.float32) - np.float32(128)
+
+
+def fields_of(words: Words, bits: int, first: int, count: int) -> Words:
+    """Fields [n, count] of `bits` in strings of words [n, W], from bit `first` of each on: the two words
+    that a field may lie in as one number, moved to its beginning."""
+    import numpy as np
+
+    start = first + bits * np.arange(count)
+    word, shift = start // 32, (start % 32).astype(np.uint64)
+    both = words[:, word].astype(np.uint64)
+    over = np.flatnonzero(start % 32 + bits > 32)
+    both[:, over] |= words[:, word[over] + 1].astype(np.uint64) << np.uint64(32)
+    return (both >> shift & np.uint64((1 << bits) - 1)).astype(np.uint32)
 
 
 def floats(data: Bytes, dtype: str) -> Floats:

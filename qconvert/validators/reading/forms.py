@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.discovery import FORMATS, discover, held
-from qconvert.core.dtypes import DTYPE_BITS
+from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
 from qconvert.validators.reading.decode import floats
 
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Bytes, Floats
     from qconvert.validators.reading.matrices import Matrix
+
+
+def words_of(codes: int, bits: int) -> int:
+    """32-bit words of codes side by side."""
+    return ceil_div(codes * bits, 32)
 
 
 RAW = "raw"  # not numbers, or in an unsupported form: bytes
@@ -87,12 +92,13 @@ class GlobalScale:
 class Codes:
     """The parts of packed integers other than words and scales.
 
-    `zeros` I32: zero points packed along the rows, [ceil(rows / word), groups], transposed [groups,
-    rows / word], each stored minus `less`; None: all are the middle of the range, as those of
-    `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each column; None:
-    groups lie side by side. `signed`: codes are I8, not packed, and so are zero points [rows, groups].
-    `awq`: AutoAWQ's words [columns, rows / 8], of a transposed matrix, which hold rows in the order of
-    rows.py's `AWQ_ORDER`; zeros [groups, rows / 8] too."""
+    `zeros` I32: zero points packed along the rows, [ceil(rows * bits / 32), groups], transposed
+    [groups, rows * bits / 32], each stored minus `less`; None: all are the middle of the range, as
+    those of `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each
+    column; None: groups lie side by side. `signed`: codes are I8, not packed, and so are zero points
+    [rows, groups]. `row_order`: words [columns, rows / 8] of a transposed matrix, zeros [groups, rows /
+    8], and which of a word's eight rows each nibble is of, from the lowest on; `complement`: those
+    nibbles are in two's complement."""
 
     bits: int
     symmetric: bool = True
@@ -100,12 +106,13 @@ class Codes:
     less: int = 0
     order: Source | None = None
     signed: bool = False
-    awq: bool = False
+    row_order: tuple[int, ...] = ()
+    complement: bool = False
 
     @property
     def word(self) -> int:
-        """Codes in a word."""
-        return 32 // self.bits
+        """Codes that fill whole words."""
+        return 32 // gcd(32, self.bits)
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -143,8 +150,14 @@ class Form:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row, without scales."""
+        """Bytes of a row as it is read, without scales."""
         return int(self.columns * self.encoding.bits // 8)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of a row as it is stored: of codes that are taken apart, whole words."""
+        apart = self.encoding.apart
+        return 4 * words_of(self.columns, apart) if apart else self.row_nbytes
 
     def tensors(self) -> Iterator[str]:
         """Names of the tensors that it is read from, beside the codes'."""
@@ -196,7 +209,8 @@ class Encoding:
     the order of the columns, where its forms have no `numbers`; a compiled `loop` that does the same to
     rows, with their scales. `largest` of the codes; `passes` that round to them; `nearest`: bounds of
     that. `exact_zero`: a code of 0 is 0 whatever its scale. `scaled`: their bytes hold the scales too,
-    and their numbers are products."""
+    and their numbers are products. `apart`: bits of codes that are stored in strings of words, and read
+    as a byte each."""
 
     name: str
     bits: int | Fraction
@@ -207,6 +221,7 @@ class Encoding:
     nearest: Nearest | None = None
     exact_zero: bool = False
     scaled: bool = False
+    apart: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,11 +36,18 @@ def may_be_negative(manifest: Mapping[str, Any] | None, form: Form) -> bool:
     codes = form.codes
     if form.offset is not None:
         return True
-    if codes is None or codes.bits != 4 or not codes.symmetric or codes.signed:
+    if codes is None or codes.signed:
         return False
+    if not codes.symmetric:  # symmetric codes of another form have AutoAWQ's zero points now
+        passes = (manifest or {}).get("passes", ())
+        return any(
+            one.get("name") == "relabel" and one["options"].get("to") == "awq" for one in passes
+        )
     made = [step for step in (manifest or {}).get("passes", ()) if step.get("name") == "w4a16"]
     if not made:
         return True
+    if codes.bits != 4:
+        return False
     said = (manifest or {}).get(CALIBRATION)
     if isinstance(said, dict) and said.get("signs") == "both" and said.get("scales") == "search":
         return True
@@ -89,7 +96,7 @@ class Values:
             stacks.setdefault(matrix.tensor, set()).add((matrix.form.at, begin))
             codes = matrix.form.codes
             if codes is not None and codes.symmetric and not codes.signed:
-                blanks[matrix.tensor] = _BLANK[codes.bits]
+                blanks[matrix.tensor] = _BLANK.get(codes.bits, 0)
             if grid is not None:
                 graded.add(grid.scale.name)
                 graded |= (
@@ -229,7 +236,7 @@ def _stretches(size: int) -> tuple[tuple[int, int], ...] | None:
 
 
 _GLANCE = 4096
-_BLANK = {4: 0x88, 8: 0x80}  # two codes of zero, or one
+_BLANK = {2: 0xAA, 4: 0x88, 8: 0x80}  # bytes of codes of zero; others lie across bytes
 
 
 @dataclass(frozen=True, kw_only=True)

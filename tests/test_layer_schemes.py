@@ -1,0 +1,542 @@
+"""Blocks that state an encoding for each layer: modelopt's MIXED_PRECISION and AMD Quark's. Oracles:
+float64 arithmetic on codes taken out field by field (encoded_models.py), rounded once; and, marked
+`peer`, amd-quark's own unpacking and dequantization (its kernels run on a CPU)."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import Model, Tensor, read_tensors, refused, run_cli
+from encoded_models import AWQ_NIBBLES, Array, Parts, mxfp4, mxfp8, stored
+from models import qwen3_moe
+
+Make = Callable[[np.random.Generator, int, int], tuple[Parts, Array]]
+
+
+# --- encodings -----------------------------------------------------------------------------------
+
+
+def _fp8(random: np.random.Generator, rows: int, columns: int) -> tuple[Array, Array]:
+    codes = random.integers(0, 256, (rows, columns), np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0x38
+    return codes, torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy()
+
+
+def _scales(random: np.random.Generator, *shape: int) -> Array:
+    """Numbers of float32 with eight significant bits: products with codes are exact."""
+    return (random.integers(128, 256, shape) * 2.0**-14).astype(np.float32)
+
+
+def fp8_whole(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Array]:
+    codes, values = _fp8(random, rows, columns)
+    scale = _scales(random)
+    return {
+        "weight": stored("F8_E4M3", codes),
+        "weight_scale": stored("F32", scale),
+    }, values * scale
+
+
+def fp8_rows(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Array]:
+    codes, values = _fp8(random, rows, columns)
+    scale = _scales(random, rows)
+    parts = {"weight": stored("F8_E4M3", codes), "weight_scale": stored("F32", scale)}
+    return parts, values * scale[:, None]
+
+
+def fp8_blocks(name: str, side: tuple[int, int], kind: str = "F32", *, axes: bool = False) -> Make:
+    def make(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Array]:
+        codes, values = _fp8(random, rows, columns)
+        grid = -(-rows // side[0]), -(-columns // side[1])
+        exponents = random.integers(110, 120, grid, np.uint8)
+        scale = _scales(random, *grid) if kind == "F32" else 2.0 ** (exponents.astype(float) - 127)
+        wide = np.repeat(np.repeat(scale.astype(np.float64), side[0], 0), side[1], 1)
+        kept = scale if kind == "F32" else exponents
+        kept = kept.reshape(grid[0], 1, grid[1], 1) if axes else kept
+        return {"weight": stored("F8_E4M3", codes), name: stored(kind, kept)}, values * wide[
+            :rows, :columns
+        ]
+
+    return make
+
+
+def nvfp4(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Array]:
+    packed, values = mxfp4(("c", "s"), ("U8", "U8"))(random, rows, columns)
+    codes = np.frombuffer(packed["c"].data, np.uint8).reshape(rows, columns // 2)
+    exponents = np.frombuffer(packed["s"].data, np.uint8).reshape(rows, columns // 32)
+    values = values / np.repeat(2.0 ** (exponents.astype(float) - 127), 32, axis=1)
+    blocks = random.integers(0x20, 0x60, (rows, columns // 16), np.uint8)
+    factor = torch.from_numpy(blocks).view(torch.float8_e4m3fn).double().numpy() * 2.0**-9
+    parts = {
+        "weight": stored("U8", codes), "weight_scale": stored("F8_E4M3", blocks),
+        "weight_scale_2": stored("F32", np.array(2.0**-9, np.float32)),
+        "input_scale": stored("F32", np.array(0.5, np.float32)),
+    }  # fmt: skip
+    return parts, values * np.repeat(factor, 16, axis=1)
+
+
+def without_inputs(make: Make) -> Make:
+    def made(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Array]:
+        parts, values = make(random, rows, columns)
+        return {name: one for name, one in parts.items() if name != "input_scale"}, values
+
+    return made
+
+
+def with_inputs(make: Make) -> Make:
+    def made(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Array]:
+        parts, values = make(random, rows, columns)
+        return {**parts, "input_scale": stored("F32", np.array(0.5, np.float32))}, values
+
+    return made
+
+
+def int4(*, signed: bool, symmetric: bool, reorder: bool, zeros: bool, group: int = 32) -> Make:
+    def make(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Array]:
+        low = -8 if signed else 0
+        codes = random.integers(low, low + 16, (columns, rows))
+        points = random.integers(low, low + 16, (columns // group, rows))
+        if symmetric:
+            points[:] = 0 if signed else 8
+        scale = _scales(random, columns // group, rows)
+        parts = {
+            "weight": _words(codes, reorder=reorder),
+            "weight_scale": stored("F16", scale.astype(np.float16)),
+        }
+        if zeros:
+            parts["weight_zero_point"] = _words(points, reorder=reorder)
+        wide = np.repeat(scale.astype(np.float64), group, axis=0)
+        return parts, ((codes - np.repeat(points, group, axis=0)) * wide).T
+
+    return make
+
+
+def _words(codes: Array, *, reorder: bool) -> Tensor:
+    words = np.zeros((codes.shape[0], codes.shape[1] // 8), np.uint32)
+    for nibble, row in enumerate(AWQ_NIBBLES if reorder else range(8)):
+        words |= (codes[:, row::8] & 15).astype(np.uint32) << np.uint32(4 * nibble)
+    return stored("I32", words)
+
+
+def int8(*, zeros: bool) -> Make:
+    def make(random: np.random.Generator, rows: int, columns: int) -> tuple[Parts, Array]:
+        codes, scale = random.integers(-128, 128, (rows, columns), np.int8), _scales(random, rows)
+        points = random.integers(-128, 128, rows, np.int8)
+        parts = {"weight": stored("I8", codes), "weight_scale": stored("F32", scale)}
+        if zeros:
+            parts["weight_zero_point"] = stored("I8", points)
+        points = points.astype(int) * zeros
+        return parts, (codes - points[:, None]) * scale.astype(np.float64)[:, None]
+
+    return make
+
+
+# By modelopt's entry of a layer.
+MODELOPT: Mapping[str, tuple[Mapping[str, Any], Make]] = {
+    "FP8": ({"quant_algo": "FP8"}, with_inputs(fp8_whole)),
+    "FP8_PB_WO": ({"quant_algo": "FP8_PB_WO"}, fp8_blocks("weight_scale_inv", (128, 128))),
+    "FP8_PB_WO of 64": (
+        {"quant_algo": "FP8_PB_WO", "group_size": 64},
+        fp8_blocks("weight_scale", (64, 64), axes=True),
+    ),
+    "FP8_PB_REAL": ({"quant_algo": "FP8_PB_REAL"}, fp8_blocks("weight_scale", (128, 128))),
+    "FP8_PER_CHANNEL_PER_TOKEN": ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, fp8_rows),
+    "MXFP8": ({"quant_algo": "MXFP8", "group_size": 32}, mxfp8),
+    "NVFP4": ({"quant_algo": "NVFP4", "group_size": 16}, nvfp4),
+    "NVFP4_AWQ": ({"quant_algo": "NVFP4_AWQ", "group_size": 16}, nvfp4),
+    "W4A16_NVFP4": ({"quant_algo": "W4A16_NVFP4", "group_size": 16}, without_inputs(nvfp4)),
+    "W4A8_MXFP4_FP8": (
+        {"quant_algo": "W4A8_MXFP4_FP8", "group_size": 32},
+        with_inputs(mxfp4(("weight", "weight_scale"), ("U8", "U8"))),
+    ),
+}  # fmt: skip
+
+
+def _of_quark(weight: object, inputs: object = None) -> dict[str, Any]:
+    return {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
+
+
+def _tensor(dtype: str, scheme: str, **more: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "qscheme": scheme, "is_dynamic": False, "symmetric": True, **more}
+
+
+_E8M0 = {"group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
+_MXFP4 = _of_quark(_tensor("fp4", "per_group", **_E8M0))
+_FP8 = _of_quark(_tensor("fp8_e4m3", "per_tensor"), _tensor("fp8_e4m3", "per_tensor"))
+_INT4 = _tensor("int4", "per_group", group_size=32, ch_axis=1)
+_UINT4 = {**_INT4, "dtype": "uint4", "symmetric": False}
+# By Quark's config of a layer, and the pack_method.
+QUARK: Mapping[str, tuple[Mapping[str, Any], Make, str]] = {
+    "MXFP4": (_MXFP4, mxfp4(("weight", "weight_scale"), ("U8", "U8")), "reorder"),
+    "MXFP8": (_of_quark(_tensor("fp8_e4m3", "per_group", **_E8M0)), mxfp8, "reorder"),
+    "MXFP8 of 32 rows": (
+        _of_quark(
+            _tensor("fp8_e4m3", "per_block", block_size=[32, 32], scale_type="float8_e8m0fnu")
+        ),
+        fp8_blocks("weight_scale", (32, 32), "U8"), "reorder",
+    ),
+    "FP8 a tensor": (_FP8, with_inputs(fp8_whole), "reorder"),
+    "FP8 a row": (_of_quark([_tensor("fp8_e4m3", "per_channel", ch_axis=0)]), fp8_rows, "reorder"),
+    "FP8 in blocks": (
+        _of_quark(_tensor("fp8_e4m3", "per_block", block_size=[128, 128])),
+        fp8_blocks("weight_scale", (128, 128)), "reorder",
+    ),
+    "NVFP4": (
+        _of_quark([_tensor("fp4", "per_group", group_size=16), _tensor("fp8_e4m3", "per_tensor")]),
+        without_inputs(nvfp4), "reorder",
+    ),
+    "INT4": (
+        _of_quark(_INT4), int4(signed=True, symmetric=True, reorder=True, zeros=True), "reorder",
+    ),
+    "INT4 without zero points": (
+        _of_quark(_INT4), int4(signed=True, symmetric=True, reorder=True, zeros=False), "reorder",
+    ),
+    "UINT4": (
+        _of_quark(_UINT4), int4(signed=False, symmetric=False, reorder=True, zeros=True), "reorder",
+    ),
+    "UINT4 in order": (
+        _of_quark(_UINT4), int4(signed=False, symmetric=False, reorder=False, zeros=True), "order",
+    ),
+    "INT8": (_of_quark(_tensor("int8", "per_channel", ch_axis=0)), int8(zeros=False), "reorder"),
+    "INT8 with zero points": (
+        _of_quark({**_tensor("int8", "per_channel", ch_axis=0), "symmetric": False}),
+        int8(zeros=True), "reorder",
+    ),
+}  # fmt: skip
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def model_of(experts: Make, attention: Make) -> tuple[Model, dict[str, Array]]:
+    """A model whose experts and attention are encoded, and what each weight means."""
+    model, tensors, meaning = qwen3_moe(), dict[str, Tensor](), dict[str, Array]()
+    for name, value in model.tensors.items():
+        make = experts if ".experts." in name else attention if "_proj." in name else None
+        if make is None:
+            tensors[name] = value
+            continue
+        random = np.random.default_rng(zlib.crc32(name.encode()))
+        parts, meaning[name] = make(random, *value.shape)
+        tensors |= {f"{name.removesuffix('.weight')}.{p}": one for p, one in parts.items()}
+    model.tensors = tensors
+    return model, meaning
+
+
+_LEFT = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+
+
+def mixed(experts: str, attention: str) -> tuple[Model, dict[str, Array]]:
+    """modelopt's MIXED_PRECISION with an entry for each module."""
+    (first, make), (second, other) = MODELOPT[experts], MODELOPT[attention]
+    model, meaning = model_of(make, other)
+    modules = [name.removesuffix(".weight") for name in meaning]
+    model.config["quantization_config"] = {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": _LEFT,
+        "kv_cache_quant_algo": None,
+        "quantized_layers": {
+            module: dict(first if ".experts." in module else second) for module in modules
+        },
+    }  # fmt: skip
+    return model, meaning
+
+
+def quark(experts: str, attention: str | None = None) -> tuple[Model, dict[str, Array]]:
+    """Quark's config: one for all layers, with another for attention."""
+    first, make, pack = QUARK[experts]
+    second, other, _ = QUARK[attention or experts]
+    model, meaning = model_of(make, other)
+    layers = {} if attention is None else {"*self_attn.[qkv]_proj": second, "*.o_proj": second}
+    model.config["quantization_config"] = {
+        "quant_method": "quark", "global_quant_config": first, "exclude": _LEFT,
+        "layer_quant_config": layers, "layer_type_quant_config": {}, "kv_cache_quant_config": {},
+        "export": {"kv_cache_group": [], "pack_method": pack, "weight_format": "real_quantized"},
+    }  # fmt: skip
+    return model, meaning
+
+
+def rounded(values: Array) -> bytes:
+    """float64 -> bf16, once."""
+    assert np.array_equal(values, values.astype(np.float32))
+    found = torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16()
+    return found.view(torch.uint8).numpy().tobytes()
+
+
+def errors(*arguments: str | Path) -> list[dict[str, str]]:
+    report = json.loads(run_cli("validate", *arguments, "--level", "full", "--json").out)
+    return [one for one in report["findings"] if one["severity"] == "error"]
+
+
+def becomes_bf16(model: Model, meaning: Mapping[str, Array], folder: Path) -> None:
+    source, out = model.write(folder / "source"), folder / "out"
+    assert errors(source) == []
+    done = run_cli("dequant", source, out, "--jobs", "1")
+    assert done.code == 0, done.err
+    found = read_tensors(out)
+    for name, values in meaning.items():
+        assert found[name] == Tensor("BF16", values.shape, rounded(values)), name
+    assert not [name for name in found if "scale" in name or "zero_point" in name]
+    assert errors(out, "--against", source) == []
+
+
+# --- modelopt ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", MODELOPT)
+def test_a_mixture_of_modelopt_becomes_bf16(attention: str, tmp_path: Path) -> None:
+    becomes_bf16(*mixed("NVFP4", attention), tmp_path)
+
+
+@pytest.mark.parametrize("experts", ["FP8_PB_WO", "MXFP8", "W4A8_MXFP4_FP8"])
+def test_experts_of_a_mixture_become_bf16(experts: str, tmp_path: Path) -> None:
+    becomes_bf16(*mixed(experts, "FP8"), tmp_path)
+
+
+def _runtime(module: str) -> str:
+    at, _, last = module.rpartition(".")
+    return f"{at}.qkv_proj" if last in ("q_proj", "k_proj", "v_proj") else module
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        _runtime,
+        lambda module: module.partition(".experts.")[0] + ".experts" * (".experts." in module),
+        lambda module: module.replace("model.", "model.language_model.", 1),
+        lambda module: "model.layers.*." + module.split(".", 3)[3],
+    ],
+    ids=["fused", "holders", "wrapped", "patterns"],
+)
+def test_a_table_names_modules_as_runtimes_do(
+    spelled: Callable[[str], str], tmp_path: Path
+) -> None:
+    model, meaning = mixed("FP8", "FP8_PB_WO of 64")
+    block = model.config["quantization_config"]
+    table = block["quantized_layers"]
+    block["quantized_layers"] = {spelled(module): entry for module, entry in table.items()}
+    becomes_bf16(model, meaning, tmp_path)
+
+
+def test_the_table_of_modelopts_own_file_is_read(tmp_path: Path) -> None:
+    model, meaning = mixed("NVFP4", "FP8_PB_WO")
+    block = model.config.pop("quantization_config")
+    inner = {key: one for key, one in block.items() if key not in ("quant_method", "ignore")}
+    whole = {"quantization": {**inner, "exclude_modules": block["ignore"]}}
+    model.side_files["hf_quant_config.json"] = json.dumps(whole).encode()
+    becomes_bf16(model, meaning, tmp_path)
+
+
+def test_one_algorithm_of_blocks_needs_no_size(tmp_path: Path) -> None:
+    """FP8_PB_WO's are of 128."""
+    model, meaning = mixed("FP8_PB_WO", "FP8_PB_WO")
+    block = model.config["quantization_config"]
+    del block["quantized_layers"]
+    block["quant_algo"] = "FP8_PB_WO"
+    becomes_bf16(model, meaning, tmp_path)
+
+
+@pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "W4A8_AWQ", "INT4_AWQ"])
+def test_an_algorithm_that_is_not_read_is_named(algorithm: str, tmp_path: Path) -> None:
+    model, _ = mixed("NVFP4", "W4A8_MXFP4_FP8")
+    table = model.config["quantization_config"]["quantized_layers"]
+    for module, entry in table.items():
+        if "self_attn" in module:
+            entry["quant_algo"] = algorithm
+    said = refused("dequant", model.write(tmp_path / "in"), tmp_path / "out")
+    assert f"states {algorithm} for it, which is not read here in that form" in said
+    assert "model.layers.0.self_attn.k_proj.weight' is U8" in said
+    found = errors(tmp_path / "in")
+    assert [one["rule"] for one in found] == ["QC097"]
+    assert algorithm in found[0]["message"]
+
+
+def test_inputs_that_are_scaled_before_nvfp4_are_refused(tmp_path: Path) -> None:
+    model, _ = mixed("NVFP4_AWQ", "FP8")
+    name = "model.layers.0.mlp.experts.0.up_proj.pre_quant_scale"
+    model.tensors[name] = Tensor("BF16", (128,), b"\0\x3f" * 128)
+    said = refused("dequant", model.write(tmp_path / "in"), tmp_path / "out")
+    assert f"{name!r}: inputs are multiplied by it" in said
+
+
+def test_a_layer_of_another_algorithm_is_refused(tmp_path: Path) -> None:
+    model, _ = mixed("NVFP4", "FP8_PB_WO")
+    module = "model.layers.1.self_attn.o_proj"
+    model.config["quantization_config"]["quantized_layers"][module] = {"quant_algo": "NVFP4"}
+    source = model.write(tmp_path / "in")
+    said = refused("dequant", source, tmp_path / "out")
+    assert f"states 4-bit float for '{module}', which is FP8" in said
+    assert {(one["rule"], one["where"]) for one in errors(source)} >= {
+        ("QC096", f"{module}.weight")
+    }
+
+
+def test_fp8_in_other_blocks_than_the_table_states_is_refused(tmp_path: Path) -> None:
+    model, _ = mixed("NVFP4", "FP8_PB_WO of 64")
+    for entry in model.config["quantization_config"]["quantized_layers"].values():
+        entry.pop("group_size")
+    source = model.write(tmp_path / "in")
+    assert "in blocks of 128x128, found [1, 2]" in refused("dequant", source, tmp_path / "out")
+    assert {one["rule"] for one in errors(source)} == {"QC015"}
+
+
+# --- Quark ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", QUARK)
+def test_an_encoding_of_quark_becomes_bf16(encoding: str, tmp_path: Path) -> None:
+    becomes_bf16(*quark(encoding), tmp_path)
+
+
+@pytest.mark.parametrize("attention", ["FP8 a tensor", "FP8 a row", "INT8", "INT4"])
+def test_a_mixture_of_quark_becomes_bf16(attention: str, tmp_path: Path) -> None:
+    becomes_bf16(*quark("MXFP4", attention), tmp_path)
+
+
+def test_a_config_for_linear_layers_stands_before_that_for_all(tmp_path: Path) -> None:
+    model, meaning = quark("FP8 in blocks")
+    block = model.config["quantization_config"]
+    block["layer_type_quant_config"] = {"Linear": block["global_quant_config"]}
+    block["global_quant_config"] = _MXFP4
+    becomes_bf16(model, meaning, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "weight", [_tensor("fp6_e2m3", "per_group", **_E8M0), _tensor("int4", "per_channel", ch_axis=0)]
+)
+def test_an_encoding_of_quark_that_is_not_read_is_named(
+    weight: Mapping[str, Any], tmp_path: Path
+) -> None:
+    model, _ = quark("MXFP4")
+    model.config["quantization_config"]["global_quant_config"] = _of_quark(weight)
+    said = refused("dequant", model.write(tmp_path / "in"), tmp_path / "out")
+    assert "which is not read here in that form" in said
+    assert errors(tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "part", "shape", "rules", "said"),
+    [
+        ("MXFP4", "weight_scale", (256, 3), {"QC027"}, "[256, 128 / 32]"),
+        ("MXFP4", "weight_scale", None, {"QC097"}, "weight_scale' is missing"),
+        ("INT4", "weight_scale", (3, 256), {"QC089"}, "weight_scale"),
+        ("INT4", "weight_scale", None, {"QC088"}, "weight_scale' is missing"),
+        ("UINT4", "weight_zero_point", (4, 31), {"QC089"}, "[4, 32]"),
+        ("UINT4", "weight_zero_point", None, {"QC088"}, "weight_zero_point' is missing"),
+        ("INT8", "weight_scale", (255,), {"QC089"}, "[256, groups]"),
+        ("FP8 a tensor", "weight_scale", (2,), {"QC015"}, "found [2]"),
+    ],
+)
+def test_parts_of_quark_that_do_not_fit_are_found(
+    encoding: str,
+    part: str,
+    shape: tuple[int, ...] | None,
+    rules: set[str],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    model, _ = quark(encoding)
+    name = f"model.layers.1.mlp.experts.1.up_proj.{part}"
+    old = model.tensors.pop(name)
+    if shape is not None:
+        size = {"F32": 4, "F16": 2, "U8": 1, "I32": 4, "I8": 1}[old.dtype]
+        model.tensors[name] = Tensor(old.dtype, shape, b"\1" * (int(np.prod(shape)) * size))
+    source = model.write(tmp_path / "in")
+    assert said in refused("dequant", source, tmp_path / "out")
+    assert {one["rule"] for one in errors(source)} >= rules
+
+
+def test_static_inputs_of_quark_need_their_scales(tmp_path: Path) -> None:
+    model, _ = quark("FP8 a tensor")
+    model.tensors = {n: t for n, t in model.tensors.items() if not n.endswith("input_scale")}
+    assert [one["rule"] for one in errors(model.write(tmp_path / "in"))] == ["QC101"]
+
+
+# --- relabel -------------------------------------------------------------------------------------
+
+
+def relabelled(model: Model, folder: Path, *how: str) -> dict[str, Tensor]:
+    source, out = model.write(folder / "in"), folder / "out"
+    done = run_cli("relabel", source, out, *how)
+    assert done.code == 0, done.err
+    assert errors(out, "--against", source) == []
+    return read_tensors(out)
+
+
+def test_quarks_mxfp4_gets_compressed_tensors_names(tmp_path: Path) -> None:
+    model, meaning = quark("MXFP4")
+    made = relabelled(model, tmp_path, "--to", "compressed-tensors")
+    for name in meaning:
+        assert made[f"{name}_packed"] == model.tensors[name]
+        assert made[f"{name}_scale"] == model.tensors[f"{name}_scale"]
+    block = json.loads((tmp_path / "out" / "config.json").read_bytes())["quantization_config"]
+    assert block["format"] == "mxfp4-pack-quantized"
+
+
+@pytest.mark.parametrize("of", ["quark", "modelopt"])
+@pytest.mark.parametrize(("encoding", "last"), [("tensor", 1), ("row", None)])
+def test_fp8_gets_compressed_tensors_shapes(
+    of: str, encoding: str, last: int | None, tmp_path: Path
+) -> None:
+    if of == "quark":
+        model, meaning = quark(f"FP8 a {encoding}")
+    else:
+        kind = {"tensor": "FP8", "row": "FP8_PER_CHANNEL_PER_TOKEN"}[encoding]
+        model, meaning = mixed(kind, kind)
+    made = relabelled(model, tmp_path, "--to", "compressed-tensors")
+    for name, values in meaning.items():
+        assert made[name] == model.tensors[name]
+        scale = made[f"{name}_scale"]
+        assert scale.shape == ((1,) if last else (values.shape[0], 1))
+        assert scale.data == model.tensors[f"{name}_scale"].data
+    block = json.loads((tmp_path / "out" / "config.json").read_bytes())["quantization_config"]
+    (group,) = block["config_groups"].values()
+    assert group["weights"]["strategy"] == ("tensor" if last else "channel")
+    assert group["input_activations"]["dynamic"] is not bool(last)
+
+
+def test_quarks_int4_becomes_packed_integers(tmp_path: Path) -> None:
+    model, _ = quark("UINT4")
+    made = relabelled(model, tmp_path, "--to", "compressed-tensors")
+    assert [name for name in made if name.endswith("weight_zero_point")]
+
+
+# --- inspect and peers ---------------------------------------------------------------------------
+
+
+def test_inspect_names_quarks_encodings(tmp_path: Path) -> None:
+    model, _ = quark("INT4", "INT8")
+    out = run_cli("inspect", model.write(tmp_path / "in")).out
+    assert "Quark INT4 g32" in out
+    assert "Quark INT8 per channel" in out
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("encoding", ["INT4", "UINT4", "UINT4 in order", "MXFP4"])
+def test_quark_dequantizes_to_the_same_numbers(encoding: str) -> None:
+    """Its own unpacking and dequantization, of a float32 result, rounded to bf16 once."""
+    pack = pytest.importorskip("quark.torch.utils.pack", reason="amd-quark is not installed")
+    dequantize = pytest.importorskip("quark.torch.kernel").dequantize
+    layer, make, method = QUARK[encoding]
+    stated = layer["weight"]
+    parts, values = make(np.random.default_rng(3), 64, 128)
+    numbers = {"U8": torch.uint8, "I32": torch.int32, "F16": torch.float16}
+    tensors = {
+        name: torch.frombuffer(bytearray(one.data), dtype=numbers[one.dtype]).reshape(one.shape)
+        for name, one in parts.items()
+    }
+    packer = pack.create_pack_method("per_group", stated["dtype"])
+    codes = packer.unpack(tensors["weight"], method == "reorder")
+    scale, zeros = tensors["weight_scale"], tensors.get("weight_zero_point")
+    if encoding == "MXFP4":
+        scale = 2.0 ** (scale.to(torch.int16) - 127).float()
+    else:
+        scale = scale.t().contiguous()
+        zeros = packer.unpack(zeros, method == "reorder")
+    found = dequantize(stated["dtype"], codes, scale, zeros, -1, stated["group_size"], "per_group")
+    assert found.bfloat16().view(torch.uint8).numpy().tobytes() == rounded(values)
