@@ -29,7 +29,7 @@ from qconvert.core.names import activations_of, split_parameter, with_fused_name
 from qconvert.core.parameter_names import MXFP4, MXFP4_BESIDE, NVFP4, Dialect
 from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.base import Read, Stored
-from qconvert.formats.fp8.decode import WEIGHT_DTYPES
+from qconvert.formats.fp8.decode import FNUZ, WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_config, fp8_group_config, fp8_tensor_group_config
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
 from qconvert.formats.int_packed.decode import IntDecoder
@@ -103,6 +103,12 @@ class Relabel:
             )
         fp8 = [name for name, o in plan.tensors.items() if o.type.dtype in WEIGHT_DTYPES]
         weights = [name for name in fp8 if split_parameter(name)[1] == "weight"]
+        fnuz = next((name for name in weights if plan.tensors[name].type.dtype in FNUZ), None)
+        if fnuz is not None:
+            raise PlanError(
+                f"{fnuz!r} is {plan.tensors[fnuz].type}, whose codes no other form has: dequantize and "
+                "quantize anew (a recipe of `dequant` and `fp8`)"
+            )
         kinds = {getattr(stored.decoder, "format", "") for stored, _ in found.values()}
         if not kinds and not weights:
             raise PlanError("no quantized weight found: there is nothing to relabel")

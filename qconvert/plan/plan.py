@@ -16,6 +16,7 @@ from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
 from qconvert.checkpoint.reading import read_family
+from qconvert.core.dtypes import FP8_DTYPES
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Family, RoleIndex, role_index
 from qconvert.core.graph import Apply, Output, Several, Source
@@ -460,7 +461,7 @@ def _check_scales(plan: Plan) -> None:
         if name in alone:
             weights = " or ".join(weight_candidates(name))
             raise PlanError(f"scale {name!r} has no weight (expected {weights})")
-        if output.type.dtype in ("F8_E4M3", "F8_E5M2") and not is_scale(name):
+        if output.type.dtype in FP8_DTYPES and not is_scale(name):
             scales = [scale for scale in scale_candidates(name) if scale in plan.tensors]
             if not scales:
                 tried = " or ".join(scale_candidates(name))
