@@ -23,6 +23,7 @@ from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
 from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
+from qconvert.checkpoint.stated_as import as_stated
 from qconvert.checkpoint.store import RemoteObject, Store, StoredObject, mirrored_at, named
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.family import Family, RoleIndex, role_index
@@ -142,7 +143,8 @@ class Checkpoint(Mapping[str, Source]):
 
     `side_files` are relative paths that are copied byte for byte; `denied_files` are not copied.
     `warnings` are irregularities that do not stop a conversion. `follow_links` says that links may
-    point out of the folder (qconvert/core/links.py). `asked` is whose layout the user says it has.
+    point out of the folder (qconvert/core/links.py). `asked` is whose layout the user says it has,
+    `stated_as` how it is stored, of which the config then has a block (checkpoint/stated_as.py).
     """
 
     root: Path
@@ -158,6 +160,7 @@ class Checkpoint(Mapping[str, Source]):
     warnings: tuple[str, ...] = ()
     follow_links: bool = False
     asked: Reading | None = None
+    stated_as: str = ""
 
     def __getitem__(self, name: str) -> Source:
         return self.sources[name]
@@ -231,11 +234,12 @@ class Checkpoint(Mapping[str, Source]):
         side, denied = _side_files(
             root, {file.relative_to(root).as_posix() for file in files}, follow_links=follow_links
         )
-        return cls(
+        found = cls(
             root, tuple(shards), sources, config, config_bytes, side, denied, digest.hexdigest(),
             index is not None, metadata, tuple(warnings + _total_size(index, sources)), follow_links,
             stated(),
         )  # fmt: skip
+        return as_stated(found)
 
     @property
     def name(self) -> str:

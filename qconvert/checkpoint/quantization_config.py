@@ -196,7 +196,8 @@ def _agreed(checkpoint: Checkpoint, module: str | None) -> Fp8Scheme:
     if not found:
         raise PlanError(
             "expected a quantization_config for the FP8 weights, found none in config.json; qconvert "
-            "does not guess block sizes: add the block the model was quantized with"
+            "does not guess block sizes: add the block the model was quantized with, or state it (--as "
+            "fp8-block:128x128)"
         )
     first, first_config = found[0]
     for scheme, config in found[1:]:

@@ -16,6 +16,7 @@ from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
 from qconvert.checkpoint.reading import read_family
+from qconvert.checkpoint.stated_as import FACT as STATED_AS
 from qconvert.core.dtypes import FP8_DTYPES
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Family, RoleIndex, role_index
@@ -121,6 +122,8 @@ class Plan:
         facts = {key: manifest[key] for key in LASTING_FACTS if key in manifest}
         if checkpoint.reading is not None:
             facts[READING] = checkpoint.reading.fact
+        if checkpoint.stated_as:
+            facts[STATED_AS] = checkpoint.stated_as
         return cls(
             checkpoint,
             {name: source.output for name, source in zip(names, found, strict=True)},
