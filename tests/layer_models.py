@@ -255,3 +255,14 @@ def quark(experts: str, attention: str | None = None) -> tuple[Model, dict[str, 
         "export": {"kv_cache_group": [], "pack_method": pack, "weight_format": "real_quantized"},
     }  # fmt: skip
     return model, meaning
+
+
+def plain() -> Model:
+    """A model in BF16 whose numbers are those of weights."""
+    model = qwen3_moe()
+    for name, value in model.tensors.items():
+        random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        made = (torch.randn(value.shape, generator=random) * 0.05).bfloat16()
+        data = made.view(torch.uint8).numpy().tobytes()
+        model.tensors[name] = Tensor("BF16", value.shape, data)
+    return model

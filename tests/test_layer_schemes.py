@@ -14,7 +14,13 @@ import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, refused, run_cli
 from encoded_models import Array
-from layer_models import E8M0, MODELOPT, MXFP4, QUARK, mixed, of_quark, quark, tensor_of
+from layer_models import E8M0, MODELOPT, MXFP4, QUARK, mixed, of_quark, plain, quark, tensor_of
+from models import qwen3_moe
+from ops_harness import buffer, run_op
+
+from qconvert.core.dtypes import TensorType
+from qconvert.formats.mx.encode import EncodeQuarkMxfp4
+from qconvert.formats.mx.format import quark_config
 
 
 def rounded(values: Array) -> bytes:
@@ -263,6 +269,64 @@ def test_quarks_int4_becomes_packed_integers(tmp_path: Path) -> None:
     assert [name for name in made if name.endswith("weight_zero_point")]
 
 
+# --- written -------------------------------------------------------------------------------------
+
+
+def _block(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())["quantization_config"]
+    return found
+
+
+@pytest.mark.parametrize("targets", ["experts", "Linear"])
+def test_mxfp4_is_written_as_quark_names_it(targets: str, tmp_path: Path) -> None:
+    """The numbers and exponents are those of compressed-tensors' dialect; zeros have no sign."""
+    source = plain().write(tmp_path / "in")
+    outs = [tmp_path / dialect for dialect in ("compressed-tensors", "quark")]
+    for out in outs:
+        named = ("--quark",) if out.name == "quark" else ()
+        done = run_cli("mx", source, out, *named, "--targets", targets)
+        assert done.code == 0, done.err
+        assert errors(out, "--against", source) == []
+    packed, own = map(read_tensors, outs)
+    names = [name for name in packed if name.endswith(".weight_packed")]
+    assert len(names) == 12 + 8 * (targets == "Linear")
+    for name in names:
+        stem = name.removesuffix("_packed")
+        assert own[f"{stem}_scale"] == packed[f"{stem}_scale"]
+        numbers = [
+            np.frombuffer(one.data, np.uint8)[:, None] >> np.array([0, 4]) & 15
+            for one in (packed[name], own[stem])
+        ]
+        assert np.array_equal(np.where(numbers[0] == 8, 0, numbers[0]), numbers[1])
+    block = _block(outs[1])
+    assert block["global_quant_config"]["input_tensors"]["is_dynamic"] is True
+    assert "lm_head" in block["exclude"]
+    assert ("model.layers.0.self_attn.qkv_proj" in block["exclude"]) == (targets == "experts")
+    again = refused("mx", outs[1], tmp_path / "again")
+    assert "the source is MXFP4" in again
+
+
+def test_quark_has_no_mxfp8_and_no_place_for_fp8(tmp_path: Path) -> None:
+    source = qwen3_moe("fp8").write(tmp_path / "in")
+    said = run_cli("mx", source, tmp_path / "out", "--quark", "--bits", "8")
+    assert said.code == 2
+    assert "dialect quark is written for mxfp4 alone" in said.err
+    assert "is FP8 and stays so" in refused("mx", source, tmp_path / "out", "--quark")
+
+
+def test_mxfp4_goes_to_quark_and_back(tmp_path: Path) -> None:
+    source = plain().write(tmp_path / "in")
+    assert run_cli("mx", source, tmp_path / "first").code == 0
+    for to, of in (("quark", "first"), ("compressed-tensors", "quark")):
+        done = run_cli("relabel", tmp_path / of, tmp_path / to, "--to", to)
+        assert done.code == 0, done.err
+        assert errors(tmp_path / to, "--against", tmp_path / of) == []
+    first, last = (read_tensors(tmp_path / name) for name in ("first", "compressed-tensors"))
+    assert {n: t for n, t in first.items() if "shape" not in n} == last
+    said = refused("relabel", tmp_path / "quark", tmp_path / "out", "--to", "quark")
+    assert "in form quark already" in said
+
+
 # --- inspect and peers ---------------------------------------------------------------------------
 
 
@@ -297,3 +361,36 @@ def test_quark_dequantizes_to_the_same_numbers(encoding: str) -> None:
         zeros = packer.unpack(zeros, method == "reorder")
     found = dequantize(stated["dtype"], codes, scale, zeros, -1, stated["group_size"], "per_group")
     assert found.bfloat16().view(torch.uint8).numpy().tobytes() == rounded(values)
+
+
+@pytest.mark.peer
+def test_quark_writes_the_same_mxfp4() -> None:
+    """Its own scales, codes and packing of a matrix in BF16; its config reads the block that is
+    written."""
+    config = pytest.importorskip(
+        "quark.torch.quantization.config.config", reason="amd-quark is not installed"
+    )
+    fake = pytest.importorskip("quark.torch.quantization.tensor_quantize").FakeQuantizeBase
+    real = pytest.importorskip("quark.torch.export.nn.modules.realquantizer")
+    spec = config.OCP_MXFP4Spec(ch_axis=-1, is_dynamic=False).to_quantization_spec()
+    weight = torch.randn(96, 160, generator=torch.Generator().manual_seed(1)) * 0.05
+    weight[5] = 0
+    weight = weight.bfloat16()
+    seen = fake.get_fake_quantize(spec, device=torch.device("cpu"))
+    seen.enable_observer()
+    seen.disable_fake_quant()
+    seen(weight)
+    theirs = real.StaticScaledRealQuantizer(
+        spec, seen, True, True, torch.bfloat16, torch.device("cpu")
+    )
+    codes = theirs.to_real_quantize_params(weight)
+    theirs.maybe_convert_and_transpose_scale()
+    data = weight.view(torch.uint8).numpy().tobytes()
+    (mine, scale), _ = run_op(
+        EncodeQuarkMxfp4("mxfp4"), [buffer(TensorType("BF16", (96, 160)), data)]
+    )
+    assert mine == codes.numpy().tobytes()
+    zero = np.frombuffer(scale, np.uint8).reshape(96, 5)
+    assert np.array_equal(np.delete(zero, 5, 0), np.delete(theirs.scale.numpy(), 5, 0))
+    block = quark_config(["lm_head"])
+    assert config.QConfig.from_dict(block).to_dict() | {"export": block["export"]} == block

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from checkpoints import Model, Tensor, edit_json, read_tensors, refused, run_cli
+from checkpoints import edit_json, read_tensors, refused, run_cli
 from encoded_models import encoded
-from layer_models import mixed, quark
+from layer_models import mixed, plain, quark
 from models import qwen3_moe
 
 from qconvert import api
@@ -49,17 +47,6 @@ def lost(folder: Path) -> Path:
 def _written(write: Callable[[Path], Path], folder: Path) -> tuple[Path, Path]:
     """A folder, and the same that lost its block."""
     return write(folder / "whole"), lost(write(folder / "lost"))
-
-
-def plain() -> Model:
-    """A model in BF16 whose numbers are those of weights."""
-    model = qwen3_moe()
-    for name, value in model.tensors.items():
-        random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        made = (torch.randn(value.shape, generator=random) * 0.05).bfloat16()
-        data = made.view(torch.uint8).numpy().tobytes()
-        model.tensors[name] = Tensor("BF16", value.shape, data)
-    return model
 
 
 def _made(case: str, folder: Path) -> tuple[Path, Path]:
