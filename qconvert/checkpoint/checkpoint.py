@@ -25,6 +25,7 @@ from qconvert.checkpoint.mlx_config import MLX, experts_apart
 from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
+from qconvert.checkpoint.stated_as import as_stated
 from qconvert.checkpoint.store import RemoteObject, Store, StoredObject, mirrored_at, named
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.family import QUANTIZATION_KEYS, Family, RoleIndex, is_mlx, role_index
@@ -149,7 +150,8 @@ class Checkpoint(Mapping[str, Source]):
 
     `side_files` are relative paths that are copied byte for byte; `denied_files` are not copied.
     `warnings` are irregularities that do not stop a conversion. `follow_links` says that links may
-    point out of the folder (qconvert/core/links.py). `asked` is whose layout the user says it has.
+    point out of the folder (qconvert/core/links.py). `asked` is whose layout the user says it has,
+    `stated_as` how it is stored, of which the config then has a block (checkpoint/stated_as.py).
     `apart`: stacks of experts in the shards are several tensors here (mlx_config.py).
     """
 
@@ -167,6 +169,7 @@ class Checkpoint(Mapping[str, Source]):
     follow_links: bool = False
     asked: Reading | None = None
     apart: bool = False
+    stated_as: str = ""
 
     def __getitem__(self, name: str) -> Source:
         return self.sources[name]
@@ -241,11 +244,12 @@ class Checkpoint(Mapping[str, Source]):
             root, {file.relative_to(root).as_posix() for file in files}, follow_links=follow_links
         )
         apart = experts_apart(config, sources)
-        return cls(
+        found = cls(
             root, tuple(shards), apart or sources, config, config_bytes, side, denied,
             digest.hexdigest(), index is not None, metadata,
             tuple(warnings + _total_size(index, sources)), follow_links, stated(), apart is not None,
         )  # fmt: skip
+        return as_stated(found)
 
     @property
     def name(self) -> str:

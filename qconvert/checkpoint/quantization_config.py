@@ -33,11 +33,12 @@ _MXFP4 = "mxfp4-pack-quantized"
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
     """FP8 scales as the config states them: in blocks, or (block None) per channel or tensor.
-    `u8_exponents` says whether U8 scales are E8M0."""
+    `u8_exponents` says whether U8 scales are E8M0, `fnuz` that codes are those of AMD's MI300."""
 
     block: tuple[int, int] | None
     where: str
     u8_exponents: bool
+    fnuz: bool = False
 
 
 def stated_block(configs: Sequence[QuantConfig]) -> tuple[int, int] | None:
@@ -195,7 +196,8 @@ def _agreed(checkpoint: Checkpoint, module: str | None) -> Fp8Scheme:
     if not found:
         raise PlanError(
             "expected a quantization_config for the FP8 weights, found none in config.json; qconvert "
-            "does not guess block sizes: add the block the model was quantized with"
+            "does not guess block sizes: add the block the model was quantized with, or state it (--as "
+            "fp8-block:128x128)"
         )
     first, first_config = found[0]
     for scheme, config in found[1:]:
@@ -230,7 +232,8 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
         # "moe_quant_algo": FP8 but for experts
         if not algorithm.startswith("FP8") and "moe_quant_algo" not in block:
             raise PlanError(f"{config.where}: expected an FP8 quant_algo, found {algorithm!r}")
-        return Fp8Scheme(None if size is None else _block_size(config, size), config.where, u8)
+        found = None if size is None else _block_size(config, size)
+        return Fp8Scheme(found, config.where, u8, str(block.get("fmt", "")).endswith("fnuz"))
     raise PlanError(
         f"{config.where}: quant_method {config.method!r} is not an FP8 format qconvert reads "
         "(fp8, fbgemm_fp8, modelopt FP8, compressed-tensors float-quantized, Quark FP8)"

@@ -186,7 +186,7 @@ def _why_unread(plan: Plan, module: str, name: str) -> str:
         )
     return (
         f"weight {name!r} is {weight.type}, and neither its scales nor the config say how it is "
-        "encoded; qconvert does not guess"
+        "encoded; qconvert does not guess: state it (--as SCHEME)"
     )
 
 

@@ -12,6 +12,7 @@ what the config says change. What cannot be said in the other form is refused, w
     modelopt             compressed-tensors' NVFP4
     fp8                  compressed-tensors' block FP8; MXFP4 of compressed-tensors or DeepSeek-V4
     nvfp4                MXFP4 of compressed-tensors or DeepSeek-V4 (passes/mxfp4_as_nvfp4.py)
+    quark                MXFP4 of compressed-tensors
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import activations_of, split_parameter, with_fused_names
-from qconvert.core.parameter_names import MXFP4, MXFP4_BESIDE, NVFP4, Dialect
+from qconvert.core.parameter_names import MXFP4, MXFP4_BESIDE, MXFP4_PLAIN, NVFP4, Dialect
 from qconvert.core.roles import SHARED, Kind
 from qconvert.formats.base import Read, Stored
-from qconvert.formats.fp8.decode import WEIGHT_DTYPES
+from qconvert.formats.fp8.decode import FNUZ, WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_config, fp8_group_config, fp8_tensor_group_config
 from qconvert.formats.fp8.from_mxfp4 import MxToBlockFp8
 from qconvert.formats.int_packed.decode import IntDecoder
@@ -71,7 +72,7 @@ from qconvert.plan.plan import LogEntry, Plan
 
 T = TypeVar("T", bound=Hashable)
 Fp8Block = tuple[int, int]
-Form = Literal["compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt", "fp8", "nvfp4"]
+Form = Literal["compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt", "fp8", "nvfp4", "quark"]
 _SHAPE = "weight_shape"
 _SIDE = 128
 
@@ -113,13 +114,19 @@ class Relabel:
             )
         fp8 = [name for name, o in plan.tensors.items() if o.type.dtype in WEIGHT_DTYPES]
         weights = [name for name in fp8 if split_parameter(name)[1] == "weight"]
+        fnuz = next((name for name in weights if plan.tensors[name].type.dtype in FNUZ), None)
+        if fnuz is not None:
+            raise PlanError(
+                f"{fnuz!r} is {plan.tensors[fnuz].type}, whose codes no other form has: dequantize and "
+                "quantize anew (a recipe of `dequant` and `fp8`)"
+            )
         kinds = {getattr(stored.decoder, "format", "") for stored, _ in found.values()}
         if not kinds and not weights:
             raise PlanError("no quantized weight found: there is nothing to relabel")
         if kinds == {"mxfp4"} and self.to == "fp8":
             return self._fp8_of_mxfp4(plan, found)
-        if kinds == {"mxfp4"} and self.to == "compressed-tensors" and not weights:
-            return self._packed_mxfp4(plan, found)
+        if kinds == {"mxfp4"} and self.to in ("compressed-tensors", "quark") and not weights:
+            return self._renamed_mxfp4(plan, found)
         if kinds == {"mxfp4"} and self.dialect is not None:
             return as_nvfp4(
                 plan, (self.name, options_of(self)), found, self.dialect, self.input_scale
@@ -340,15 +347,16 @@ class Relabel:
         config = fp8_config(block, left, exponents=False)
         return self._planned(plan, tensors, config, len(weights), "codes and scales as they are")
 
-    def _packed_mxfp4(self, plan: Plan, found: Mapping[str, Read]) -> Plan:
-        """Quark's MXFP4 under compressed-tensors' names."""
+    def _renamed_mxfp4(self, plan: Plan, found: Mapping[str, Read]) -> Plan:
+        """MXFP4 under the names of compressed-tensors or Quark."""
+        quark = self.to == "quark"
         pairs = {
             old: f"{module}.{new}"
             for module, (_, names) in found.items()
-            for old, new in zip(names, MXFP4, strict=True)
+            for old, new in zip(names, MXFP4_PLAIN if quark else MXFP4, strict=True)
         }
-        if any(name.endswith(f".{MXFP4[0]}") for name in pairs):
-            raise PlanError("its weights are in form compressed-tensors already: use it as it is")
+        if all(old == new for old, new in pairs.items()):
+            raise PlanError(f"its weights are in form {self.to} already: use it as it is")
         if any(name.endswith(f".{MXFP4_BESIDE[1]}") for name in pairs):
             raise PlanError(
                 "MXFP4 with scales as DeepSeek-V4 names them becomes fp8 or nvfp4 alone"
@@ -359,7 +367,9 @@ class Relabel:
         left = ignored(
             plan, others, experts=packed.experts, shared=packed.shared, drafts_too=packed.drafts
         )
-        block = _compressed(mx.mx_group_config("mxfp4", packed.targets(plan)), left=left)
+        block = mx.quark_config(with_fused_names(left))
+        if not quark:
+            block = _compressed(mx.mx_group_config("mxfp4", packed.targets(plan)), left=left)
         note = "codes and exponents as they are"
         return self._planned(plan, tensors, block, len(found), note)
 

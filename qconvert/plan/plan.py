@@ -18,6 +18,8 @@ from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
 from qconvert.checkpoint.reading import read_family
+from qconvert.checkpoint.stated_as import FACT as STATED_AS
+from qconvert.core.dtypes import FP8_DTYPES
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Family, RoleIndex, role_index
 from qconvert.core.graph import Apply, Output, Several, Source
@@ -122,6 +124,8 @@ class Plan:
         facts = {key: manifest[key] for key in LASTING_FACTS if key in manifest}
         if checkpoint.reading is not None:
             facts[READING] = checkpoint.reading.fact
+        if checkpoint.stated_as:
+            facts[STATED_AS] = checkpoint.stated_as
         return cls(
             checkpoint,
             {name: source.output for name, source in zip(names, found, strict=True)},
@@ -463,7 +467,7 @@ def _check_scales(plan: Plan) -> None:
         if name in alone:
             weights = " or ".join(weight_candidates(name))
             raise PlanError(f"scale {name!r} has no weight (expected {weights})")
-        if output.type.dtype in ("F8_E4M3", "F8_E5M2") and not is_scale(name):
+        if output.type.dtype in FP8_DTYPES and not is_scale(name):
             scales = [scale for scale in scale_candidates(name) if scale in plan.tensors]
             if not scales:
                 tried = " or ".join(scale_candidates(name))

@@ -15,7 +15,7 @@ from qconvert.core.names import is_ambiguous, scale_candidates, split_parameter,
 from qconvert.core.parameter_names import FP8
 from qconvert.core.versions import LLM_COMPRESSOR
 from qconvert.formats.base import Format, Read, Stored
-from qconvert.formats.fp8.decode import WEIGHT_DTYPES, DequantFp8
+from qconvert.formats.fp8.decode import FNUZ, WEIGHT_DTYPES, DequantFp8
 from qconvert.plan.plan import Plan
 
 
@@ -68,6 +68,11 @@ def fp8_reading(
     """
     *lead, rows, columns = weight.type.shape
     shape = scale.type.shape
+    if scheme.fnuz and weight.type.dtype not in FNUZ:
+        raise PlanError(
+            f"{scheme.where} states fmt fnuz, whose codes are {' or '.join(FNUZ)}, found {weight.type}: "
+            "their numbers differ by a factor of two; mend the dtype in the header, or fmt"
+        )
     if scheme.block is not None:
         if len(shape) == len(lead) + 4 and shape[-1] == shape[-3] == 1:  # modelopt's FP8_PB_WO
             scale = scale.reshape((*lead, shape[-4], shape[-2]))

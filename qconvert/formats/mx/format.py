@@ -99,16 +99,55 @@ def mx_group_config(form: Form, targets: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def quark_config(left: Iterable[str]) -> dict[str, Any]:
+    """Quark's block of MXFP4 weights and inputs (amd-quark 0.13, `torch/quantization/config/config.py`,
+    its `to_dict`), for all linear layers but those of the names and `re:` patterns `left`. sglang
+    (`quark/quark.py`, `_is_mx_fp4`) has no class for weights alone."""
+    number = {
+        "dtype": "fp4", "qscheme": "per_group", "group_size": BLOCK, "ch_axis": -1, "symmetric": None,
+        "scale_type": "float", "scale_format": "e8m0", "round_method": "half_even",
+        "scale_calculation_mode": "even", "zero_point_type": "int32", "block_size": None,
+        "mx_element_dtype": None, "is_scale_quant": False, "observer_cls": "PerBlockMXObserver",
+        "enable_buffer_reuse": False, "max_input_numel": 4194304,
+    }  # fmt: skip
+    return {
+        "quant_method": "quark",
+        "quant_mode": "eager_mode",
+        "global_quant_config": {
+            "weight": {**number, "is_dynamic": False},
+            "input_tensors": {**number, "is_dynamic": True},
+            "output_tensors": None,
+            "bias": None,
+            "target_device": None,
+        },
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "kv_cache_quant_config": {},
+        "kv_cache_post_rope": False,
+        "exclude": list(left),
+        "algo_config": None,
+        "softmax_quant_spec": None,
+        "export": {
+            "kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder",
+            "weight_format": "real_quantized", "weight_merge_groups": None,
+        },
+        "version": "0.13",
+    }  # fmt: skip
+
+
 def mxfp4_modules(plan: Plan) -> list[str]:
-    """Modules whose weights are MXFP4 in compressed-tensors' form, [] where the config states none."""
-    if not any(states_mxfp4(config.block) for config in plan.checkpoint.quantization_configs):
-        return []
-    suffix = ".weight_packed"
-    return [
-        name.removesuffix(suffix)
-        for name, output in plan.tensors.items()
-        if name.endswith(suffix) and output.type.dtype == "U8"
-    ]
+    """Modules whose weights are MXFP4 in compressed-tensors' form or Quark's, [] where the config states
+    none."""
+    found = []
+    packed = any(states_mxfp4(config.block) for config in plan.checkpoint.quantization_configs)
+    for name, output in plan.tensors.items():
+        module, _, parameter = name.rpartition(".")
+        if output.type.dtype != "U8" or parameter not in (MXFP4[0], MXFP4_PLAIN[0]):
+            continue
+        said = None if parameter == MXFP4[0] else weights_of(plan.checkpoint, module)
+        if (said is not None and is_mxfp4(said[0])) or (packed and parameter == MXFP4[0]):
+            found.append(module)
+    return found
 
 
 def _check_source(plan: Plan) -> None:

@@ -23,6 +23,7 @@ from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.formats.fp8 import fp8_blocks
 from qconvert.validators.formats.qweight import states_qweight
+from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.forms import Spec, coded_weights, specs
 from qconvert.validators.reading.quantization import (
     group_of,
@@ -44,9 +45,8 @@ Kinds = frozenset[str]
 _FLOATS = ("BF16", "F16", "F32", "F64")
 # Names of codes, in whatever type.
 _ALWAYS = ("weight_packed", "qweight", "_blocks")
-_FP8 = ("F8_E4M3", "F8_E5M2")
 _PACKED_TYPES = (
-    "U8", "I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32",
+    "U8", "I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "U16", "U32",
 )  # fmt: skip
 # Formats of compressed-tensors (`config/format.py`) that may store anything.
 _OPEN = ("mixed-precision", "dense")
@@ -154,7 +154,7 @@ def _is_code(checkpoint: Checkpoint, name: str, source: Source) -> bool:
     experts = ".experts." in name and len(source.type.shape) == 3
     if last != "weight" and not experts:
         return False
-    return dtype in _FP8 or (dtype in _PACKED_TYPES and len(source.type.shape) > 1)
+    return dtype in FP8 or (dtype in _PACKED_TYPES and len(source.type.shape) > 1)
 
 
 def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: str) -> str | None:
@@ -211,7 +211,9 @@ def _experts_beside(checkpoint: Checkpoint, config: QuantConfig, name: str) -> K
 def _other_fp8(checkpoint: Checkpoint, config: QuantConfig, name: str) -> str | None:
     """Of quant_method fp8: another FP8 type, or a scale a row where blocks are stated."""
     source, fmt = checkpoint[name], str(config.block.get("fmt", "")).lower()
-    stated = {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2"}.get(fmt, source.type.dtype)
+    stated = source.type.dtype
+    if fmt in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"):
+        stated = f"F8_{fmt.upper()}"
     if stated != source.type.dtype:
         return f"{source.type.dtype}, {config.where} states fmt {fmt}"
     scale = next((s for s in scale_candidates(name) if s in checkpoint), None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.core.graph import Source
 from qconvert.validation.compiled import LOOPS, done
-from qconvert.validators.reading.decode import as_bf16, fields_of, rounded, scale_floats, warm
+from qconvert.validators.reading.decode import FNUZ, as_bf16, fields_of, rounded, scale_floats, warm
 from qconvert.validators.reading.forms import Codes, Form, Grid
 from qconvert.validators.reading.matrices import Matrix
 
@@ -166,7 +166,8 @@ def _loop_of(form: Form) -> str:
         return ""
     plain = codes is None or (codes.zeros is None and codes.order is None)
     even = encoding.bits == 8 or grid.block[1] % 2 == 0 or grid.columns == 1
-    return encoding.loop if plain and even and form.weight.type.dtype != "F8_E5M2" else ""
+    other = form.weight.type.dtype in ("F8_E5M2", *FNUZ)
+    return encoding.loop if plain and even and not other else ""
 
 
 def _in_loop(

@@ -18,7 +18,7 @@ from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.formats.nvfp4 import is_part
 from qconvert.validators.headers.conversions import FACT as CALIBRATION
-from qconvert.validators.reading.decode import FP8, scale_floats
+from qconvert.validators.reading.decode import FNUZ, FP8, scale_floats
 from qconvert.validators.reading.forms import Form, Grid
 from qconvert.validators.reading.matrices import Matrix, matrices
 from qconvert.validators.reading.rows import group_of, row_bytes, zero_points
@@ -63,6 +63,7 @@ _BITS: Mapping[str, tuple[int, int, int]] = {
     "F64": (8, (1 << 63) - 1, 0x7FF << 52),
     "F8_E4M3": (1, 0x7F, 0x7F),
     "F8_E5M2": (1, 0x7F, 0x7C),
+    **dict.fromkeys(FNUZ, (1, 0xFF, 0xFF)),  # NaN as 0xFF, others without their sign
     "I8": (1, 0xFF, 0x100),
 }
 _A_FEW = 8  # at level sample: tensors of each kind
@@ -160,6 +161,8 @@ class _Numbers:
             some = self._zero.any() and _differs(raw, task.blank)
         else:
             width, mask, bad = _BITS[task.tensor.type.dtype]
+            if task.tensor.type.dtype in FNUZ:
+                raw = np.where(raw == 0x80, 0xFF, raw & 0x7F).astype(np.uint8)
             largest = _largest(raw, width, mask)
             if largest >= bad:
                 sizes = raw.view(f"<u{width}") & np.array(mask, f"<u{width}")
