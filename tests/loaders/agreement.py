@@ -117,7 +117,7 @@ def _differences(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:
     mine = {
         f"{name} {type.dtype} {list(type.shape)}"
         for name, type in simulation.parameters.items()
-        if 0 not in type.shape and _is_first(name)
+        if 0 not in type.shape and _is_first(name) and not name.endswith(_COMPUTED)
     }
     theirs = {
         f"{name} {_DTYPES[dtype]} {shape}"
