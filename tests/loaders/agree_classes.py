@@ -40,6 +40,7 @@ from qconvert.runtimes.classes.record import (
 )
 from qconvert.runtimes.loading.building import text_config
 from qconvert.runtimes.loading.setting import NotSimulated, Setting
+from qconvert.runtimes.misreadings import misread
 from qconvert.runtimes.pipeline import one_stage
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
@@ -79,6 +80,8 @@ def compared(
     table = recorded(runtime, architecture_of(config), draft=draft)
     if table is None:
         return  # of a text model that is not recorded
+    if misread(runtime, config, tensors):
+        return  # which is said before a simulator is asked (test_misreadings.py)
     own = of_draft(table, text_config(config), tensors) if draft else tensors
     form = STAGES if stage else form_of(config, own)
     for tp in (1,) if stage else sizes:

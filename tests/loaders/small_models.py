@@ -39,10 +39,12 @@ _LATENT = {
     "q_lora_rank": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
     "v_head_dim": 128, "num_key_value_heads": 4,
 }  # fmt: skip
-# Sizes of models that are not among `MODELS`.
+_TOWER_HEADS: Mapping[str, Any] = {"vision_config": {"num_heads": 4}}
+# Sizes of models that are not among `MODELS`, and of their towers.
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "cohere2_moe": {"num_shared_experts": 1}, "gemma4_text": {"vocab_size_per_layer_input": 512},
     "axk1": {**_LATENT, "num_key_value_heads": 2},
+    "glm4v": _TOWER_HEADS, "glm_ocr": _TOWER_HEADS,
 }  # fmt: skip
 
 
@@ -72,7 +74,9 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "hy_v4": {"hc_mult": (4, 2, 3)},
     # Other heads in other layers, as published.
     "laguna": {"num_attention_heads_per_layer": ([8, 6] * 2, [6, 9] * 2, [10, 5] * 2)},
-    "mamba2": {"num_heads": (8, 8, 6), "intermediate_size": (256, 384, 480)},
+    "mamba2": {
+        "num_heads": (8, 8, 6), "intermediate_size": (256, 384, 480), "state_size": (24, 40, 56),
+    },
     # sglang takes 8 groups whatever a config says.
     "nemotron_h": {"n_groups": (8, 8, 8), "mamba_num_heads": (8, 16, 24)},
     "glm4v_moe": _sections(0.5, (2, 3, 3), (3, 4, 5), (5, 7, 8)),
@@ -354,9 +358,13 @@ def origin(folders: Path, model: str) -> Path:
     if is_draft(model):
         return published(model.removesuffix(DRAFT)).write(folder)
     model_type, own = MODELS.get(model, (LIKE.get(model, model), _OTHERS.get(model, {})))
-    given = {**SIZES.get(model_type, {}), **own}
-    sizes = {key: value for key, value in given.items() if not isinstance(value, tuple)}
-    saved(model_type, folder, GIVEN.get(model_type, {}), sizes)
+    sizes = {**SIZES.get(model_type, {}), **own}
+    given = {
+        **GIVEN.get(model_type, {}),
+        **{k: v for k, v in sizes.items() if isinstance(v, Mapping)},
+    }
+    sizes = {k: v for k, v in sizes.items() if k not in given and not isinstance(v, tuple)}
+    saved(model_type, folder, given, sizes)
     keys = {**PUBLISHED.get(model_type, {}), **PUBLISHED.get(model, {})}
     edit_json(folder / "config.json", lambda c: as_published(c, keys))
     if model_type in AS_PUBLISHED:
