@@ -8,7 +8,7 @@ PIP := $(BIN)/python $(PIP_INSTALL) -c constraints.txt
 # Tests start Python hundreds of times: modules are compiled once, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test collected docs picture peers loaders loaders-installed classes served lint check bench clean
+.PHONY: demo test collected docs picture peers loaders loaders-installed classes agree served lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -57,6 +57,12 @@ loaders-installed: $(VENV)-loaders/installed
 # Tables of the runtimes' classes, made by the installed runtimes: qconvert/runtimes/classes.
 classes: $(VENV)/installed-peers $(VENV)-loaders/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/loaders/record_classes.py
+
+# All classes that have a table, in all forms that commands make, at 1, 2 and 8 ranks: the simulator compared
+# with the loader, hours long. What agrees is written into the tables.
+agree: $(VENV)/installed-peers $(VENV)-loaders/installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/loaders/agree_classes.py sglang
+	OMP_NUM_THREADS=1 $(BIN)/python tests/loaders/agree_classes.py vllm
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

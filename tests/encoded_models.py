@@ -183,9 +183,10 @@ FAMILIES: dict[str, Callable[[], Model]] = {
 }
 
 
-def encoded(family: str, encoding: str) -> tuple[Model, dict[str, Array]]:
+def encoded(family: str, encoding: str | Encoding) -> tuple[Model, dict[str, Array]]:
     """A model with its experts' matrices encoded, and what each means, by its name in BF16."""
-    model, how = FAMILIES[family](), ENCODINGS[encoding]
+    how = ENCODINGS[encoding] if isinstance(encoding, str) else encoding
+    model = FAMILIES[family]()
     model.config.pop("quantization_config", None)
     model.config |= {"quantization_config": dict(how.block), **how.extra}
     tensors, meaning = {}, {}

@@ -154,7 +154,7 @@ def test_heavy_libraries_are_imported_where_used() -> None:
 def test_model_libraries_stay_in_their_packages() -> None:
     allowed = (
         "calibrate/", "samples/tokenizer.py",
-        "layouts/derived/transformers_class.py",  # a process of its own
+        "layouts/derived/transformers_class.py", "checkpoint/gguf/tokenizer.py",  # a process of its own
     )  # fmt: skip
     wrong = {name: _outside(found) & _MODEL_LIBRARIES for name, found in in_all().items()}
     assert {n: found for n, found in wrong.items() if found and not n.startswith(allowed)} == {}
@@ -169,6 +169,7 @@ def test_packages_of_extras_stay_where_they_are_asked_for() -> None:
         "validators/kernels/", "validators/amx/amx_client.py",
         "validators/amx/kt_forward.py", "compiled/", "run/engines/ray.py",
         "checkpoint/fsspec_store.py", "cli/demo.py", "cli/demo_checkpoint.py",
+        "checkpoint/gguf/tokenizer.py",  # a process of its own
         "contrib/trtllm_gen/sglang_plugin.py",  # in sglang's own process
         "runtimes/loader/server/",  # in the runtime's own process
     )  # fmt: skip
@@ -188,6 +189,8 @@ def test_core_is_standard_library() -> None:
 _FOR_VALIDATORS = {
     "qconvert", "qconvert.checkpoint.checkpoint", "qconvert.core.family",
     "qconvert.checkpoint.open", "qconvert.checkpoint.receipt", "qconvert.checkpoint.safetensors",
+    # Statements about a GGUF file's tensors, in its config.
+    "qconvert.checkpoint.gguf.stated",
     "qconvert.core.discovery", "qconvert.core.dtypes", "qconvert.core.errors", "qconvert.core.graph",
     "qconvert.core.arrays", "qconvert.core.json_text",
     "qconvert.core.names", "qconvert.core.patterns", "qconvert.core.roles", "qconvert.core.shown",

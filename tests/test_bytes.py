@@ -17,7 +17,7 @@ from qconvert.core.int_scheme import Codes, IntScheme
 from qconvert.core.parameter_names import Dialect
 from qconvert.formats.amx.tiles import place_codes
 from qconvert.formats.fp8.decode import DequantFp8
-from qconvert.formats.int_packed.packers import PackGptq, PackQuantized
+from qconvert.formats.int_packed.packers import PackAwq, PackGptq, PackQuantized
 from qconvert.formats.mx.decode import DequantMxfp4
 from qconvert.formats.nvfp4.encode import inverse
 from qconvert.validators.reading.amx import tile_codes, tile_floats
@@ -61,7 +61,7 @@ def _packed(packer: Any, codes: np.ndarray[Any, Any], group: int) -> list[Buffer
 
 def test_every_drawing_has_lines_that_are_checked() -> None:
     titles = [part.partition("\n")[0] for part in _PAGE.split("\n## ")[1:]]
-    assert [len(arrows(title)) for title in titles] == [7, 3, 3, 4, 4, 9]
+    assert [len(arrows(title)) for title in titles] == [7, 3, 3, 2, 4, 4, 9]
 
 
 def test_fp8_codes() -> None:
@@ -111,6 +111,16 @@ def test_gptq() -> None:
         assert "bytes " + _hex(qweight.data[:8]) == right
         ((_, zeros),) = _some("GPTQ", f"symmetric, version {version}")
         assert "qzeros " + _hex(qzeros.data) == zeros
+
+
+def test_awq() -> None:
+    found = list(_some("AutoAWQ", r"rows ([-\d ]+)"))
+    assert len(found) == 2
+    for match, right in found:
+        codes = np.array([[int(code)] * 32 for code in match[1].split()])
+        qweight, *_ = _packed(PackAwq(IntScheme(4, 32)), codes, 32)
+        assert "bytes " + _hex(qweight.data[:4]) == right
+        assert bytes(qweight.data) == bytes(qweight.data[:4]) * 32
 
 
 def _drawn_codes(title: str) -> np.ndarray[Any, Any]:

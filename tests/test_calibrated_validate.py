@@ -39,6 +39,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "packed": ("w4a16", "--group-size", "32"),
     "ordered": ("w4a16", "--group-size", "32", "--actorder", "group"),
     "asymmetric": ("w4a16", "--group-size", "32", "--asymmetric", "--packing", "gptq-v2"),
+    "awq": ("w4a16", "--group-size", "32", "--asymmetric", "--packing", "awq"),
     "gptq": ("w4a16", "--group-size", "32", "--actorder", "group", "--packing", "gptq"),
     "amx": ("amx", "--method", "int4", "--numa", "2"),
     "amx in 8 bits": ("amx", "--method", "int8", "--numa", "2"),
@@ -56,10 +57,10 @@ SOLVERS: Mapping[str, tuple[str, ...]] = {
 # Each storage is read alike whoever found its codes, and a solver's scales are held alike however they
 # are stored.
 MADE = [
-    "plain packed", "plain ordered", "plain asymmetric", "plain gptq", "plain amx", "best packed",
-    "best gptq", "corrected packed", "corrected asymmetric", "corrected amx",
+    "plain packed", "plain ordered", "plain asymmetric", "plain awq", "plain gptq", "plain amx",
+    "best packed", "best gptq", "corrected packed", "corrected asymmetric", "corrected amx",
 ]  # fmt: skip
-ROUNDED, SEARCHED = MADE[:5], MADE[5:]
+ROUNDED, SEARCHED = MADE[:6], MADE[6:]
 
 
 def model() -> Path:

@@ -249,7 +249,7 @@ def test_experts_are_scaled_matrix_by_matrix() -> None:
     ("weight", "scale", "said"),
     [
         (("BF16", (128, 128)), ("F32", (1, 1)), "expected an FP8 weight"),
-        (("F8_E4M3FNUZ", (128, 128)), ("F32", (1, 1)), "expected an FP8 weight"),
+        (("F8_E8M0", (128, 128)), ("F32", (1, 1)), "expected an FP8 weight"),
         (("F8_E4M3", (128, 128)), ("I32", (1, 1)), "expected a scale in"),
         (("F8_E4M3", (129, 128)), ("F32", (1, 1)), r"expected a scale grid \[2, 1\]"),
         (("F8_E4M3", (128,)), ("F32", (1,)), "two or more dimensions"),

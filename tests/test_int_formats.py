@@ -317,8 +317,8 @@ def test_a_cut_of_gptq_is_those_rows() -> None:
 
 
 def test_schemes_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(PlanError, match="4 or 8 bits, found 3"):
-        IntScheme(3)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="2 to 8 bits, found 9"):
+        IntScheme(9)
     with pytest.raises(PlanError, match="one or more columns, found 0"):
         IntScheme(4, 0)
     with pytest.raises(PlanError, match="actorder group needs groups"):

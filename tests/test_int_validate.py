@@ -175,8 +175,8 @@ def test_columns_of_no_group_are_no_numbers(tmp_path: Path) -> None:
     [
         (weights(4, 8, False, None), "has no weight_zero_point"),
         (weights(4, 8, True, "group"), "has no weight_g_idx"),
-        (weights(4, 5, True, None), "states groups of 5"),
-        (weights(3, 8, True, None), "states no form"),
+        (weights(4, 3, True, None), "states groups of 3"),
+        (weights(9, 8, True, None), "states no form"),
     ],
 )
 def test_what_cannot_be_read_is_said(stated: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ ALONE: list[tuple[Callable[[], Model], str]] = [
     (lambda: ints(group_size=64), "expected scales"),
     (lambda: ints(group_size=0), "expected a group_size, found 0"),
     (lambda: ints(num_bits=8), "expected scales"),
-    (lambda: ints(num_bits=3), "4 or 8 bits"),
+    (lambda: ints(num_bits=9), "2 to 8 bits"),
     (lambda: ints(strategy="tensor"), "found strategy 'tensor'"),
     (lambda: transformed("transform_config"), "transform_config"),
     (lambda: transformed("sparsity_config"), "sparsity_config"),

@@ -12,7 +12,7 @@ from families.tiny import saved
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.loading.setting import NotSimulated, Setting
-from qconvert.runtimes.misreadings import misread
+from qconvert.runtimes.misreadings import misread, misread_of_ranks
 from qconvert.runtimes.serving import Offered, loads, served
 
 _AT = "model.layers.0.self_attn"
@@ -54,6 +54,66 @@ def test_a_text_model_by_its_config() -> None:
     config = {"architectures": ["LlavaForConditionalGeneration"]}
     assert misread("sglang", {**config, "text_config": {"model_type": "mistral"}}, scale)
     assert not misread("sglang", {**config, "text_config": {"model_type": "qwen2"}}, scale)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_experts_in_gptq_packing_have_scales_of_another_type(
+    method: str, dtype: str | None
+) -> None:
+    scale = "model.layers.0.mlp.experts.0.up_proj.scales"
+    tensors = {
+        scale: TensorType("F16", (2, 256)),
+        f"{_AT}.q_proj.scales": TensorType("F16", (2, 64)),
+    }
+    config = {"quantization_config": {"quant_method": method}, "dtype": dtype}
+    concerned = method == "gptq" and dtype != "float16"
+    found = misread("sglang", config, tensors)
+    assert [*found.wrong] == [scale] * concerned
+    assert ("--packing compressed-tensors" in found.cure) == concerned
+    assert misread("sglang", {"text_config": config, **config}, tensors) == found
+    assert not misread("vllm", config, tensors)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+def test_experts_of_which_a_rank_has_one_group(form: str) -> None:
+    """Their first scales are put into another order, with four ranks and with no others."""
+    at = "model.layers.0.mlp.experts.0"
+    packed = form == "compressed-tensors"
+    codes, scales = ("weight_packed", "weight_scale") if packed else ("qweight", "scales")
+    tensors = {}
+    for part, groups in (("gate_proj", 16), ("up_proj", 16), ("down_proj", 4)):
+        shape = (512, groups) if packed else (groups, 512)
+        tensors[f"{at}.{part}.{codes}"] = TensorType("I32", (512, 64))
+        tensors[f"{at}.{part}.{scales}"] = TensorType("BF16", shape)
+    config: dict[str, Any] = {"dtype": "float16"}
+    for runtime, concerned in (("vllm", True), ("sglang", not packed)):
+        for ranks in (1, 2, 4, 8):
+            found = misread_of_ranks(runtime, ranks, config, tensors)
+            wrong = [f"{at}.{part}.{scales}" for part in ("gate_proj", "up_proj")]
+            assert [*found.wrong] == (wrong if concerned and ranks == 4 else [])
+            assert bool(found.cure) == bool(found.wrong)
+    codes_of_floats = {name: TensorType("U8", one.shape) if "packed" in name else one
+                       for name, one in tensors.items()}  # fmt: skip
+    if packed:
+        assert not misread_of_ranks("vllm", 4, config, codes_of_floats)
+
+
+def test_a_size_at_which_experts_are_read_wrong(tmp_path: Path) -> None:
+    """A plan names the sizes at which it is served right, and the one at which it is not."""
+    sizes = {"num_experts": 4, "moe_intermediate_size": 256, "hidden_size": 512, "head_dim": 64,
+             "num_attention_heads": 8, "num_key_value_heads": 8}  # fmt: skip
+    source = saved("qwen3_moe", tmp_path / "source", {}, sizes)
+    done = run_cli("w4a16", source, tmp_path / "out", "--rtn", "--dry-run")
+    said = next(
+        line for line in done.out.splitlines() if "vllm 0.33.0" in line and "not at" in line
+    )
+    assert "not at tp 2" in said
+    assert "its groups are taken for one" in said
+    assert run_cli("w4a16", source, tmp_path / "out", "--rtn", "--jobs", "1").code == 0
+    for more, code in ((("--tp", "2"), 3), (("--tp", "1"), 0), (("--tp", "2", "--ep", "2"), 0)):
+        found = run_cli("validate", tmp_path / "out", "--for", "vllm", *more)
+        assert found.code == code, (more, found.out, found.err)
 
 
 # Tensors of q_proj, and of which runtimes read them in the order of the matrix's rows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,21 @@ def _cheap(
     others = [case for case in cases if model(case) in _DESCRIBED]
     big = [pytest.param(case, id=name(case), marks=pytest.mark.big) for case in others]
     return [*sampled(kept, every, name=name), *big]
+
+
+@pytest.mark.big
+def test_values_that_are_keys_have_a_scale_of_their_own() -> None:
+    """Gemma 4's layers of full attention have no v_proj, and runtimes a scale for their values."""
+    found = headers.form(GEMMA)
+    keys = [n.removesuffix(".k_proj.weight") for n in found.tensors if n.endswith(".k_proj.weight")]
+    assert any(f"{at}.v_proj.weight" not in found.tensors for at in keys)
+    scale = TensorType("F32", ())
+    added = {f"{at}.{part}_proj.{part}_scale": scale for at in keys for part in "kv"}
+    assert errors(replace(found, tensors={**found.tensors, **added})) == []
+    lost = {name: one for name, one in added.items() if not name.endswith("k_scale")}
+    assert "QC019" in {
+        one.rule for one in errors(replace(found, tensors={**found.tensors, **lost}))
+    }
 
 
 @pytest.mark.parametrize("model", _cheap(headers.forms(), 1, str))

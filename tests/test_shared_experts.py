@@ -25,6 +25,8 @@ from qconvert.samples.request import Calibration
 
 DEEPSEEK, GLM, NEXT = "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"
 V3 = {"n_routed_experts": 256, "n_shared_experts": 1, "num_hidden_layers": 3}
+KIMI = "KimiK25ForConditionalGeneration"
+KIMI_K2 = {**V3, "n_routed_experts": 384}
 NEXT_80B = {
     "shared_expert_intermediate_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 2,
 }  # fmt: skip
@@ -65,6 +67,9 @@ def modelopt(*ignore: str) -> dict[str, Any]:
         (NEXT, NEXT_80B, modelopt("model.layers.0.mlp.shared_expert.*"), False),
         (NEXT, NEXT_80B, modelopt("model.layers.0.mlp.shared_expert_gate"), True),
         ("Qwen3_5MoeForCausalLM", NEXT_80B, None, False),
+        (KIMI, {"text_config": {**V3, "architectures": [DEEPSEEK]}}, None, True),
+        (KIMI, {"text_config": {**KIMI_K2, "architectures": [DEEPSEEK]}}, None, False),
+        (KIMI, {"text_config": {**V3, "architectures": ["Other"]}}, None, False),
     ],
 )
 def test_when_sglang_fuses(

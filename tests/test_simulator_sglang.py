@@ -523,16 +523,6 @@ def test_a_version_known_to_serve_it_wrong(tmp_path: Path) -> None:
     assert advisories(parse_consumer("vllm==0.20"), config) == ()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
-def test_experts_in_gptq_packing_have_scales_of_another_type(method: str, dtype: str) -> None:
-    config = {"quantization_config": {"quant_method": method}, "dtype": dtype}
-    found = advisories(parse_consumer("sglang"), {**config, "num_experts": 8})
-    concerned = (method, dtype) == ("gptq", "bfloat16")
-    assert ["--packing compressed-tensors" in one.what for one in found] == [True] * concerned
-    assert advisories(parse_consumer("sglang"), config) == ()
-
-
 @pytest.mark.parametrize(
     ("block", "concerned"),
     [

@@ -56,7 +56,8 @@ _BAD_OF_TYPE: dict[str, list[str]] = {
 _BAD: dict[str, list[str]] = {
     "length": ["1", *_COUNTS], "seed": ["", "-1", "x", str(2**32)],
     "targets_of_two": _CHOICES, "form": _CHOICES,
-    "architecture": ["", "nope", "../qwen3_moe"], "family": ["", "a\0b", "nowhere.py"],
+    "architecture": ["", "nope", "../qwen3_moe"], "scheme": ["", "nope", "gptq"],
+    "family": ["", "a\0b", "nowhere.py"],
     "explain": ["nope", "QC999"], "files": ["report", "report.doc"],
     # Arguments
     "out": _OUTS, "repo": ["", "model", "a/b/c", "hf://", "hf://datasets/a/b", "a b/c"],

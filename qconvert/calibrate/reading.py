@@ -44,7 +44,10 @@ class Fetched:
 
 
 # Names in torch of codes and scales that are decoded on an accelerator.
-_CODES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_CODES = {
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
 _SCALES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
+from struct import unpack
 from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
@@ -24,6 +25,7 @@ from qconvert.checkpoint.mlx_config import MLX, experts_apart
 from qconvert.checkpoint.prepared import says_prepared
 from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
+from qconvert.checkpoint.stated_as import as_stated
 from qconvert.checkpoint.store import RemoteObject, Store, StoredObject, mirrored_at, named
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.family import QUANTIZATION_KEYS, Family, RoleIndex, is_mlx, role_index
@@ -148,7 +150,8 @@ class Checkpoint(Mapping[str, Source]):
 
     `side_files` are relative paths that are copied byte for byte; `denied_files` are not copied.
     `warnings` are irregularities that do not stop a conversion. `follow_links` says that links may
-    point out of the folder (qconvert/core/links.py). `asked` is whose layout the user says it has.
+    point out of the folder (qconvert/core/links.py). `asked` is whose layout the user says it has,
+    `stated_as` how it is stored, of which the config then has a block (checkpoint/stated_as.py).
     `apart`: stacks of experts in the shards are several tensors here (mlx_config.py).
     """
 
@@ -166,6 +169,7 @@ class Checkpoint(Mapping[str, Source]):
     follow_links: bool = False
     asked: Reading | None = None
     apart: bool = False
+    stated_as: str = ""
 
     def __getitem__(self, name: str) -> Source:
         return self.sources[name]
@@ -240,11 +244,12 @@ class Checkpoint(Mapping[str, Source]):
             root, {file.relative_to(root).as_posix() for file in files}, follow_links=follow_links
         )
         apart = experts_apart(config, sources)
-        return cls(
+        found = cls(
             root, tuple(shards), apart or sources, config, config_bytes, side, denied,
             digest.hexdigest(), index is not None, metadata,
             tuple(warnings + _total_size(index, sources)), follow_links, stated(), apart is not None,
         )  # fmt: skip
+        return as_stated(found)
 
     @property
     def name(self) -> str:
@@ -456,9 +461,23 @@ class Checkpoint(Mapping[str, Source]):
         assert source.type.numel == 1
         return self.read_small(source)
 
+    def read_shape(self, source: Source) -> tuple[int, int] | None:
+        """The two integers of a tensor that holds a shape, which planning may read, too; None for one of
+        another type, and where no data is at hand: not written yet, or a request away. Raises
+        CheckpointError if they cannot be read."""
+        kind = {"I64": "<2q", "I32": "<2i"}.get(source.type.dtype)
+        if (
+            kind is None
+            or source.type.shape != (2,)
+            or self.shards[source.shard].remote is not None
+        ):
+            return None
+        rows, columns = unpack(kind, self.read_small(source))
+        return rows, columns
+
     def read_small(self, source: Source) -> bytes:
-        """The bytes of a small tensor: a scalar, or bitsandbytes' JSON. They are the only tensor data
-        that planning may read. Raises CheckpointError if it is large or cannot be read."""
+        """The bytes of a small tensor: a scalar, a shape, or bitsandbytes' JSON. They are the only tensor
+        data that planning may read. Raises CheckpointError if it is large or cannot be read."""
         if source.type.nbytes > _SMALL_TENSOR:
             raise CheckpointError(
                 f"{source.name!r}: expected {_SMALL_TENSOR} bytes at most, found {source.type}"
@@ -518,6 +537,11 @@ def file_size(file: Path) -> int:
     return _stat(file).st_size
 
 
+def shard_of(file: Path) -> Shard:
+    """A file of weights as it is now. Raises CheckpointError if it cannot be read."""
+    return _shard(file, None, _stat(file), None)
+
+
 def _shard(file: Path, size: int | None, status: os.stat_result, real: Path | None) -> Shard:
     size = status.st_size if size is None else size
     return Shard(file, size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, real)
@@ -560,6 +584,8 @@ def _locate(where: str | Path) -> tuple[Path, Path | None]:
         return path, None
     if is_file:
         if path.suffix != ".safetensors":
+            if path.suffix.lower() == ".gguf":
+                raise CheckpointError(f"{path} is a GGUF file: a source to convert, and no result")
             raise CheckpointError(f"{path} is not a .safetensors file; pickles are never opened")
         return path.parent, path
     repo = parse_repo(str(where))
@@ -572,6 +598,11 @@ def _read_needed(root: Path, name: str, limit: int, *, follow_links: bool) -> by
     try:
         return read_inside(root, name, limit, follow_links=follow_links)
     except FileNotFoundError:
+        gguf = sorted(root.glob("*.gguf"))
+        if gguf:
+            raise CheckpointError(
+                f"{root}: is no checkpoint of transformers; name a GGUF file, as {gguf[0]}"
+            ) from None
         raise CheckpointError(
             f"{root / name} is missing; a checkpoint cannot be read without it"
         ) from None
@@ -621,6 +652,9 @@ def _shard_files(
             [f"{INDEX} is missing; headers of {count(len(found), 'shard')} were used"],
         )
     if not found:
+        gguf = sorted(root.glob("*.gguf"))
+        if gguf:
+            raise CheckpointError(f"{root}: no .safetensors file; name a GGUF file, as {gguf[0]}")
         raise CheckpointError(
             f"{root}: no .safetensors file; pickle checkpoints (.bin, .pt) are never opened: "
             "convert them with safetensors first"

@@ -6,12 +6,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
+from qconvert.checkpoint.auto_round import AutoRound, auto_round
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
-from qconvert.checkpoint.quantization_config import config_groups, groups_of
+from qconvert.checkpoint.layer_schemes import LayerSchemes
+from qconvert.checkpoint.quantization_config import groups_of
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.int_scheme import READ_BITS, IntScheme
 from qconvert.core.patterns import compiled
 
 _NOT_READ = ("transform_config", "sparsity_config")
@@ -38,8 +41,8 @@ def packed_scheme(
     every: set[IntScheme] = set()
     own: set[IntScheme] = set()
     for groups in groups_of(checkpoint):
-        integers = [w for _, w in config_groups(groups.config) if w.get("type") == "int"]
-        if not integers:
+        integers = [w for w in groups.every if w.get("type") == "int"]
+        if not integers or isinstance(groups, LayerSchemes):
             continue
         _check_read(groups.config, form)
         weights = groups.weights(module)
@@ -78,8 +81,8 @@ def _group(where: str, size: Any, least: int = -1) -> int | None:
 
 def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
     where, bits = config.where, weights.get("num_bits")
-    if bits not in (4, 8):
-        raise PlanError(f"{where}: expected integer weights of 4 or 8 bits, found {bits!r}")
+    if type(bits) is not int or bits not in READ_BITS:
+        raise PlanError(f"{where}: expected integer weights of 2 to 8 bits, found {bits!r}")
     symmetric = weights.get("symmetric", True)
     if type(symmetric) is not bool:
         raise PlanError(f"{where}: expected symmetric true or false, found {symmetric!r}")
@@ -104,23 +107,31 @@ def _scheme(config: QuantConfig, weights: Mapping[str, Any]) -> IntScheme:
 @dataclass(frozen=True, slots=True)
 class AwqForm:
     """AutoAWQ's own form of matrices: `group` columns share a scale (None: all), and a
-    zero point where `zero_point`."""
+    zero point where `zero_point`. AutoRound stores zero points of others too: `kept`."""
 
     group: int | None
     zero_point: bool
+    kept: bool = False
 
 
-def awq_form(checkpoint: Checkpoint) -> AwqForm | None:
-    """Return what the config's `awq` block states (AutoAWQ 0.2, its `quantization_config`), None without
-    one. Raises PlanError for another version or number of bits than is read here."""
+def awq_form(checkpoint: Checkpoint, module: str) -> AwqForm | None:
+    """Return what the config's `awq` block states (AutoAWQ 0.2, its `quantization_config`), or
+    AutoRound's for a module; None without one. Raises PlanError for another version or number of bits
+    than is read here."""
     found = next((c for c in checkpoint.quantization_configs if c.method == "awq"), None)
+    block: Mapping[str, Any]
     if found is None:
-        return None
-    block, where = found.block, found.where
+        other = auto_round(checkpoint)
+        if other is None or other.form != "awq":
+            return None
+        where, block = other.config.where, _of_auto_round(other, module)
+        zero = not block["sym"]
+    else:
+        block, where = found.block, found.where
+        zero = block.get("zero_point", True)
     bits = block.get("bits", block.get("w_bit"))
     version = str(block.get("version", "gemm")).lower()
     size = block.get("group_size", block.get("q_group_size"))
-    zero = block.get("zero_point", True)
     if bits != 4:
         raise PlanError(f"{where}: expected AWQ weights of 4 bits, found {bits!r}")
     if version != "gemm":
@@ -128,38 +139,107 @@ def awq_form(checkpoint: Checkpoint) -> AwqForm | None:
     group = _group(where, size)
     if type(zero) is not bool:
         raise PlanError(f"{where}: expected zero_point true or false, found {zero!r}")
-    return AwqForm(group, zero)
+    return AwqForm(group, zero, found is None)
 
 
-def _fits(pattern: str, module: str) -> bool:
-    try:
-        return compiled(pattern).match(module) is not None
-    except re.error as error:
-        raise PlanError(f"target {pattern!r} is not a valid regular expression: {error}") from error
+def _of_auto_round(block: AutoRound, module: str) -> Mapping[str, Any]:
+    """Return what AutoRound's block states for a module with integer codes. Raises PlanError where it
+    leaves it out, or states floats."""
+    stated = block.of(module)
+    if stated is None or stated["data_type"] != "int":
+        said = "leaves it out" if stated is None else f"states data_type {stated['data_type']}"
+        raise PlanError(
+            f"{block.config.where}: {module!r} has packed integers, and the block {said}: one of them "
+            "is wrong"
+        )
+    return {**stated, "sym": stated["sym"] is not False}
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """Rules of GPTQModel's `dynamic`, in order: the first whose pattern matches the beginning of a
+    module's name applies (`quantization/config.py` `_resolve_dynamic_override`; sglang and vLLM,
+    `get_dynamic_override`). `-:` leaves modules out (None), `+:` or nothing changes settings. Patterns
+    that spell one name are looked up: there may be one for each expert."""
+
+    literal: Mapping[str, int]
+    patterns: tuple[tuple[int, re.Pattern[str]], ...]
+    changes: tuple[Mapping[str, Any] | None, ...]
+
+    @classmethod
+    def of(cls, where: str, rules: Any) -> Dynamic:
+        """Raises PlanError for a pattern that is not a valid regular expression, and for a rule that is
+        no object."""
+        literal: dict[str, int] = {}
+        patterns, changes = [], list[Mapping[str, Any] | None]()
+        for at, (key, change) in enumerate((rules or {}).items()):
+            pattern = key.removeprefix("-:") if key.startswith("-:") else key.removeprefix("+:")
+            if not isinstance(change, Mapping) and not key.startswith("-:"):
+                raise PlanError(f"{where}: expected settings for dynamic {key!r}, found {change!r}")
+            changes.append(None if key.startswith("-:") else change)
+            spelled = _spelled_name(pattern)
+            if spelled is not None:
+                literal.setdefault(spelled, at)
+                continue
+            try:
+                patterns.append((at, compiled(pattern)))
+            except re.error as error:
+                raise PlanError(
+                    f"{where}: dynamic {key!r} is not a valid regular expression: {error}"
+                ) from error
+        return cls(literal, tuple(patterns), tuple(changes))
+
+    def find(self, module: str) -> Mapping[str, Any] | None:
+        """Settings that a rule changes, {} without one; None where it leaves the module out."""
+        first = self.literal.get(module, len(self.changes))
+        for at, pattern in self.patterns:
+            if at > first:
+                break
+            if pattern.match(module):
+                first = at
+                break
+        return self.changes[first] if first < len(self.changes) else {}
+
+
+def _spelled_name(pattern: str) -> str | None:
+    """The one name that a pattern matches, if it spells one."""
+    name = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
+    plain = pattern.endswith("$") and re.escape(name) == pattern.removeprefix("^")[:-1]
+    return name if plain else None
+
+
+@lru_cache(maxsize=8)  # asked for each matrix
+def _dynamic(checkpoint: Checkpoint) -> Dynamic:
+    config = next(c for c in checkpoint.quantization_configs if c.method == "gptq")
+    return Dynamic.of(config.where, config.block.get("dynamic"))
 
 
 def gptq_form(checkpoint: Checkpoint, module: str) -> GptqForm:
-    """Return how a matrix in GPTQ's own form is stored, by the config's `gptq` block. Raises PlanError
-    if there is none, or one that qconvert does not read."""
-    blocks = [c for c in checkpoint.quantization_configs if c.method == "gptq"]
-    if not blocks:
-        raise PlanError(f"{module!r} has a qweight, but no quantization block states gptq")
-    config, block = blocks[0], blocks[0].block
-    bits, size = block.get("bits"), block.get("group_size")
-    if bits not in (4, 8):
-        raise PlanError(f"{config.where}: expected GPTQ weights of 4 or 8 bits, found {bits!r}")
-    group = _group(config.where, size)
-    form = block.get("checkpoint_format", "gptq")
-    if form not in ("gptq", "gptq_v2"):
-        raise PlanError(
-            f"{config.where}: expected checkpoint_format gptq or gptq_v2, found {form!r}"
-        )
-    for pattern, override in (block.get("dynamic") or {}).items():
-        if override and _fits(str(pattern).removeprefix("+:"), module):
+    """Return how a matrix in GPTQ's own form is stored, by the config's `gptq` block and its rules for
+    modules, or by AutoRound's. Raises PlanError if there is none, or one that qconvert does not read, or
+    one that leaves the module out."""
+    config = next((c for c in checkpoint.quantization_configs if c.method == "gptq"), None)
+    block: Mapping[str, Any]
+    if config is not None:
+        change = _dynamic(checkpoint).find(module)
+        if change is None:
             raise PlanError(
-                f"{config.where}: dynamic {pattern!r} has its own settings for {module!r}, which is "
-                "not supported"
+                f"{config.where}: a rule of dynamic (-:) leaves {module!r} out, which has a qweight: "
+                "one of them is wrong"
             )
+        where, block = config.where, {**config.block, **change}
+        form = block.get("checkpoint_format", "gptq")
+    else:
+        other = auto_round(checkpoint)
+        if other is None:
+            raise PlanError(f"{module!r} has a qweight, but no quantization block states gptq")
+        where, block, form = other.config.where, _of_auto_round(other, module), other.form
+    bits, size = block.get("bits"), block.get("group_size")
+    if type(bits) is not int or bits not in READ_BITS:
+        raise PlanError(f"{where}: expected GPTQ weights of 2 to 8 bits, found {bits!r}")
+    group = _group(where, size)
+    if form not in ("gptq", "gptq_v2"):
+        raise PlanError(f"{where}: expected checkpoint_format gptq or gptq_v2, found {form!r}")
     order: Literal["group"] | None = "group" if block.get("desc_act") and group else None
-    scheme = IntScheme(bits, group, bool(block.get("sym", True)), order, "F16")
+    scheme = IntScheme(bits, group, block.get("sym", True) is not False, order, "F16")
     return GptqForm(scheme, 2 if form == "gptq_v2" else 1)

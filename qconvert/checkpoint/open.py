@@ -21,9 +21,12 @@ from qconvert.checkpoint.checkpoint import (
     Shard,
     index_limit,
 )
+from qconvert.checkpoint.gguf.header import SUFFIX
+from qconvert.checkpoint.gguf.source import open_gguf
 from qconvert.checkpoint.hub_cache import Repo, cached_folder, parse_repo, snapshot
 from qconvert.checkpoint.receipt import parse_receipt
 from qconvert.checkpoint.store import is_url, named, store_of
+from qconvert.checkpoint.torchao import translated
 from qconvert.core.errors import CheckpointError
 from qconvert.core.family import MTP_COUNTS, Config, first_int, text_config
 from qconvert.core.graph import Source
@@ -139,14 +142,17 @@ def _parent(checkpoint: Checkpoint) -> list[Any]:
 
 @phase("open")
 def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
-    """Any source: what Checkpoint.open takes, a repo on the Hub by its id, a folder in a store by its
-    URL, or a folder of pipeline stages as the one checkpoint they were. Raises CheckpointError, and
-    RunError where the Hub or the store fails for too long."""
+    """Any source: what Checkpoint.open takes, a GGUF file, a repo on the Hub by its id, a folder in a
+    store by its URL, or a folder of pipeline stages as the one checkpoint they were. Raises
+    CheckpointError, and RunError where the Hub or the store fails for too long."""
     folder = local(where)
     try:
         if str(where) and stage_folders(folder):
             return open_stages(folder, follow_links=follow_links)
-        return Checkpoint.open(folder if str(where) else where, follow_links=follow_links)
+        if folder.suffix.lower() == SUFFIX and folder.is_file():
+            return open_gguf(folder)
+        found = Checkpoint.open(folder if str(where) else where, follow_links=follow_links)
+        return translated(found)
     except CheckpointError as error:
         raise CheckpointError(named(str(error))) from error
 

@@ -12,6 +12,13 @@ from functools import lru_cache
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
+from qconvert.checkpoint.layer_schemes import (
+    U8,
+    LayerSchemes,
+    layer_schemes,
+    modelopt_weights,
+    states_by_layer,
+)
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.patterns import compiled
@@ -20,18 +27,18 @@ from qconvert.core.shown import shortened
 MX_BLOCK = (
     32  # columns that share an exponent in MXFP4 and MXFP8 (OCP Microscaling Formats v1.0, 5.2)
 )
-_U8 = "torch.uint8"
 _MXFP4 = "mxfp4-pack-quantized"
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
     """FP8 scales as the config states them: in blocks, or (block None) per channel or tensor.
-    `u8_exponents` says whether U8 scales are E8M0."""
+    `u8_exponents` says whether U8 scales are E8M0, `fnuz` that codes are those of AMD's MI300."""
 
     block: tuple[int, int] | None
     where: str
     u8_exponents: bool
+    fnuz: bool = False
 
 
 def stated_block(configs: Sequence[QuantConfig]) -> tuple[int, int] | None:
@@ -111,6 +118,7 @@ class Groups:
     config: QuantConfig
     targets: Entries
     ignore: Entries
+    every: tuple[Mapping[str, Any], ...]
 
     def weights(self, module: str) -> Mapping[str, Any] | None:
         """Return what the group that covers a linear layer states about its weights, None if none does
@@ -122,20 +130,35 @@ class Groups:
 
 
 @lru_cache(maxsize=8)  # asked once for each matrix
-def groups_of(checkpoint: Checkpoint) -> tuple[Groups, ...]:
-    """The groups of each compressed-tensors block, in the order of the blocks. Raises PlanError for a
-    block without groups or with an invalid pattern."""
-    found = []
+def groups_of(checkpoint: Checkpoint) -> tuple[Groups | LayerSchemes, ...]:
+    """Each block that states weights by module, in the order of the blocks: compressed-tensors' groups,
+    modelopt's table of layers, Quark's configuration. Raises PlanError for a block of
+    compressed-tensors without groups or with an invalid pattern."""
+    found: list[Groups | LayerSchemes] = []
     for config in checkpoint.quantization_configs:
+        if (by_layer := layer_schemes(config)) is not None:
+            found.append(by_layer)
         if config.method != "compressed-tensors":
             continue
-        targets = {t: weights for names, weights in config_groups(config) for t in _texts(names)}
+        groups = list(config_groups(config))
+        targets = {t: weights for names, weights in groups for t in _texts(names)}
         try:
             ignore = Entries.of(dict.fromkeys(_texts(config.block.get("ignore")), True))
-            found.append(Groups(config, Entries.of(targets), ignore))
+            every = tuple(weights for _, weights in groups)
+            found.append(Groups(config, Entries.of(targets), ignore, every))
         except PlanError as error:
             raise PlanError(f"{config.where}: {error}") from error
     return tuple(found)
+
+
+def weights_of(checkpoint: Checkpoint, module: str) -> tuple[Mapping[str, Any], str] | None:
+    """Statement of the first block that covers a module about its weight, in compressed-tensors' words,
+    and where; None where no block that states weights by module does. Raises PlanError as `groups_of`
+    does."""
+    for groups in groups_of(checkpoint):
+        if (found := groups.weights(module)) is not None:
+            return found, groups.config.where
+    return None
 
 
 def _texts(value: Any) -> Iterable[str]:
@@ -152,8 +175,11 @@ def fp8_scheme(checkpoint: Checkpoint, module: str | None = None) -> Fp8Scheme:
 
 @lru_cache(maxsize=8)  # asked once for each matrix
 def has_groups(checkpoint: Checkpoint) -> bool:
-    """Return whether a block is of compressed-tensors, whose groups may differ."""
-    return any(config.method == "compressed-tensors" for config in checkpoint.quantization_configs)
+    """Return whether a block may state other weights for one module than for another."""
+    return any(
+        config.method == "compressed-tensors" or states_by_layer(config)
+        for config in checkpoint.quantization_configs
+    )
 
 
 @lru_cache(maxsize=8)  # asked once for each matrix
@@ -170,7 +196,8 @@ def _agreed(checkpoint: Checkpoint, module: str | None) -> Fp8Scheme:
     if not found:
         raise PlanError(
             "expected a quantization_config for the FP8 weights, found none in config.json; qconvert "
-            "does not guess block sizes: add the block the model was quantized with"
+            "does not guess block sizes: add the block the model was quantized with, or state it (--as "
+            "fp8-block:128x128)"
         )
     first, first_config = found[0]
     for scheme, config in found[1:]:
@@ -194,42 +221,66 @@ def _one_scheme(checkpoint: Checkpoint, config: QuantConfig, module: str | None)
         size = beside.get("weight_block_size")
         found = None if size is None else _block_size(config, size)
         return Fp8Scheme(found, f"{config.where}.linear_fp8_config", _is_ue8m0(beside))
-    if config.method == "compressed-tensors":
-        every = [weights for _, weights in config_groups(config)]
-        # Integers are handled in integer_config.py; other floats next to FP8 belong to other modules.
-        sizes = {_compressed_tensors_block(config, one) for one in every if _is_fp8(one)}
-        if not sizes:
-            kinds = {f"{w.get('num_bits')}-bit {w.get('type')}" for _, w in config_groups(config)}
-            said = ", ".join(sorted(kinds)) or "none"
-            raise PlanError(
-                f"{config.where}: expected FP8 weights in its config_groups, found {said}"
-            )
-        if len(sizes) > 1 and module is not None:
-            own = next((g for g in groups_of(checkpoint) if g.config is config), None)
-            weights = None if own is None else own.weights(module)
-            if weights is None or not _is_fp8(weights):
-                raise PlanError(
-                    f"{config.where}: its config_groups use different FP8 schemes, and none of them "
-                    f"covers {module!r}, which is FP8: add a target that names it"
-                )
-            sizes = {_compressed_tensors_block(config, weights)}
-        if len(sizes) != 1:
-            raise PlanError(f"{config.where}: its config_groups use different FP8 schemes")
-        mx = any(_is_fp8(w) and w.get("scale_dtype") == _U8 for w in every)
-        return Fp8Scheme(sizes.pop(), config.where, u8 or mx)
+    own = next((g for g in groups_of(checkpoint) if g.config is config), None)
+    if own is not None:
+        return _of_groups(own, module)
     if config.method in ("fp8", "fbgemm_fp8", "modelopt"):
-        algorithm = str(block.get("quant_algo", "FP8"))
-        mixed = "moe_quant_algo" in block or "quantized_layers" in block  # FP8 but for experts
-        if algorithm == "MXFP8":  # modelopt, torch/export/convert_hf_config.py
-            return Fp8Scheme((1, MX_BLOCK), config.where, u8_exponents=True)
-        if not algorithm.startswith("FP8") and not mixed:
+        algorithm, size = str(block.get("quant_algo", "FP8")), block.get("weight_block_size")
+        stated = modelopt_weights({"quant_algo": algorithm, "group_size": block.get("group_size")})
+        if config.method == "modelopt" and size is None and _is_fp8(stated):
+            return _fp8_scheme(config, stated)
+        # "moe_quant_algo": FP8 but for experts
+        if not algorithm.startswith("FP8") and "moe_quant_algo" not in block:
             raise PlanError(f"{config.where}: expected an FP8 quant_algo, found {algorithm!r}")
-        size = block.get("weight_block_size")
-        return Fp8Scheme(None if size is None else _block_size(config, size), config.where, u8)
+        found = None if size is None else _block_size(config, size)
+        return Fp8Scheme(found, config.where, u8, str(block.get("fmt", "")).endswith("fnuz"))
     raise PlanError(
         f"{config.where}: quant_method {config.method!r} is not an FP8 format qconvert reads "
-        "(fp8, fbgemm_fp8, modelopt FP8, compressed-tensors float-quantized)"
+        "(fp8, fbgemm_fp8, modelopt FP8, compressed-tensors float-quantized, Quark FP8)"
     )
+
+
+def _of_groups(groups: Groups | LayerSchemes, module: str | None) -> Fp8Scheme:
+    """The scheme of the FP8 weights of a block that states them by module."""
+    where = groups.config.where
+    # Integers are handled in integer_config.py; other floats next to FP8 belong to other modules.
+    fp8 = [weights for weights in groups.every if _is_fp8(weights)]
+    found = list(dict.fromkeys(_fp8_scheme(groups.config, weights) for weights in fp8))
+    own = None
+    if module is not None and (len(found) > 1 or isinstance(groups, LayerSchemes)):
+        own = groups.weights(module)
+    if own is not None and _is_fp8(own):
+        return _fp8_scheme(groups.config, own)
+    if own is not None and isinstance(groups, LayerSchemes):
+        raise PlanError(f"{where}: states {described(own)} for {module!r}, which is FP8")
+    if not found:
+        said = ", ".join(sorted(map(described, groups.every))) or "none"
+        what = "its config_groups" if isinstance(groups, Groups) else "it"
+        raise PlanError(f"{where}: expected FP8 weights in {what}, found {said}")
+    if len(found) > 1 and module is not None:
+        how = "add a target that names it" if isinstance(groups, Groups) else "add an entry for it"
+        what = "its config_groups use" if isinstance(groups, Groups) else "it states"
+        raise PlanError(
+            f"{where}: {what} different FP8 schemes, and none of them covers {module!r}, which is FP8: "
+            f"{how}"
+        )
+    if len(found) > 1:
+        what = "its config_groups use" if isinstance(groups, Groups) else "it states"
+        raise PlanError(f"{where}: {what} different FP8 schemes")
+    return found[0]
+
+
+def described(weights: Mapping[str, Any]) -> str:
+    """Bits and type of weights, or the name of an algorithm that is not read here."""
+    if "algorithm" in weights:
+        return str(weights["algorithm"])
+    return f"{weights.get('num_bits')}-bit {weights.get('type')}"
+
+
+def is_mxfp4(weights: Mapping[str, Any]) -> bool:
+    """Return whether weights are FP4 with an exponent for 32 columns."""
+    keys = ("type", "num_bits", "group_size")
+    return tuple(map(weights.get, keys)) == ("float", 4, MX_BLOCK)
 
 
 def states_mxfp4(block: Mapping[str, Any]) -> bool:
@@ -256,17 +307,16 @@ def _is_fp8(weights: Mapping[str, Any]) -> bool:
     return (weights.get("type"), weights.get("num_bits")) == ("float", 8)
 
 
-def _compressed_tensors_block(
-    config: QuantConfig, weights: Mapping[str, Any]
-) -> tuple[int, int] | None:
-    strategy = weights.get("strategy")
+def _fp8_scheme(config: QuantConfig, weights: Mapping[str, Any]) -> Fp8Scheme:
+    strategy, block = weights.get("strategy"), None
+    exponents = weights.get("scale_dtype") == U8
     if strategy == "block":
-        return _block_size(config, weights.get("block_structure"))
-    if strategy in ("tensor", "channel"):
-        return None
-    if strategy == "group" and weights.get("scale_dtype") == _U8:
-        return 1, MX_BLOCK  # mxfp8-quantized, compressed-tensors
-    raise PlanError(f"{config.where}: unknown FP8 weight strategy {strategy!r}")
+        block = _block_size(config, weights.get("block_structure"))
+    elif strategy == "group" and exponents:
+        block = 1, MX_BLOCK  # mxfp8-quantized, compressed-tensors
+    elif strategy not in ("tensor", "channel"):
+        raise PlanError(f"{config.where}: unknown FP8 weight strategy {strategy!r}")
+    return Fp8Scheme(block, config.where, exponents or _is_ue8m0(config.block))
 
 
 def _block_size(config: QuantConfig, size: Any) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from qconvert.checkpoint.stated_as import stating
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.family import Config, Family, generic, role_index
 from qconvert.core.links import read_regular
@@ -50,14 +51,27 @@ _STATED: ContextVar[Reading | None] = ContextVar("reading", default=None)
 
 
 @contextmanager
-def reading_as(architecture: str | None = None, family: str | Path | None = None) -> Iterator[None]:
+def reading_as(
+    architecture: str | None = None,
+    family: str | Path | None = None,
+    scheme: str | None = None,
+) -> Iterator[None]:
     """Checkpoints that are opened within are read as `architecture`, a model_type or class of
-    transformers with the same layout, or as the family in the file `family`, which is run.
+    transformers with the same layout, or as the family in the file `family`, which is run; those whose
+    config states no quantization as stored in `scheme` (`fp8-block:128x128`).
 
-    Raises UsageError for an architecture that nobody knows and for both at once, CheckpointError for a
-    file without a FAMILY. A checkpoint with a name that the class does not have is refused with
-    CheckpointError when it is read; what qconvert made from it may have other names.
+    Raises UsageError for an architecture or a scheme that nobody knows and for both layouts at once,
+    CheckpointError for a file without a FAMILY. A checkpoint with a name that the class does not have is
+    refused with CheckpointError when it is read; what qconvert made from it may have other names. So is
+    one that is not stored in the scheme, when it is opened.
     """
+    if scheme is not None:
+        with stating(scheme), reading_as(architecture, family):
+            yield
+        return
+    if architecture is None and family is None:
+        yield
+        return
     if _STATED.get() is not None or (architecture is not None and family is not None):
         raise UsageError("--architecture and --family exclude one another: name one of them")
     stated = None

@@ -194,8 +194,9 @@ def dequant(drop_mtp: bool, **fields: Any) -> tuple[Pass, ...]:
 
     Reads FP8 (block, per-channel, per-tensor and MX scales), NVFP4 of both dialects, MXFP4 of
     compressed-tensors, DeepSeek-V4 and gpt-oss, INT4 and INT8 of compressed-tensors, GPTQ's and
-    AutoAWQ's forms. MTP layers are kept without --drop-mtp, and scales of a KV cache stay. A weight that
-    exceeds BF16 ends the run with its name; with --allow-overflow it is noted in qconvert.json.
+    AutoAWQ's forms, torchao's 8-bit classes, GGUF files. MTP layers are kept without --drop-mtp, and
+    scales of a KV cache stay. A weight that exceeds BF16 ends the run with its name; with
+    --allow-overflow it is noted in qconvert.json.
 
     \b
     Examples:
@@ -203,6 +204,7 @@ def dequant(drop_mtp: bool, **fields: Any) -> tuple[Pass, ...]:
       qconvert dequant DeepSeek-V3 DeepSeek-V3-bf16 --memory 8GiB
       qconvert dequant Qwen/Qwen3-30B-A3B-FP8 out --print-recipe > mine.yaml
       qconvert dequant Qwen2.5-72B-Instruct-AWQ out --dtype f16
+      qconvert dequant Qwen3-8B-Q4_K_M.gguf Qwen3-8B-bf16
     """
     from qconvert.passes.dequant import Dequant
     from qconvert.passes.drop import Drop

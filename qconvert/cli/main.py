@@ -84,8 +84,8 @@ def cli() -> None:
     """Turn a Hugging Face checkpoint into exactly what a runtime wants to load.
 
     Streams in bounded memory, resumes where it was interrupted, accounts for every byte. A source
-    is a folder, one .safetensors file, a folder in a store (s3://...), or a repo on the Hub: ORG/NAME,
-    with hf:// before it or @REVISION behind it, read by ranges where the local cache lacks it.
+    is a folder, one .safetensors or GGUF file, a folder in a store (s3://...), or a repo on the Hub:
+    ORG/NAME, with hf:// before it or @REVISION behind it, read by ranges where the local cache lacks it.
 
     \b
     Examples:

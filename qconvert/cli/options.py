@@ -315,7 +315,8 @@ def made_for(names: str, *only: str) -> Callable[[F], F]:
 def _read_as(
     ctx: click.Context, param: click.Parameter, value: str | Path | None
 ) -> str | Path | None:
-    """Return whose layout checkpoints have that this command opens, until it ends."""
+    """Return whose layout, or which encoding, checkpoints have that this command opens, until it
+    ends."""
     from qconvert.checkpoint.reading import reading_as
 
     if value is not None:
@@ -334,6 +335,12 @@ OPENING: Callable[[F], F] = stacked(
     rare(
         "--family", type=File(), metavar="FILE", expose_value=False, callback=_read_as,
         help="Read SRC as the family in FILE, Python as in qconvert/layouts, which is run.",
+    ),
+    rare(
+        "--as", "scheme", metavar="SCHEME", expose_value=False, callback=_read_as,
+        help="Read SRC, whose config lost its quantization block, as stored in fp8-tensor, fp8-channel, "
+        "fp8-block:128x128, mxfp4, mxfp8, nvfp4, gptq:4:128, awq:4:128 (bits, and columns of a group; "
+        "-1: a row), int4:128 or int8:-1 (compressed-tensors').",
     ),
 )  # fmt: skip
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")

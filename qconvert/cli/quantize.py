@@ -57,24 +57,33 @@ def quantize(form: str, **fields: Any) -> Pass:
     return Quantize(form, **fields)
 
 
-@conversion(_BITS, TARGETS, SHARED_EXPERTS, TP)
-def mx(bits: Literal["4", "8"], **fields: Any) -> Pass:
+@conversion(
+    _BITS, TARGETS, SHARED_EXPERTS, TP,
+    rare(
+        "--quark", is_flag=True,
+        help="Write MXFP4 under AMD Quark's names and config, for MI355, with inputs in MXFP4 too.",
+    ),
+)  # fmt: skip
+def mx(bits: Literal["4", "8"], quark: bool, **fields: Any) -> Pass:
     """Quantize the routed experts of SRC, or all its linear layers, to MXFP4 or MXFP8.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a power-of-two scale
     for 32 columns, in compressed-tensors' form: MXFP4, or with --bits 8 MXFP8. They equal
     llm-compressor's for the same weights in BF16, byte for byte. vLLM loads all; sglang only MXFP4,
-    and that of Kimi-K3 and DeepSeek-V4 alone. `quantize` is the same with --ignore.
+    and that of Kimi-K3 and DeepSeek-V4 alone, or with --quark on an MI355. `quantize` is the
+    same with --ignore.
 
     \b
     Examples:
       qconvert mx Qwen/Qwen3-30B-A3B out --dry-run
       qconvert mx Qwen/Qwen3-32B out --bits 8 --targets Linear
       qconvert mx DeepSeek-V3 out --tp 8
+      qconvert mx Qwen/Qwen3-30B-A3B out --quark
     """
     from qconvert.passes.quantize import ToMx
 
-    return ToMx("mxfp4" if bits == "4" else "mxfp8", **fields)
+    dialect: Literal["compressed-tensors", "quark"] = "quark" if quark else "compressed-tensors"
+    return ToMx("mxfp4" if bits == "4" else "mxfp8", dialect=dialect, **fields)
 
 
 @conversion(
@@ -242,9 +251,11 @@ def fp8(packed: bool, channel: bool, tensor: bool, ue8m0: bool, **fields: Any) -
     click.option("--asymmetric", is_flag=True, help="Store a zero point with each scale."),
     click.option(
         "--packing",
-        type=click.Choice(["compressed-tensors", "gptq", "gptq-v2"]), default="compressed-tensors",
+        type=click.Choice(["compressed-tensors", "gptq", "gptq-v2", "awq"]),
+        default="compressed-tensors",
         show_default=True,
-        help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored.",
+        help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored; awq "
+        "(AutoAWQ's form) needs --asymmetric.",
     ),
     TARGETS,
     IGNORE,

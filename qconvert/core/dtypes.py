@@ -39,6 +39,9 @@ DTYPE_BITS: dict[str, int] = {
     "U64": 64,
 }
 
+# Floats of 8 bits that are codes of weights.
+FP8_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+
 Shape = tuple[int, ...]
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from qconvert.core.dtypes import TensorType
+from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Buffer
 from qconvert.core.parameter_names import Dialect
@@ -50,12 +51,24 @@ class Nvfp4Scheme:
         return groups_in_row(columns, NVFP4_BLOCK)
 
 
-Bits = Literal[4, 8]
+Bits = Literal[4, 8]  # of codes that are made here
+READ_BITS = range(2, 9)  # of codes that are read
 Actorder = Literal["static", "group"]
 ScaleDtype = Literal["BF16", "F16", "F32"]
 Signs = Literal["both", "positive"]  # of scales
 
 WORD_BITS = 32  # codes are packed into I32 words by all formats here
+
+
+def words(codes: int, bits: int) -> int:
+    """32-bit words that a string of codes takes: they lie side by side from the lowest bit of the first
+    word on, those of 3, 5, 6 and 7 bits across the ends of words, too."""
+    return ceil_div(codes * bits, WORD_BITS)
+
+
+def whole_words(bits: int) -> int:
+    """The least number of codes that fill words: 8 of 4 bits, 4 of 8, 32 of 3."""
+    return WORD_BITS // gcd(WORD_BITS, bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +82,7 @@ class IntScheme:
     whose codes are symmetric. Raises PlanError for fields that contradict one another.
     """
 
-    bits: Bits = 4
+    bits: int = 4
     group: int | None = DEFAULT_GROUP
     symmetric: bool = True
     actorder: Actorder | None = None
@@ -77,8 +90,8 @@ class IntScheme:
     narrow: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise PlanError(f"expected codes of 4 or 8 bits, found {self.bits}")
+        if self.bits not in READ_BITS:
+            raise PlanError(f"expected codes of 2 to 8 bits, found {self.bits}")
         if self.group is not None and self.group < 1:
             raise PlanError(f"expected groups of one or more columns, found {self.group}")
         if self.group is None and self.actorder == "group":
@@ -98,8 +111,8 @@ class IntScheme:
 
     @property
     def word(self) -> int:
-        """Codes in a 32-bit word."""
-        return WORD_BITS // self.bits
+        """Codes that fill whole words: those of one word, but for 3, 5, 6 and 7 bits."""
+        return whole_words(self.bits)
 
     @property
     def gains_by_signs(self) -> bool:

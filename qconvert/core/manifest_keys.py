@@ -157,6 +157,7 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
         _with({}, {"architecture": _is_text, "family_file": _is_text, "sha256": _is_text}),
         "an object of strings",
     ),
+    "stated_as": (_is_text, "a string"),
     "stage": (_STAGE, "an object with number, of, partition, layers and environment"),
     "amx": (_AMX, "an object with method, numa, sizes, experts and layers"),
     DRAFT: (_with({"shared": _is_texts}), "an object with the names that it shares with its model"),

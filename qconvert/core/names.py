@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 # of a module's parameters or, behind `_`, of a stack's name. (An `output_scale` of k_proj is a cache's.)
 ACTIVATIONS = (
     "input_scale", "input_scale_inv", "input_global_scale", "input_zero_point", "activation_scale",
-    "act_scale", "qscale_act", "input_activation_scale", "output_activation_scale",
+    "act_scale", "qscale_act", "input_activation_scale", "output_activation_scale", "input_scale_2",
 )  # fmt: skip
 
 # Read by no op, so that they leave with the weight: bitsandbytes' JSON of a matrix and the order of its

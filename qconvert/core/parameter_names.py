@@ -49,8 +49,9 @@ BNB4 = (
 BNB8 = ("weight", "SCB", "weight_format")
 # MLX's; the last is of affine ones.
 MLX = ("weight", "scales", "biases")
-# MXFP4: compressed-tensors', DeepSeek-V4's; gpt-oss's end the name of a stack.
+# MXFP4: compressed-tensors', Quark's and modelopt's, DeepSeek-V4's; gpt-oss's end the name of a stack.
 MXFP4 = ("weight_packed", "weight_scale")
+MXFP4_PLAIN = ("weight", "weight_scale")
 MXFP4_BESIDE = ("weight", "scale")
 MXFP4_STACKED = ("_blocks", "_scales")
 

@@ -94,6 +94,8 @@ class Format:
     config_group: compressed-tensors' group of the config for these targets.
     check: raises PlanError for a plan whose weights it should not be made of.
     notes, expert_notes: for plans: what loads it, and its routed experts.
+    every: all tensors of a plan that this format must be decoded from, weights or not, by name, where a
+        checkpoint is in it as a whole: none of them stays as it is beside other weights.
     label: how a tensor under one of `parameters` is shown, if its dtype is one of `codes` and does not
         say what is stored ("INT4 g128 (packed)"), from folder, module and parameter; None for another's.
         Without it codes are shown by `title`, where the second parameter is.
@@ -114,6 +116,7 @@ class Format:
     check: Callable[[Plan], None] | None = None
     notes: tuple[str, ...] = ()
     expert_notes: tuple[str, ...] = ()
+    every: Callable[[Plan], Iterable[tuple[str, Read]]] | None = None
     label: Callable[[FolderTensors, str, str], str | None] | None = None
 
     def labelled(self, folder: FolderTensors, module: str, parameter: str) -> str | None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
+from qconvert.checkpoint.quantization_config import described, weights_of
 from qconvert.core.discovery import FORMATS, discover, formats_of, modules_within
 from qconvert.core.errors import PlanError, QConvertError
 from qconvert.core.graph import Output, apply
@@ -136,11 +137,16 @@ def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:
             continue  # a parameter of the model's own
         seen.add(module)
         if found is None:
-            raise PlanError(
-                f"weight {name!r} is {output.type}, and neither its scales nor the config say how it is "
-                "encoded; qconvert does not guess"
-            )
+            raise PlanError(_why_unread(plan, module, name))
         yield module, found
+
+
+def of_whole_checkpoints(plan: Plan) -> Iterator[tuple[str, Read]]:
+    """Tensors of a plan, by name, that stay in no folder as they are stored: see `Format.every`. Raises
+    PlanError for one that does not fit."""
+    for one in formats().values():
+        if one.every is not None:
+            yield from one.every(plan)
 
 
 def decoded_beside(plan: Plan, others: Mapping[str, Output]) -> tuple[dict[str, Output], list[str]]:
@@ -167,6 +173,21 @@ def decoded_beside(plan: Plan, others: Mapping[str, Output]) -> tuple[dict[str, 
             found[f"{module}.weight"] = stored.as_stored(made, output.type.shape)
             noted += sorted(extra)
     return found, noted
+
+
+def _why_unread(plan: Plan, module: str, name: str) -> str:
+    weight = plan.tensors[name]
+    said = weights_of(plan.checkpoint, module)
+    if said is not None:
+        weights, where = said
+        return (
+            f"weight {name!r} is {weight.type}, and {where} states {described(weights)} for it, which "
+            "is not read here in that form: start from the BF16 release"
+        )
+    return (
+        f"weight {name!r} is {weight.type}, and neither its scales nor the config say how it is "
+        "encoded; qconvert does not guess: state it (--as SCHEME)"
+    )
 
 
 def read_of_stack(

@@ -177,3 +177,13 @@ def check_sets(chosen: Mapping[str, Kind], left: Mapping[str, Kind]) -> None:
                     f"{module!r} is to be quantized and {others[parent, member]} is not; runtimes "
                     "make one layer of them: target or ignore both"
                 )
+
+
+def linears_and_routers(plan: Plan, others: Mapping[str, Output]) -> list[str]:
+    """The same for AutoAWQ's list: transformers and some classes of vLLM ask about routers, too."""
+    routers = (
+        split_parameter(name)[0]
+        for name, output in others.items()
+        if plan.role_index.kind(name) is Kind.ROUTER and len(output.type.shape) == 2
+    )
+    return [*runtime_linears(plan, others), *routers]

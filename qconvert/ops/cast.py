@@ -262,10 +262,10 @@ class DequantTo:
     ) -> Mapping[str, int]:
         import numpy as np
 
-        rows, columns = outs[0].type.shape
+        rows = outs[0].type.shape[0]
         raw = array(outs[0].data, np.uint8, (outs[0].type.nbytes,))
         kind = np.float32 if self.dtype == "F32" else np.float16
-        target: np.ndarray[Any, Any] = raw.view(kind).reshape(rows, columns)
+        target: np.ndarray[Any, Any] = raw.view(kind).reshape(rows, -1)
         counts = {"NaN codes": 0, f"values beyond {self.dtype}, written as infinite": 0}
         nans, beyond = counts
         with np.errstate(all="ignore"):

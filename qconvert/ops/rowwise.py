@@ -64,22 +64,27 @@ def with_overflow(decoder: Decoder) -> Decoder:
 
 class EachRow:
     """An op whose first argument and results, and other arguments that are matrices, have a row for each
-    row of the matrix, or for each `row_step` of them; of other arguments it needs all."""
+    row of the matrix, or `step_rows` for each `row_step` of them; of other arguments it needs all."""
 
     __slots__ = ()
 
     def row_step(self, *args: TensorType) -> int:
         return 1
 
+    @property
+    def step_rows(self) -> int:
+        return 1
+
     def rows(self: RowOp, start: int, stop: int, *args: TensorType) -> Part:
         count, step = args[0].shape[0], self.row_step(*args)
         if (start, stop) == (0, count):  # whatever rows the results have
             return whole(self, args)
+        each = step, self.step_rows if isinstance(self, EachRow) else 1
         taken = [
-            _cut(kind, start, stop, count, step) if n == 0 or len(kind.shape) > 1 else (0, kind)
+            _cut(kind, start, stop, count, each) if n == 0 or len(kind.shape) > 1 else (0, kind)
             for n, kind in enumerate(args)
         ]
-        made = [_cut(kind, start, stop, count, step) for kind in self.infer(*args)]
+        made = [_cut(kind, start, stop, count, each) for kind in self.infer(*args)]
         return Part(tuple(taken), tuple(made))
 
     def parts(self: RowOp, limit: int, *args: TensorType) -> Iterator[Part]:
@@ -93,18 +98,20 @@ class EachRow:
         step, taken = self.row_step(*[arg.type for arg in args]), [args[0].rows(start, stop)]
         for arg in args[1:]:
             if len(arg.type.shape) > 1:
-                one = step if arg.type.shape[0] != rows else 1
-                taken.append(arg.rows(start // one, ceil_div(stop, one)))
+                one, few = (step, self.step_rows) if arg.type.shape[0] != rows else (1, 1)
+                taken.append(arg.rows(start * few // one, ceil_div(stop * few, one)))
             else:
                 taken.append(arg)
         return self, tuple(taken)
 
 
-def _cut(kind: TensorType, start: int, stop: int, count: int, step: int) -> tuple[int, TensorType]:
+def _cut(
+    kind: TensorType, start: int, stop: int, count: int, each: tuple[int, int]
+) -> tuple[int, TensorType]:
     """The first byte and the type of rows [start, stop) of `count`, of a tensor that has a row for each,
-    or for each `step` of them."""
+    or so many for each step: `each` has the rows of a step, and how many it has for them."""
     if kind.shape[0] != count:
-        start, stop = start // step, ceil_div(stop, step)
+        start, stop = start * each[1] // each[0], ceil_div(stop * each[1], each[0])
     return start * kind.row_nbytes, kind.with_rows(stop - start)
 
 

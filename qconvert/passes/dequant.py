@@ -20,7 +20,7 @@ from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_reading, fp8_scale_name, fp8_scheme_of
 from qconvert.formats.mx.format import stacks
-from qconvert.formats.registry import encoded
+from qconvert.formats.registry import encoded, of_whole_checkpoints
 from qconvert.ops.cast import DequantTo
 from qconvert.ops.rowwise import Decoder, FloatDecoder, with_overflow
 from qconvert.passes.replace_weights import replace_weights, sources_of
@@ -37,8 +37,8 @@ _EXPERTS = "expert_dtype"
 class Dequant:
     """Weights in FP8 (block, per-channel, per-tensor or MX scales), NVFP4 of either dialect, MXFP4
     (compressed-tensors', DeepSeek-V4's, gpt-oss's), integers of compressed-tensors, GPTQ's and AutoAWQ's
-    own forms, and formats of other packages, to BF16, or to F16 or F32 (`dtype`), which gpt-oss's stacks
-    and other packages' formats are not.
+    own forms, types of GGUF files, and formats of other packages, to BF16, or to F16 or F32 (`dtype`),
+    which gpt-oss's stacks and other packages' formats are not.
 
     Raises PlanError where there are none, where the config does not say how FP8 is scaled, where a
     weight lacks its scale or a scale its weight, where a grid does not fit, and where a role it touches
@@ -58,6 +58,8 @@ class Dequant:
             for module, (stored, names) in encoded(plan)
             if stored.decoder is not None
         }
+        for name, (stored, names) in of_whole_checkpoints(plan):
+            others.setdefault(name, (name, stored, names))
         taken = {name for _, _, names in others.values() for name in names}
         stacked = {names[0]: (stem, names) for stem, names in stacks(plan).items()}
         fp8 = [n for n, o in plan.tensors.items() if n not in taken and _is_fp8_weight(n, o)]

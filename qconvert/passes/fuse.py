@@ -17,6 +17,7 @@ from qconvert.checkpoint.quantization_config import (
     fp8_scheme,
     renamed_modules,
 )
+from qconvert.core.dtypes import FP8_DTYPES
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Dims
 from qconvert.core.graph import Output, Source, Value, apply
@@ -38,7 +39,6 @@ from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 from qconvert.runtimes.consumers import CLASSES, parse_consumer
 
-_FP8 = ("F8_E4M3", "F8_E5M2")
 _MODELOPT_FILE = "hf_quant_config.json"
 _TEXT_ONLY = ("qwen3_5_text", "qwen3_5_moe_text")
 _QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
@@ -207,7 +207,7 @@ def _unquantized(
 ) -> list[str]:
     """Of the modules just made, those left in bf16 in a checkpoint that has quantized ones."""
     if not any(
-        name.endswith(_CODED) or output.type.dtype in _FP8 for name, output in tensors.items()
+        name.endswith(_CODED) or output.type.dtype in FP8_DTYPES for name, output in tensors.items()
     ):
         return []
     return [
@@ -347,7 +347,7 @@ def _block(plan: Plan, modules: Iterable[str]) -> Block:
     for at in modules:
         for part in (*_FUSED, *_SPLIT):
             weight = plan.tensors.get(f"{at}.{part}.weight")
-            if weight is not None and weight.type.dtype in _FP8:
+            if weight is not None and weight.type.dtype in FP8_DTYPES:
                 return fp8_scheme(plan.checkpoint, f"{at}.{part}").block
     return None
 

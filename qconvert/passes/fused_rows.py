@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from qconvert.core.dtypes import FP8_DTYPES
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value
 from qconvert.core.names import ACTIVATIONS, parameters
@@ -23,7 +24,6 @@ _ROWWISE = ("weight", "bias", "weight_packed")
 _SCALES = ("weight_scale_inv", "weight_scale")
 _SCALARS = ("weight_scale_2", "weight_global_scale", *ACTIVATIONS)
 _ZERO = "weight_zero_point"
-_FP8 = ("F8_E4M3", "F8_E5M2")
 # Repeats the size of a packed matrix, which no row has a part in: it is made anew for a module.
 SHAPE = "weight_shape"
 _OTHER_AXIS = ("qweight", "qzeros", "scales", "g_idx")
@@ -121,7 +121,7 @@ def _layout_of(
     output = params[parameter]
     if parameter in _ROWWISE:
         return layout
-    is_fp8 = params["weight"].type.dtype in _FP8 if "weight" in params else False
+    is_fp8 = params["weight"].type.dtype in FP8_DTYPES if "weight" in params else False
     if is_per_tensor(parameter, output, block if is_fp8 else None):
         return None
     shape = output.type.shape

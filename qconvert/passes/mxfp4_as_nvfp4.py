@@ -8,7 +8,7 @@ from typing import Any
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter
-from qconvert.core.parameter_names import MXFP4, NVFP4, Dialect
+from qconvert.core.parameter_names import MXFP4, MXFP4_BESIDE, NVFP4, Dialect
 from qconvert.formats.base import Read
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.nvfp4.format import constant_input, modelopt_config
@@ -80,6 +80,11 @@ def _check_hybrid(found: Mapping[str, Read], dialect: Dialect, input_scale: floa
         raise PlanError(
             f"{first!r} is MXFP4 beside FP8 layers in compressed-tensors' groups, and only models whose "
             "groups are all MXFP4 are relabelled"
+        )
+    if split_parameter(names[1])[1] != MXFP4_BESIDE[1]:
+        raise PlanError(
+            f"{first!r} is Quark's MXFP4 beside FP8 layers, and only folders that are all MXFP4 are "
+            "relabelled"
         )
     if dialect != "modelopt":
         raise PlanError(

@@ -20,9 +20,11 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import CodePacker
 from qconvert.core.names import with_fused_names
+from qconvert.core.parameter_names import MXFP4_PLAIN
 from qconvert.core.roles import SHARED
 from qconvert.formats.base import Format, Stored
 from qconvert.formats.fp8.format import fp8_group_config
+from qconvert.formats.mx.format import quark_config
 from qconvert.formats.registry import formats
 from qconvert.models.experts import calibrated
 from qconvert.models.linears import calibrated_linear, runtime_linears
@@ -461,7 +463,8 @@ class ToMx(ByFormat):
     in `compressed_tensors_moe/`). sglang has a class for MXFP4 experts (`mxfp4.py`), which in
     compressed-tensors' form its models of Kimi-K3 and DeepSeek-V4 alone fill (`models/kimi_k3.py`,
     `models/deepseek_v4.py`): others leave `weight_packed` unread without a word. It has none for the
-    rest. Raises PlanError for a source in MXFP4, and as `Quantize` does.
+    rest. `dialect: quark` writes MXFP4 under AMD Quark's names, which both load on an MI355 (their
+    `quark/`). Raises PlanError for a source in MXFP4, and as `Quantize` does.
     """
 
     name: ClassVar[str] = "mx"
@@ -470,6 +473,44 @@ class ToMx(ByFormat):
     targets: tuple[str, ...] = (EXPERTS,)
     shared_experts: SharedExperts | None = None
     tp: int | None = None
+    dialect: Literal["compressed-tensors", "quark"] = "compressed-tensors"
+
+    def __post_init__(self) -> None:
+        if self.dialect == "quark" and self.format != "mxfp4":
+            raise PlanError("dialect quark is written for mxfp4 alone")
+        ByFormat.__post_init__(self)
+
+    def encoder(self, *, draft: bool = False) -> RowOp:
+        if self.dialect != "quark":
+            return ByFormat.encoder(self, draft=draft)
+        from qconvert.formats.mx.encode import EncodeQuarkMxfp4
+
+        return EncodeQuarkMxfp4("mxfp4")
+
+    def suffixes(self, *, draft: bool = False) -> tuple[str, ...]:
+        return MXFP4_PLAIN if self.dialect == "quark" else self.form.parameters
+
+    def config(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
+        if self.dialect != "quark":
+            return ByFormat.config(self, plan, chosen, others)
+        fp8 = next((n for n, linear in runtime_linears(plan, others).items() if linear), None)
+        if fp8 is not None:
+            raise PlanError(
+                f"{fp8!r} is FP8 and stays so, for which Quark's config as it is written here has no "
+                "place: dequantize the checkpoint first (a recipe of `dequant` and this step is one "
+                "read)"
+            )
+        experts = chosen.experts is not None
+        left = ignored(plan, others, experts=experts, shared=bool(chosen.shared))
+        return quark_config(with_fused_names(left))
+
+    def notes(
+        self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
+    ) -> list[str]:
+        found = ByFormat.notes(self, plan, chosen, block, inputs)
+        own = "names and config of AMD Quark, with inputs in MXFP4 too, as MI355 computes with them"
+        quark = self.dialect == "quark"
+        return [own if quark and one in self.form.notes else one for one in found]
 
 
 @dataclass(frozen=True, slots=True)

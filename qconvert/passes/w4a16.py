@@ -21,9 +21,15 @@ from qconvert.core.int_scheme import DEFAULT_GROUP, Actorder, Bits, IntScheme, P
 from qconvert.core.versions import SGLANG, TRANSFORMERS
 from qconvert.formats.base import Stored
 from qconvert.formats.int_packed.encode import RoundToNearest, Scales, encoder
-from qconvert.formats.int_packed.format import gptq_config, group_config, left_pattern
+from qconvert.formats.int_packed.format import (
+    awq_config,
+    gptq_config,
+    group_config,
+    left_parts,
+    left_pattern,
+)
 from qconvert.formats.int_packed.packers import Packing, packer
-from qconvert.models.linears import runtime_linears
+from qconvert.models.linears import linears_and_routers, runtime_linears
 from qconvert.models.unquantized import (
     OutputsByName,
     all_experts,
@@ -91,6 +97,8 @@ class ExpertsToW4A16(Quantizing):
                 f"signs {self.signs!r} are of scales 'search', and scales of amax are never below 0: "
                 "leave it out; a calibration's stand in `calibrate`"
             )
+        if self.bits not in (4, 8):  # others are read
+            raise PlanError(f"expected codes of 4 or 8 bits, found {self.bits}")
         asked = self.calibrate
         if asked is not None and asked.order == "stored" and self.actorder is not None:
             raise PlanError(
@@ -107,7 +115,13 @@ class ExpertsToW4A16(Quantizing):
 
     def packer(self, *, draft: bool = False) -> Packer:
         """Return what packs a matrix's codes. Raises PlanError for asymmetric codes in GPTQ's first
-        version: which zero points new codes need is not known before they are made."""
+        version: which zero points new codes need is not known before they are made; for symmetric ones
+        in AutoAWQ's form, and for others than 4 bits."""
+        if self.packing == "awq" and self.symmetric:
+            raise PlanError(
+                "AutoAWQ's form is of weights with zero points: take asymmetric weights, or packing "
+                "compressed-tensors or gptq"
+            )
         if self.packing == "gptq" and not self.symmetric:
             raise PlanError(
                 "GPTQ's first version stores zero points less one and has no room for 0, which "
@@ -200,7 +214,7 @@ class ExpertsToW4A16(Quantizing):
             if len(at) > len(sizes):
                 notes.append(f"in groups of {group} at {listed(at)}")
         notes += left_note(chosen, " (leave_bf16)")
-        if not self.symmetric:
+        if not self.symmetric and self.packing != "awq":
             notes.append(f"asymmetric: no experts so in {SGLANG} or {TRANSFORMERS}")
         notes += rounded_drafts(chosen, self.calibrate)
         return [*notes, *shared_notes(plan, chosen, block)]
@@ -211,6 +225,8 @@ class ExpertsToW4A16(Quantizing):
         fp8 = fp8_block(plan, linears)
         if fp8 is not None:
             self._check_fp8(plan, [module for module, is_fp8 in linears.items() if is_fp8])
+        if self.packing == "awq":
+            return self._awq_block(plan, chosen, others)
         if self.packing != "compressed-tensors":
             return self._gptq_block(plan, chosen, others)
         left = ignored(plan, others, experts=chosen.experts is not None, shared=bool(chosen.shared))
@@ -233,10 +249,19 @@ class ExpertsToW4A16(Quantizing):
                     "dequant)"
                 )
         if self.packing != "compressed-tensors":
+            form = "AutoAWQ's" if self.packing == "awq" else "GPTQ's"
             raise PlanError(
-                f"{modules[0]!r} is FP8, and GPTQ's form has no place for it: dequantize the checkpoint "
+                f"{modules[0]!r} is FP8, and {form} form has no place for it: dequantize the checkpoint "
                 "first (qconvert dequant), or take packing compressed-tensors"
             )
+
+    def _awq_block(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
+        """AutoAWQ's block: every module is quantized except those with a name of the list in theirs."""
+        named = with_draft_names(plan, linears_and_routers(plan, others))
+        quantized = [module for module, _, _ in chosen]
+        kept = plan.role_index.dims.num_experts and not chosen.experts
+        experts = plan.family.expert_paths if kept else ()
+        return awq_config(self.scheme, left_parts(named, experts, quantized))
 
     def _gptq_block(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
         """GPTQ's block: every module is quantized except those that match a pattern."""

@@ -12,11 +12,14 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint, quantization_in
+from qconvert.checkpoint.gguf.stated import NOTHING, stored_as
 from qconvert.checkpoint.mlx_config import MLX
 from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
 from qconvert.checkpoint.reading import FACT as READING
 from qconvert.checkpoint.reading import read_family
+from qconvert.checkpoint.stated_as import FACT as STATED_AS
+from qconvert.core.dtypes import FP8_DTYPES
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Family, RoleIndex, role_index
 from qconvert.core.graph import Apply, Output, Several, Source
@@ -121,6 +124,8 @@ class Plan:
         facts = {key: manifest[key] for key in LASTING_FACTS if key in manifest}
         if checkpoint.reading is not None:
             facts[READING] = checkpoint.reading.fact
+        if checkpoint.stated_as:
+            facts[STATED_AS] = checkpoint.stated_as
         return cls(
             checkpoint,
             {name: source.output for name, source in zip(names, found, strict=True)},
@@ -197,10 +202,10 @@ class Plan:
                 f"is {self.config.get('model_type')}: it would load without error and generate garbage; "
                 f"the recipe lacks `as_class: {{to: {self.needs_class}}}`"
             )
+        _check_storable(self)
         _check_filled(self)
         _check_conservation(self)
         _check_scales(self)
-        _check_stacks(self)
         check_names(self)
         _check_ties(self)
         _check_whole_groups(self)
@@ -462,7 +467,7 @@ def _check_scales(plan: Plan) -> None:
         if name in alone:
             weights = " or ".join(weight_candidates(name))
             raise PlanError(f"scale {name!r} has no weight (expected {weights})")
-        if output.type.dtype in ("F8_E4M3", "F8_E5M2") and not is_scale(name):
+        if output.type.dtype in FP8_DTYPES and not is_scale(name):
             scales = [scale for scale in scale_candidates(name) if scale in plan.tensors]
             if not scales:
                 tried = " or ".join(scale_candidates(name))
@@ -501,9 +506,15 @@ def _scales_lost(plan: Plan, *, quantized: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-def _check_stacks(plan: Plan) -> None:
-    """mlx-lm's stacks of experts were taken apart, and not all of its classes read their codes so."""
+def _check_storable(plan: Plan) -> None:
+    """No folder holds tensors as a GGUF file does; and mlx-lm's stacks of experts were taken apart, and not
+    all of its classes read their codes so."""
     stated = quantization_in(plan.config, None, plan.checkpoint.root)
+    if stored_as(stated) is not NOTHING:
+        raise PlanError(
+            f"{plan.checkpoint.name}: tensors of a GGUF file are read in no folder as they are; run "
+            "`qconvert dequant` on it, or a command that quantizes, and this on the result"
+        )
     if plan.checkpoint.apart and any(config.method == MLX for config in stated):
         raise PlanError(
             "experts of MLX's checkpoints are read one by one, and mlx-lm reads their codes in stacks "

@@ -17,7 +17,7 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.reading import stated
-from qconvert.core.dtypes import TensorType
+from qconvert.core.dtypes import FP8_DTYPES, TensorType
 from qconvert.core.errors import (
     CheckpointError,
     DataError,
@@ -83,10 +83,10 @@ _DTYPES: Mapping[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32",
     "uint32": "U32", "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16",
     "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
 _NAMES: Mapping[str, str] = {ours: theirs for theirs, ours in _DTYPES.items()}
-_ONLY_TORCH = frozenset({"BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0"})
+_ONLY_TORCH = frozenset({"BF16", *FP8_DTYPES, "F8_E8M0"})
 
 
 def type_of(name: str, tensor: Any) -> TensorType:

@@ -50,16 +50,6 @@ def _nvfp4_weights_alone(config: Mapping[str, Any]) -> bool:
     )
 
 
-def _gptq_experts_in_bf16(config: Mapping[str, Any]) -> bool:
-    """Tell whether experts are in GPTQ's packing, and the model in bfloat16."""
-    texts = [one for one in (config.get("text_config"), config) if isinstance(one, Mapping)]
-    counts = [text.get(key) for text in texts for key in _COUNTS]
-    block = config.get("quantization_config")
-    types = [text.get("dtype") or text.get("torch_dtype") for text in texts]
-    method = block.get("quant_method") if isinstance(block, Mapping) else None
-    return any(counts) and method == "gptq" and "bfloat16" in types
-
-
 def _int4_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether experts may be INT4 of compressed-tensors, GPTQ or AWQ: a config with experts and
     codes of four bits."""
@@ -85,13 +75,6 @@ ADVISORIES: tuple[Advisory, ...] = (
         "builds of the main branch between the commits of pull requests 22311 and 22312 take in_proj_b "
         "and in_proj_a of Qwen3.5 in the other order",
         "https://github.com/sgl-project/sglang/pull/22312", _linear_attention, unreleased=True,
-    ),
-    Advisory(
-        "sglang", "", "",
-        "its kernel of experts asserts that their scales have the model's type, and GPTQ's are made in "
-        "float16, so that a bfloat16 model ends at its first token: take --packing compressed-tensors",
-        "0.5.23 on an H100 (fused_marlin_moe.py: assumes hidden_states.dtype == w1_scale.dtype)",
-        _gptq_experts_in_bf16,
     ),
     Advisory(
         "vllm", "", "0.33",

@@ -12,6 +12,8 @@ sglang:
 - `models/hunyuan.py` gives experts and the linears of shared ones no path.
 - `models/afmoe.py`, `deepseek.py` and `xverse_moe.py` compute with the `weight` of all experts as one
   matrix, which no scale goes with: codes are taken for values, and packed ones have no `weight`.
+- `layers/moe/fused_moe_triton/fused_marlin_moe.py` asserts that experts' scales have the model's type.
+  GPTQ's are made in FP16: a model in BF16 loads and ends at its first token (seen on an H100).
 - `models/mllama4.py` moves rows of q_proj and k_proj for rotary embeddings, of tensors called `weight`.
 vLLM: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
 or zero points. GPTQ's names neither moves.
@@ -84,6 +86,38 @@ def misread(runtime: str, config: Config, tensors: Tensors) -> Misread:
     return Misread()
 
 
+def misread_of_ranks(runtime: str, ranks: int, config: Config, tensors: Tensors) -> Misread:
+    """The same where each expert is divided among `ranks`: scales of integer codes of w1 and w3, which
+    are put into the order of a single group where a rank has a single group of the columns of w2: the
+    sizes of w2 are handed over for those of w1 and w3 (vLLM 0.33, `fused_moe/oracle/int_wna16.py`, pull
+    request 50196; sglang 0.5.23, `hardware_backend/gpu/quantization/gptq_kernels.py`, `awq_kernels.py`).
+    Seen with vLLM on two H200: a KL of 1.0 of the next token."""
+    scales: dict[str, int] = {}  # groups of each row
+    one_group = False
+    for name, type in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        codes = _CODES.get(leaf)
+        if codes is None or f"{_ROUTED}." not in name or len(type.shape) != 2:
+            continue
+        beside = tensors.get(f"{module}.{codes}")
+        if beside is None or beside.dtype != "I32" or (runtime, leaf) == ("sglang", "weight_scale"):
+            continue
+        groups = type.shape[1 if leaf == "weight_scale" else 0]
+        if module.endswith((".down_proj", ".w2")):
+            one_group = one_group or groups == ranks
+        elif groups > 1:
+            scales[name] = groups
+    if not one_group:
+        return Misread()
+    why = "its groups are taken for one, as a rank has of w2"
+    cure = "choose a smaller --tp or --group-size, or keep experts whole (expert parallel)"
+    return Misread(wrong=dict.fromkeys(scales, why), cure=cure)
+
+
+# Scales of integer codes, and their codes.
+_CODES = {"weight_scale": "weight_packed", "scales": "qweight"}
+
+
 def _block_scales(name: str, config: Config, tensors: Tensors) -> Misread:
     """Scales of blocks in classes that load as Llama's."""
     text = config.get("text_config")
@@ -121,6 +155,20 @@ def _experts_without_scales(name: str, config: Config, tensors: Tensors) -> Misr
     ]  # fmt: skip
     cure = "leave routed experts unquantized, or serve it with vLLM"
     return Misread(packed, dict.fromkeys(codes, why), cure)
+
+
+def _scales_of_another_type(name: str, config: Config, tensors: Tensors) -> Misread:
+    """Scales of routed experts in GPTQ's packing in a model that is not FP16."""
+    block = config.get("quantization_config")
+    method = block.get("quant_method") if isinstance(block, Mapping) else None
+    text = config.get("text_config")
+    texts = (text, config) if isinstance(text, Mapping) else (config,)
+    types = {str(one.get("dtype") or one.get("torch_dtype")) for one in texts}
+    if method != "gptq" or "float16" in types:
+        return Misread()
+    scales = [one for one in tensors if f"{_ROUTED}." in one and one.endswith(".scales")]
+    why = "the kernel of experts asserts that scales have the model's type, and takes these in FP16"
+    return Misread(wrong=dict.fromkeys(scales, why), cure="take --packing compressed-tensors")
 
 
 def _without_paths(name: str, config: Config, tensors: Tensors) -> Misread:
@@ -250,6 +298,7 @@ _FACTS: Mapping[str, tuple[Callable[[str, Config, Tensors], Misread], ...]] = {
     "sglang": (
         _experts_of_text,
         _experts_without_scales,
+        _scales_of_another_type,
         _block_scales,
         _without_paths,
         _rows_of(("weight",)),

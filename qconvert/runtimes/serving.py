@@ -31,7 +31,7 @@ from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.loading.building import text_config
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
-from qconvert.runtimes.misreadings import misread
+from qconvert.runtimes.misreadings import misread, misread_of_ranks
 from qconvert.runtimes.pipeline import one_stage
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
@@ -241,6 +241,9 @@ def served(
     known = None
     if loader is None or is_release(loader.version, SIMULATED[runtime]):
         known = named.once(f"misread {runtime}", folder.config, partial(misread, runtime))
+        if not known:
+            of_ranks = partial(misread_of_ranks, runtime, setting.moe_tp)
+            known = named.once(f"misread {runtime} {setting.moe_tp}", folder.config, of_ranks)
     if known:
         ranks = (SimulatedLoad(setting, None, misread=known.wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
@@ -502,10 +505,11 @@ def _loading(runtime: str, folder: Offered, loader: RuntimeLoader | None = None)
                 option = f", but with {beside.required_flag}" if beside.required_flag else ""
                 draft = f"does not load its draft at tp {tp}{option}: {_why(beside)}"
         elif not failed:
-            if answer.cure:
+            if answer.cure and not whole:
                 failed = f"does not load it right: {_why(answer)}; {answer.cure}"
                 break
-            failed = f"not at tp {tp}: {_why(answer)}"
+            cure = f"; {answer.cure}" if answer.cure else ""
+            failed = f"not at tp {tp}: {_why(answer)}{cure}"
     version = RELEASES[runtime].version if loader is None else loader.version
     left, seen = unread or frozenset(), loader is not None
     return Loading(runtime, version, whole, failed, draft, unknown, cache, tuple(sizes), left, seen)

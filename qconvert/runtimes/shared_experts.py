@@ -5,10 +5,10 @@ sglang leaves it unread without a word, or fails. `--disable-shared-experts-fusi
 
 Read in sglang: `model_loader/loader.py` (`_initialize_model`), `layers/moe/utils.py`
 (`resolve_shared_experts_config`), and per class `shared_experts_fusion_disable_reason`
-(`models/deepseek_v2.py`, `glm4_moe.py`, `glm4_moe_lite.py`, `glm4v_moe.py`) or `can_fuse_shared_expert`
-(`models/qwen2_moe.py`, asked by `models/qwen3_next.py`). DeepSeek's is for the architectures that name
-themselves so: not V2 and V3.2. Qwen3.5's classes fuse on ROCm alone. MoE runners of trtllm and cutedsl
-fuse nothing.
+(`models/deepseek_v2.py`, `glm4_moe.py`, `glm4_moe_lite.py`, `glm4v_moe.py`, `kimi_k25.py`) or
+`can_fuse_shared_expert` (`models/qwen2_moe.py`, asked by `models/qwen3_next.py`). DeepSeek's is for the
+architectures that name themselves so: not V2 and V3.2. Qwen3.5's classes fuse on ROCm alone. MoE runners
+of trtllm and cutedsl fuse nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class _Class:
 
 
 _DEEPSEEK, _GLM, _QWEN = "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"
+_KIMI = "KimiK25ForConditionalGeneration"
 _CLASSES = {
     _DEEPSEEK: _Class("shared_experts", "first_k_dense_replace"),
     _GLM: _Class("shared_experts", "first_k_dense_replace"),
@@ -86,6 +87,11 @@ def _of_deepseek(text: Config, block: Config | None, setting: Setting) -> int:
     return int(known and _count(text, "n_shared_experts") == 1 and not off)
 
 
+def _of_kimi(text: Config, block: Config | None, setting: Setting) -> int:
+    """DeepSeek's rule, asked of the text model, which names that class."""
+    return _of_deepseek(text, block, setting) if architecture_of(text) == _DEEPSEEK else 0
+
+
 def _of_glm(text: Config, block: Config | None, setting: Setting) -> int:
     off = _is_divided(setting) or setting.a2a in ("deepep", "mori")
     return 0 if off else _count(text, "n_shared_experts")
@@ -116,7 +122,7 @@ _NEVER = frozenset((
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
 ))  # fmt: skip
 _RULES: Mapping[str, Callable[[Config, Config | None, Setting], int]] = {
-    _DEEPSEEK: _of_deepseek, "GlmMoeDsaForCausalLM": _of_deepseek, _GLM: _of_glm,
+    _DEEPSEEK: _of_deepseek, "GlmMoeDsaForCausalLM": _of_deepseek, _GLM: _of_glm, _KIMI: _of_kimi,
     "Glm4vMoeForConditionalGeneration": _of_glm, "Glm4MoeLiteForCausalLM": _of_glm_lite,
     _QWEN: _of_qwen,
 }  # fmt: skip

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
-    """A checkpoint known from its headers: a folder, one .safetensors file, a repo on the Hub (ORG/NAME,
-    hf://ORG/NAME, @REVISION), which is read by ranges where the local cache does not have it, a folder
-    in a store by its URL, or the folder of all pipeline stages of a split.
+    """A checkpoint known from its headers: a folder, one .safetensors or GGUF file, a repo on the Hub
+    (ORG/NAME, hf://ORG/NAME, @REVISION), which is read by ranges where the local cache does not have it,
+    a folder in a store by its URL, or the folder of all pipeline stages of a split.
 
     It maps each tensor's name to its place in a shard; links out of the folder are refused without
     `follow_links`. Raises CheckpointError.

@@ -33,7 +33,7 @@ from qconvert.checkpoint.prepared import layout_of
 from qconvert.core.dtypes import TypesOf
 from qconvert.core.errors import CheckpointError, OutputError, PlanError
 from qconvert.core.family import RoleIndex, role_index
-from qconvert.core.graph import Output, Value
+from qconvert.core.graph import Output, Source, Value
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import SMALL, open_regular, read_regular
 from qconvert.core.profiling import phase
@@ -69,6 +69,9 @@ class PlannedCheckpoint(Checkpoint):
     def there(self, name: str) -> None:
         """None: no file exists yet."""
 
+    def read_shape(self, source: Source) -> None:
+        """None: no data exists yet."""
+
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
         assert self.ready is not None
@@ -100,6 +103,9 @@ class StagedCheckpoint(Checkpoint):
     those of its shards have been compared with (run/folder/staging.py); other files are read."""
 
     staged: Staged | None = None
+
+    def read_shape(self, source: Source) -> None:
+        """None: headers alone are judged."""
 
     def there(self, name: str) -> os.stat_result | None:
         assert self.staged is not None

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 from qconvert.checkpoint.checkpoint import RECEIPT, REPAIR_DIR, WORK_DIR, Checkpoint
 from qconvert.checkpoint.open import grafted
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
+from qconvert.checkpoint.stated_as import FACT as STATED_AS
+from qconvert.checkpoint.stated_as import as_stated
 from qconvert.core.discovery import VALIDATORS, discover, held
 from qconvert.core.errors import CheckpointError
 from qconvert.core.extras import Extra, lacking
@@ -270,6 +272,9 @@ def validate_folder(
         here = Checkpoint.open(out, follow_links=follow_links)
         if source is not None and source.reading is None:
             source = replace(source, asked=here.reading)  # which may be the manifest's word
+        scheme = (here.manifest or {}).get(STATED_AS)
+        if source is not None and scheme and not source.quantization_configs:
+            source = as_stated(source, scheme)
         folder = Folder(here, source, partner, request)
         have = _at_hand(folder)
         report.about["model"] = folder.checkpoint.model_line

@@ -3,7 +3,10 @@ whether the simulator that is fed with the table of its class says what the runt
 
 As a program, it writes the forms that agree into the tables, and says what does not:
 
-    .venv/bin/python tests/loaders/agree_classes.py vllm [MODEL_TYPE ...]
+    .venv/bin/python tests/loaders/agree_classes.py vllm [MODEL ...]
+
+By default it takes every class that has a table. A MODEL is one of `MODELS`, any other model_type, a
+class that reads one (`LIKE`), or a model_type and `.draft`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,17 +28,20 @@ if __name__ == "__main__":  # the tests' modules are found from their folder
 from loaders.agreement import config_of, disagreements, headers, once
 from loaders.client import PYTHON, Rank, Server
 from loaders.recorded_tables import written
-from loaders.small_models import COMMANDS, FURTHER, MODELS, made, origin
+from loaders.small_models import COMMANDS, DRAFT, FURTHER, LIKE, MODELS, is_draft, made, origin
 from qconvert.core.versions import RELEASES
 from qconvert.runtimes.classes import record as records
+from qconvert.runtimes.classes.names import of_draft
 from qconvert.runtimes.classes.record import (
     STAGES,
     architecture_of,
-    class_record,
     form_of,
     recorded,
 )
+from qconvert.runtimes.loading.building import text_config
 from qconvert.runtimes.loading.setting import NotSimulated, Setting
+from qconvert.runtimes.misreadings import misread
+from qconvert.runtimes.pipeline import one_stage
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
 
@@ -55,14 +62,28 @@ class Compared:
 
 
 def compared(
-    folder: Path, command: str, runtime: str, server: Server, sizes: Sequence[int] = SIZES
+    folder: Path,
+    command: str,
+    runtime: str,
+    server: Server,
+    sizes: Sequence[int] = SIZES,
+    *,
+    draft: bool = False,
 ) -> Iterator[Compared]:
-    """Ask both about a folder at its last rank of each size; of a stage, at one rank of the stage."""
+    """Ask both about a folder, or the draft in it, at its last rank of each size; of a stage, which has
+    no draft, at one rank of the stage."""
     config, tensors = config_of(folder), headers(folder)
     manifest = folder / "qconvert.json"
     stage = json.loads(manifest.read_bytes()).get("stage") if manifest.exists() else None
-    form = STAGES if stage else form_of(config, tensors)
-    table = class_record(runtime, architecture_of(config))
+    if stage and (draft or one_stage(runtime, config)):
+        return  # sglang asks a class about stages once it is loaded
+    table = recorded(runtime, architecture_of(config), draft=draft)
+    if table is None:
+        return  # of a text model that is not recorded
+    if misread(runtime, config, tensors):
+        return  # which is said before a simulator is asked (test_misreadings.py)
+    own = of_draft(table, text_config(config), tensors) if draft else tensors
+    form = STAGES if stage else form_of(config, own)
     for tp in (1,) if stage else sizes:
         at, rank = Setting(tp=tp, rank=tp - 1), Rank(tp, tp - 1)
         if stage:
@@ -74,7 +95,8 @@ def compared(
         except NotSimulated as reason:
             yield Compared(command, form, tp, (f"not simulated: {reason}",))
             continue
-        real = server.load(folder, rank, environment=(stage or {}).get("environment"))
+        environment = (stage or {}).get("environment")
+        real = server.load(folder, rank, draft=draft, environment=environment)
         real = once(real) if runtime == "vllm" else real
         # A table does not state errors, so that which one ends a load is not compared.
         found = [one for one in disagreements(simulation, real) if not one.startswith("reason:")]
@@ -87,7 +109,7 @@ def of_model(
     """The same for what commands make of a small model."""
     for command in commands:
         for folder in made(folders, model, command):
-            yield from compared(folder, command, runtime, server)
+            yield from compared(folder, command, runtime, server, draft=is_draft(model))
 
 
 def agreed(found: Sequence[Compared]) -> dict[str, list[int]]:
@@ -106,58 +128,102 @@ def agreed(found: Sequence[Compared]) -> dict[str, list[int]]:
     }
 
 
-def table_of(runtime: str, architecture: str) -> Path:
-    """The file of a class's table."""
-    version = RELEASES[runtime].version
-    return Path(records.__file__).parent / f"{runtime}-{version}" / f"{architecture}.json"
+def tables(runtime: str) -> dict[Path, list[str]]:
+    """The files of the tables of a runtime's classes, each with the models that are compared for it."""
+    folder = Path(records.__file__).parent / f"{runtime}-{RELEASES[runtime].version}"
+    found: dict[Path, list[str]] = {}
+    for file in sorted(folder.glob("*.json")):
+        if file.stem != "not_recorded":
+            model_type = json.loads(file.read_bytes())["model_type"]
+            named = file.stem if file.stem in LIKE else model_type
+            named += DRAFT if file.stem.endswith(DRAFT) else ""
+            others = [one for one, (of, own) in MODELS.items() if own and of == named]
+            found[file] = [named, *others]
+    return found
 
 
-def noted(runtime: str, architecture: str, found: Sequence[Compared]) -> None:
-    """Write the forms that agree into a table, and forget what was read of it."""
-    path = table_of(runtime, architecture)
-    table: dict[str, Any] = json.loads(path.read_bytes())
-    path.write_text(written({**table, "agrees": agreed(found)}))
-    records.reread()
+def joined(before: Mapping[str, Sequence[int]], found: Sequence[Compared]) -> dict[str, list[int]]:
+    """Forms that agree, beside those of a table that other tests saw to (test_simulator_*.py) and that
+    do not differ here."""
+    now, wrong = agreed(found), {one.form for one in found if one.differences}
+    forms = sorted({*now, *before} - wrong)
+    return {form: sorted({*now.get(form, ()), *before.get(form, ())}) for form in forms}
+
+
+def noted(file: Path, found: Sequence[Compared]) -> None:
+    """Write the forms that agree into a table, and forget what was read of it. One that is as another
+    has none of its own."""
+    table: dict[str, Any] = json.loads(file.read_bytes())
+    if "same_as" not in table:
+        file.write_text(written({**table, "agrees": joined(table.get("agrees", {}), found)}))
+        records.reread()
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Compare the classes of some model types, by default all, and write what agrees."""
+    """Compare the classes of some models, by default of all tables, and write what agrees."""
     takes = argparse.ArgumentParser(description=__doc__)
     takes.add_argument("runtime", choices=sorted(_BY_TABLE))
     takes.add_argument("models", nargs="*")
     asked = takes.parse_args(words)
+    known = tables(asked.runtime)
+    for name in set(asked.models).difference(*known.values()):
+        takes.error(f"no class of {name} has a table for {asked.runtime}")
+    count = Counter[str]()
     with tempfile.TemporaryDirectory() as room:
         server = Server(PYTHON, Path(room), asked.runtime)
-        for model in asked.models or MODELS:
-            folder = Path(room) / "folders"
-            folder.mkdir(exist_ok=True)
-            print(model, *_written(model, folder, asked.runtime, server), sep="\n  ", flush=True)
-            shutil.rmtree(folder)
+        for file, models in known.items():
+            if asked.models and not set(models) & {*asked.models}:
+                continue
+            folders = Path(room) / "folders"
+            folders.mkdir(exist_ok=True)
+            found = list[Compared]()
+            print(file.stem, flush=True)
+            for model in models:
+                for one in _all(model, folders, asked.runtime, server):
+                    print(*_told(one), sep="", end="", flush=True)
+                    found += [one] if isinstance(one, Compared) else []
+            noted(file, found)
+            own = Counter(map(_outcome, found))
+            print(f"  {_counted(own)}; {json.dumps(agreed(found))}", flush=True)
+            count += own
+            shutil.rmtree(folders)
         server.close()
+    print(f"{asked.runtime}: {_counted(count)}")
     return 0
 
 
-def _written(model: str, folders: Path, runtime: str, server: Server) -> Iterator[str]:
-    """Compare a small model, write what agrees into the table of its class, and say what does not."""
-    architecture = architecture_of(config_of(origin(folders, model)))
-    if recorded(runtime, architecture) is None:
-        yield f"{architecture} was not recorded"
+def _all(
+    model: str, folders: Path, runtime: str, server: Server
+) -> Iterator[Compared | tuple[str, str]]:
+    """Everything that is compared of a model; of a command, or a model, that fails, its name and what it
+    says."""
+    try:
+        origin(folders, model)
+    except Exception as reason:  # of what transformers does not make: listed, and others go on
+        yield model, f"no small model: {type(reason).__name__}: {str(reason)[:200]}"
         return
-    found = list[Compared]()
     for command in (*COMMANDS, *FURTHER):
         try:
-            found += of_model(model, folders, runtime, server, (command,))
+            yield from of_model(model, folders, runtime, server, (command,))
         except AssertionError as reason:  # of `made`: what commands refuse is test_class_matrix's
-            yield f"{command}: {reason}"
-    noted(runtime, architecture, found)
-    yield json.dumps(agreed(found))
-    yield from _told(found)
+            yield f"{model} {command}", str(reason)
 
 
-def _told(found: Sequence[Compared]) -> Iterator[str]:
-    for one in found:
-        for text in one.differences:
-            yield f"{one.command} ({one.form}) at tp {one.tp}: {text}"
+def _outcome(one: Compared) -> str:
+    return "differ" if one.differences else "agree"
+
+
+def _counted(count: Mapping[str, int]) -> str:
+    return f"{sum(count.values())} cells, {count.get('agree', 0)} agree, {count.get('differ', 0)} differ"
+
+
+def _told(one: Compared | tuple[str, str]) -> Iterator[str]:
+    """Lines about what differs."""
+    if not isinstance(one, Compared):
+        yield "  {}: {}\n".format(*one)
+        return
+    for text in one.differences:
+        yield f"  {one.command} ({one.form}) at tp {one.tp}: {text}\n"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from checkpoints import read_shard
 from loaders.client import Loaded, Rank
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.classes.record import architecture_of, class_record
+from qconvert.runtimes.loader.ask import is_twice
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.setting import HOPPER, Setting
 from qconvert.runtimes.sglang import simulator as sglang
@@ -29,12 +30,6 @@ _NEVER = 0.0005
 _CACHES = (".attn", ".attn_mqa", ".attn_mha")
 _OF_CACHES = ("KVCacheMethod", "KVCacheMethodFp8")
 _COMPUTED = (".gemma_weight", ".normalizer", ".conv_weights")
-# Modules that vLLM's wrappers hold a second time, and buffers of its attention.
-TWICE = (
-    ".self_decoder.", ".experts.gate.", "._shared_experts.", ".expert_gate.", ".mla_attn.",
-    ".routed_experts.e_score_correction_bias",
-)  # fmt: skip
-_BUFFERS = ("._k_scale", "._v_scale", "._q_scale", "._prob_scale", "._expert_map")
 
 
 def headers(folder: Path) -> dict[str, TensorType]:
@@ -90,7 +85,7 @@ def disagreements(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:
 
 
 def _is_first(name: str) -> bool:
-    return not any(part in f"{name}." for part in TWICE) and not name.endswith(_BUFFERS)
+    return not is_twice(name)
 
 
 def once(real: Loaded) -> Loaded:
@@ -117,7 +112,7 @@ def _differences(simulation: SimulatedLoad, real: Loaded) -> Iterator[str]:
     mine = {
         f"{name} {type.dtype} {list(type.shape)}"
         for name, type in simulation.parameters.items()
-        if 0 not in type.shape and _is_first(name)
+        if 0 not in type.shape and _is_first(name) and not name.endswith(_COMPUTED)
     }
     theirs = {
         f"{name} {_DTYPES[dtype]} {shape}"

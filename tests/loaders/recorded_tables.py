@@ -519,6 +519,7 @@ def table(recorded: Recorded) -> dict[str, Any]:
     return {
         **({"refused": sorted(refused)} if refused else {}),
         **({} if recorded.needs_experts is None else {"needs_experts": recorded.needs_experts}),
+        **({} if facts.get("caches", True) else {"caches": False}),
         **({"first": {base: _count_key(base, first, config) for base, first in patterns.firsts.items()}}
            if patterns.firsts else {}),
         "layers": layers, "packed": facts["packed"], "renames": facts["renames"],

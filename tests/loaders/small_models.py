@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints import edit_json, read_tensors, run_cli, write_shard
+from checkpoints import Result, edit_json, read_tensors, run_cli, write_shard
 from families.classes import SETTINGS
 from families.headers_only import as_published, published_name, write_index
 from families.tiny import saved
 
 from loaders.folders import in_mxfp4, parts
+from loaders.published import published
 
 # Sizes that no class has by default: heads whose rows are no whole blocks of 128.
 ODD = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "hidden_size": 576}
@@ -37,6 +38,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 _LATENT = {
     "q_lora_rank": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
     "v_head_dim": 128, "num_key_value_heads": 4,
+}  # fmt: skip
+_TOWER_HEADS: Mapping[str, Any] = {"vision_config": {"num_heads": 4}}
+# Sizes of models that are not among `MODELS`, and of their towers.
+_OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "cohere2_moe": {"num_shared_experts": 1}, "gemma4_text": {"vocab_size_per_layer_input": 512},
+    "axk1": {**_LATENT, "num_key_value_heads": 2},
+    "glm4v": _TOWER_HEADS, "glm_ocr": _TOWER_HEADS,
 }  # fmt: skip
 
 
@@ -66,7 +74,9 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "hy_v4": {"hc_mult": (4, 2, 3)},
     # Other heads in other layers, as published.
     "laguna": {"num_attention_heads_per_layer": ([8, 6] * 2, [6, 9] * 2, [10, 5] * 2)},
-    "mamba2": {"num_heads": (8, 8, 6), "intermediate_size": (256, 384, 480)},
+    "mamba2": {
+        "num_heads": (8, 8, 6), "intermediate_size": (256, 384, 480), "state_size": (24, 40, 56),
+    },
     # sglang takes 8 groups whatever a config says.
     "nemotron_h": {"n_groups": (8, 8, 8), "mamba_num_heads": (8, 16, 24)},
     "glm4v_moe": _sections(0.5, (2, 3, 3), (3, 4, 5), (5, 7, 8)),
@@ -271,6 +281,7 @@ FURTHER = (
     "nvfp4 --dialect compressed-tensors --targets Linear", "fp8 --channel --kv-scale 0.5",
     "w4a16 --rtn --kv-scale 0.5", "w4a16 --rtn --asymmetric", "w4a16 --rtn --bits 8",
     "w4a16 --rtn --targets Linear --asymmetric", "w4a16 --rtn --targets Linear --bits 8",
+    "mx --bits 8", "mx --bits 8 --targets Linear",
 )  # fmt: skip
 # Commands that refuse a class, each with a part of what it says; any other refusal is an error, and so
 # is one of these that is no more. The first that names a class and a command counts.
@@ -281,15 +292,17 @@ DENSE = (
     "qwen3_5_text", "qwen3_vl", "stablelm", "starcoder2",
 )  # fmt: skip
 TOWERS = (
-    "gemma3", "gemma4", "glm4v_moe", "llama4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
-    "qwen3_vl", "qwen3_vl_moe",
+    "gemma3", "gemma4", "glm4v_moe", "kimi_k25", "llama4", "mistral3", "qwen2_5_vl", "qwen3_5",
+    "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
 )  # fmt: skip
 ONE_STAGE = (
     "afmoe", "cohere", "cohere2", "ernie4_5_moe", "gemma", "gemma2", "gemma3", "gemma3_text",
     "granite", "granite_swa", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "lfm2",
     "lfm2_moe", "llama4", "olmo2", "olmoe", "qwen3_next", "stablelm", "starcoder2",
 )  # fmt: skip
-STACKED = ("gpt_oss", "granitemoe", "llama4", "llama4_text", "nemotron_h", "qwen3_vl_moe")
+STACKED = (
+    "gemma4", "gpt_oss", "granitemoe", "llama4", "llama4_text", "nemotron_h", "qwen3_vl_moe",
+)  # fmt: skip
 _STACKS = ("experts stack", "experts unstack")
 _W4A16 = ("w4a16 --rtn", "w4a16 --rtn --packing gptq", "w4a16 --rtn --targets Linear")
 _OF_EXPERTS = (
@@ -304,7 +317,8 @@ def _but(left: Collection[str]) -> tuple[str, ...]:
 
 REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
     (("text",), _but(TOWERS), "config.json has no text_config with a model_type"),
-    (("text",), ("glm4v_moe",), "transformers has no class for a text model"),
+    (("text",), ("glm4v_moe", "kimi_k25"), "transformers has no class for a text model"),
+    (("text",), ("gemma4",), "experts.down_proj' is of no tower that is known"),
     (("fuse --for sglang", "unfuse"), _but(GDN), "this model has no linear-attention layers"),
     (("fuse --for sglang",), ("qwen3_next",), "are interleaved (2 groups) already"),
     (("unfuse",), ("qwen3_next",), "QC052: model.layers.0.linear_attn.in_proj_qkv.weight: is split"),
@@ -318,6 +332,7 @@ REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
     (("experts stack",), ("gemma4", "granitemoe"), "the experts are already stacked"),
     (("experts unstack",), ("gemma4", "granitemoe"), "does not read its experts as a matrix an expert"),
     (("split --pp 2 --for sglang",), ONE_STAGE, "runs in one pipeline stage only in sglang"),
+    (("split --pp 2 --for vllm",), ("ernie4_5_moe",), "stage only in sglang and vllm"),
     (
         ("split --pp 2 --for sglang", "split --pp 2 --for vllm"), ("opt",),
         "no stage is known for its role 'model.decoder.embed_positions'",
@@ -325,23 +340,43 @@ REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
 )  # fmt: skip
 
 
+# The draft of a published checkpoint, by its model_type.
+DRAFT = ".draft"
+
+
+def is_draft(model: str) -> bool:
+    """Whether a model is the draft that a checkpoint holds."""
+    return model.endswith(DRAFT)
+
+
 def origin(folders: Path, model: str) -> Path:
-    """A small checkpoint, saved once."""
+    """A small checkpoint, saved once: of `MODELS`, of a class that reads a model_type (`LIKE`), of any
+    other model_type, or of one with a draft."""
     folder = folders / model
-    if not folder.is_dir():
-        model_type, own = MODELS[model]
-        given = {**SIZES.get(model_type, {}), **own}
-        sizes = {key: value for key, value in given.items() if not isinstance(value, tuple)}
-        saved(model_type, folder, GIVEN.get(model_type, {}), sizes)
-        keys = PUBLISHED.get(model_type, {})
-        edit_json(folder / "config.json", lambda c: as_published(c, keys))
-        if model_type in AS_PUBLISHED:
-            edit_json(folder / "config.json", AS_PUBLISHED[model_type])
-        if names := NAMES.get(model_type):
-            tensors = read_tensors(folder)
-            renamed = {published_name(name, names): one for name, one in tensors.items()}
-            write_shard(folder / "model.safetensors", renamed)
-        write_index(folder)
+    if folder.is_dir():
+        return folder
+    if is_draft(model):
+        return published(model.removesuffix(DRAFT)).write(folder)
+    model_type, own = MODELS.get(model, (LIKE.get(model, model), _OTHERS.get(model, {})))
+    sizes = {**SIZES.get(model_type, {}), **own}
+    given = {
+        **GIVEN.get(model_type, {}),
+        **{k: v for k, v in sizes.items() if isinstance(v, Mapping)},
+    }
+    sizes = {k: v for k, v in sizes.items() if k not in given and not isinstance(v, tuple)}
+    saved(model_type, folder, given, sizes)
+    keys = {**PUBLISHED.get(model_type, {}), **PUBLISHED.get(model, {})}
+    edit_json(folder / "config.json", lambda c: as_published(c, keys))
+    if model_type in AS_PUBLISHED:
+        edit_json(folder / "config.json", AS_PUBLISHED[model_type])
+    if model in LIKE:
+        edit_json(folder / "config.json", lambda c: c.update(architectures=[model]))
+    if names := {**NAMES.get(model_type, {}), **NAMES.get(model, {})}:
+        tensors = read_tensors(folder)
+        renamed = {published_name(name, names): one for name, one in tensors.items()}
+        renamed.pop("", None)  # of what is not published
+        write_shard(folder / "model.safetensors", renamed)
+    write_index(folder)
     return folder
 
 
@@ -351,23 +386,36 @@ def refusal(model: str, command: str) -> str:
     return next((says for words, of, says in REFUSED if command in words and named & {*of}), "")
 
 
+def checked(model: str, command: str, done: Result) -> None:
+    """A command that ends as it is known to: one of `COMMANDS` for one of `MODELS`; or as any may."""
+    assert "Traceback" not in done.err, done.err
+    if model not in MODELS or command not in COMMANDS:
+        assert done.code in (0, 1), done.err
+        return
+    says = refusal(model, command)
+    assert bool(done.code) == bool(says), done.err or f"no longer says {says!r}"
+    assert says in done.err
+
+
 def made(folders: Path, model: str, command: str) -> list[Path]:
     """The folders that a command makes; none where it refuses, as it is known to."""
     if command == "in MXFP4":
-        return [in_mxfp4(origin(folders, model))] if MODELS[model][0] == "gpt_oss" else []
-    first, then, command = command.rpartition(" then ")
-    source = made(folders, model, first)[0] if then else origin(folders, model)
+        return [in_mxfp4(origin(folders, model))] if model == "gpt_oss" else []
+    first, _, last = command.rpartition(" then ")
+    sources = made(folders, model, first) if first else [origin(folders, model)]
+    return [out for source in sources for out in _converted(source, model, last)]
+
+
+def _converted(source: Path, model: str, command: str) -> list[Path]:
+    """What one command makes of a folder."""
     if command == "as saved":
         return [source]
-    words, out = command.split(), folders / f"{source.name} {command}"
+    words, out = command.split(), source.with_name(f"{source.name} {command}")
     if out.is_dir():
         return parts(out)
     number = 2 if words[0] == "experts" else 1
     done = run_cli(*words[:number], source, out, *words[number:], "--jobs", "1")
-    says = refusal(model, command)
-    assert bool(done.code) == bool(says), done.err or f"no longer says {says!r}"
-    assert says in done.err
-    assert "Traceback" not in done.err
+    checked(model, command, done)
     found = [] if done.code else parts(out)
     for folder in found:
         if (folder / "model.safetensors").exists():

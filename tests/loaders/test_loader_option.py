@@ -15,10 +15,10 @@ import headers as published_headers
 import pytest
 from checkpoints import edit_json, read_tensors, run_cli, write_shard
 
-from loaders.agreement import TWICE, config_of, headers
+from loaders.agreement import config_of, headers
 from loaders.client import PYTHON
 from loaders.folders import converted, source
-from qconvert.runtimes.loader.ask import RuntimeLoader, loaders_in
+from qconvert.runtimes.loader.ask import RuntimeLoader, is_twice, loaders_in
 from qconvert.runtimes.loader.process import close_all, opened
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors
 from qconvert.runtimes.loading.setting import HOPPER, Setting
@@ -70,7 +70,7 @@ def facts(load: SimulatedLoad) -> dict[str, object]:
     found["parameters"] = {
         f"{name} {kind}" for name, kind in load.parameters.items()
         if not name.endswith(".gemma_weight") and 0 not in kind.shape
-        and not any(held in name for held in TWICE)
+        and not is_twice(name)
     }  # fmt: skip
     found["schemes"] = {(n, s) for n, s in load.schemes.items() if not n.endswith(_CACHES)}
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ LINEAR_QUANTIZED, EXPERTS_QUANTIZED = 0.0045, 0.025
 LINEAR_QUANTIZED_DECODING = 0.012
 # Next-token KL from the float32 reference, over that of transformers in bf16.
 NOISE, NOISE_ASYMMETRIC = 1.5, 3.5
+# The largest error of a global scale that is rounded to bf16, by which all of a matrix is off.
+_BF16_SCALE = 2**-8
 _TEXT = (
     "Rivers, cities and mountains have names that travellers learn before they leave home, and so a "
     "short list of facts is useful. Some of them are about countries, some about numbers, and some "
@@ -41,7 +44,9 @@ _ANSWER = "Paris"
 
 
 class Engine(Protocol):
-    """A runtime in this process."""
+    """A runtime in this process. `ROUNDS_GLOBAL_SCALE`: it rounds the global scales of NVFP4 to bf16."""
+
+    ROUNDS_GLOBAL_SCALE: bool
 
     def serve(
         self, folder: Path, config: Mapping[str, Any], prompts: Tensor, new: int, **engine: Any
@@ -85,7 +90,8 @@ def judged(
     record["modules"] = {key: round(value, 5) for key, (value, _) in sorted(errors.items())}
     if unmatched:
         faults.append(f"nothing to compare {', '.join(unmatched)} with")
-    faults += _module_faults(row, errors)
+    rounded = engine.ROUNDS_GLOBAL_SCALE and "nvfp4" in row.command
+    faults += _module_faults(row, errors, _BF16_SCALE if rounded else 0.0)
     whole = torch.cat([given, answer.tokens[:, :-1]], 1)
     last = slice(-found.shape[1], None)  # a runtime may say them of new tokens alone
     wanted = log_probabilities(reference, whole, torch.float32)[:, last]
@@ -132,7 +138,8 @@ def _module_errors(
     return largest, sorted(unmatched)
 
 
-def _module_faults(row: Row, errors: Mapping[str, tuple[float, str]]) -> list[str]:
+def _module_faults(row: Row, errors: Mapping[str, tuple[float, str]], scale: float) -> list[str]:
+    """Modules whose error is over the limit, which grows by that of a `scale` for each matrix."""
     faults = []
     for key, (value, module) in errors.items():
         experts = key.startswith("experts")
@@ -145,6 +152,7 @@ def _module_faults(row: Row, errors: Mapping[str, tuple[float, str]]) -> list[st
             most = EXPERTS
         else:
             most = LINEAR_ASYMMETRIC if row.asymmetric else LINEAR
+        most = math.hypot(most, (2 if experts else 1) * scale)
         if value > most:
-            faults.append(f"{module}, {key}: error {value:.4f}, at most {most} expected")
+            faults.append(f"{module}, {key}: error {value:.4f}, at most {most:.4f} expected")
     return faults

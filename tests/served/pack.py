@@ -56,9 +56,7 @@ _SGLANG = Part(
     ("sglang/test/", "sglang/multimodal_gen/", "sglang/kernels/jit/csrc/diffusion/",
      "sglang/kernels/jit/benchmark/"),
 )  # fmt: skip
-_SGL_KERNEL = Part(
-    "sglang-kernel==0.4.5", (".py",), ("triton_kernels/",), ("sgl_kernel/sm90/common_ops.abi3.so",)
-)
+_SGL_KERNEL = Part("sglang-kernel==0.4.5", (".py",), (), ("sgl_kernel/sm90/common_ops.abi3.so",))
 # What travels of each runtime: wheels as they are, and parts of wheels.
 _RUNTIMES: Mapping[str, tuple[str, tuple[Part, ...]]] = {
     "vllm": ("requirements-served.txt", (_VLLM,)),

@@ -136,6 +136,8 @@ def _names(module: str) -> Iterable[str]:
     yield module.removeprefix("model.")
     yield module.replace("language_model.model.", "model.language_model.")
     yield module.replace(".attn.", ".self_attn.")  # vLLM's gpt-oss
+    above, _, last = module.rpartition(".")
+    yield f"{above}.self_attn.{last}"  # sglang's Qwen3-Next and Qwen3.5
 
 
 def _groups(values: Tensor, size: int | None) -> Tensor:

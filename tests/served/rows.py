@@ -33,6 +33,8 @@ class Row:
     reported: bool = False
     layout: bool = False
     damage: Damage | None = None
+    again: bool = False
+    gpus: int = 1
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -141,6 +143,25 @@ def _controls() -> Iterable[Row]:
     yield Row("control-mx", "moe-mxfp4", damage="exchanged experts")
 
 
+_CACHE: Inputs = ("bf16",)  # of linear layers; KL is not judged where the cache is quantized
+# Arguments of vLLM's engine. On several GPUs, and with CUDA graphs, modules are not watched.
+_GRAPHS: Mapping[str, Any] = {"enforce_eager": False}
+_TWO_GPUS: Mapping[str, Any] = {"tensor_parallel_size": 2}
+
+
+def _again() -> Iterable[Row]:
+    """Folders that are served again: with CUDA graphs, on two GPUs, and with the cache in FP8."""
+    tokens = ("moe-fp8-channel", _TOKENS)
+    for source, inputs in (("moe-w4", ()), ("moe-w4-32", ()), tokens, ("moe-nvfp4-ct", ())):
+        yield Row(f"{source}-graphs", source, "", inputs, again=True, engine=_GRAPHS)
+        yield Row(f"{source}-tp2", source, "", inputs, again=True, gpus=2, engine=_TWO_GPUS)
+    # compressed-tensors' scales switch the FP8 cache on by themselves, others wait for the argument.
+    yield Row("dense-kv", "dense", "w4a16 --rtn --targets Linear --kv-scale 0.02", _CACHE)
+    yield Row("dense-fp8-kv", "dense", "fp8 --kv-scale 0.02", _BLOCKS)
+    cache = {"kv_cache_dtype": "fp8_e4m3"}
+    yield Row("dense-fp8-kv-on", "dense-fp8-kv", "", _BLOCKS, again=True, engine=cache)
+
+
 def _real() -> Iterable[Row]:
     """A real model, SmolLM2-135M-Instruct: hidden size 576, so that no group of 128 fits."""
     yield Row(REAL, REAL)
@@ -164,13 +185,13 @@ def _all() -> Iterable[Row]:
         yield from _of(model, {kind: _EXPERT_ROWS[kind] for kind in _OTHER})
     yield from _relabelled()
     yield from _controls()
+    yield from _again()
     yield from _real()
 
 
 ROWS: Mapping[str, Row] = {row.name: row for row in _all()}
 
-# What sglang serves, in order of value: a run may end before the last. A stack and its source, compared
-# bit for bit, need two engines in one process.
+# What sglang serves, in order of value: a run may end before the last.
 _DENSE_OF_SGLANG = ("fp8-channel", "int8", "fp8-tensor")
 _EXPERTS_OF_SGLANG = (
     "fp8-channel", "int8", "fp8-powers", "fp8-ct", "fp8-tensor", "fp8-experts", "fp8-static",

@@ -30,6 +30,9 @@ if __name__ == "__main__":  # a file that is run: `served` and `loaders` lie bes
 
 from served.rows import MARLIN, REAL, ROWS, ROWS_OF, Row
 
+if __name__ == "__mp_main__":  # a rank of vLLM on one of several GPUs imports what its parent ran
+    importlib.import_module("served.vllm_engine").prepare()
+
 _GGUF = "SERVED_GGUF"  # the file of the real model; without it, its rows are left out
 _FAILED = 77  # a worker that must not load another folder
 _LONGEST = 240.0  # seconds of one row
@@ -77,7 +80,7 @@ def _made(run: Run, row: Row, earlier: Future[str] | None) -> str:
     """Make a row's folder `root/NAME`, its dequantized weights `NAME.f32` and what the simulator says of
     it; why not, "" where it was made. The file `NAME.ready` says that it is done."""
     root = run.root
-    folder, source = root / row.name, root / row.source
+    folder, source = _folder(root, row), root / row.source
     error = earlier.result() if earlier is not None else ""
     answer: dict[str, Any] = {}
     if not error and not folder.exists():
@@ -85,12 +88,13 @@ def _made(run: Run, row: Row, earlier: Future[str] | None) -> str:
     if not error:
         config = json.loads((folder / "config.json").read_text())
         quantized = "quantization_config" in config or (folder / "hf_quant_config.json").exists()
-        wanted = root / f"{row.name}.f32"
+        wanted = root / f"{folder.name}.f32"
         if row.damage:
             quantized = False  # its reference is that of its source
         if quantized and not wanted.exists():
             _, error = _qconvert("dequant", str(folder), str(wanted), "--dtype", "f32", "-q")
-        code, answer["simulator"] = _qconvert("validate", str(folder), "--for", run.runtime)
+        given = ("--for", run.runtime, "--tp", str(row.gpus))
+        code, answer["simulator"] = _qconvert("validate", str(folder), *given)
         answer["foretold"] = code == _DOES_NOT_LOAD
     answer["error"] = error
     (run.notes / f"{row.name}.ready").write_text(json.dumps(answer))
@@ -115,10 +119,14 @@ def _built(root: Path, row: Row, source: Path) -> str:
     return ""
 
 
+def _folder(root: Path, row: Row) -> Path:
+    return root / (row.source if row.again else row.name)
+
+
 def _reference_of(root: Path, row: Row) -> Path:
-    """The folder of dequantized weights: of its source where the row's is damaged or named for one
-    runtime."""
-    sound = ROWS[row.source] if row.damage or row.layout else row
+    """The folder of dequantized weights: of its source where the row's is damaged, named for one
+    runtime, or the source itself."""
+    sound = ROWS[row.source] if row.damage or row.layout or row.again else row
     dequantized = root / f"{sound.name}.f32"
     return dequantized if dequantized.exists() else root / sound.name
 
@@ -154,9 +162,12 @@ def _work(run: Run, names: Sequence[str], deadline: float) -> None:
             continue
         print(f"--- {row.name}", flush=True)
         try:
-            source = run.root / row.source if row.same_as_source else None
+            compares = (
+                row.same_as_source and engine.FOLDERS != 1
+            )  # it would be served in this process
+            source = run.root / row.source if compares else None
             reference = _reference_of(run.root, row)
-            record = judged(row, run.root / row.name, reference, source, engine)
+            record = judged(row, _folder(run.root, row), reference, source, engine)
         except Exception as error:
             said, trace = f"{type(error).__name__}: {error}"[:600], traceback.format_exc()
             print(trace, flush=True)
@@ -225,10 +236,11 @@ def _is_stuck(run: Run, pid: int) -> bool:
 
 
 def _is_as_expected(row: Row, record: dict[str, Any]) -> bool:
-    """A refusal that the simulator foretold is as expected; so is a control that is found wrong."""
-    if record["status"] == "refused":
-        return bool(record.get("foretold"))
-    return bool(record["status"] == row.expects and (row.damage or not record.get("foretold")))
+    """A folder that the simulator says does not load is refused or served wrong; any other is as its row
+    expects, of which a control is to be found wrong."""
+    if record.get("foretold") and not row.damage:
+        return record["status"] in ("refused", "wrong")
+    return bool(record["status"] == row.expects)
 
 
 def table(run: Run, names: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -288,6 +300,16 @@ def _started(run: Run, engine: Any, what: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
+def _count_gpus() -> int:
+    """The number of GPUs, by their driver: this process does not start CUDA, which its children would
+    inherit."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        return 0
+    return len(listed.stdout.splitlines())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path)
@@ -300,7 +322,11 @@ def main() -> int:
     given = parser.parse_args()
     run = Run(given.root, given.runtime)
     there = bool(os.environ.get(_GGUF))
-    known = [name for name in ROWS_OF[run.runtime] if there or not name.startswith(REAL)]
+    gpus = _count_gpus()
+    known = [
+        name for name in ROWS_OF[run.runtime]
+        if (there or not name.startswith(REAL)) and ROWS[name].gpus <= gpus
+    ]  # fmt: skip
     names = [name for name in known if re.search(given.only, name)]
     if given.worker is not None:
         _work(run, names, given.worker)

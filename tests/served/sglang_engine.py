@@ -30,6 +30,8 @@ from served.reference import Answer, Watched
 
 # A process serves one folder: what sglang publishes of an engine is never taken back whole.
 FOLDERS = 1
+# As Marlin takes it: `layers/quantization/marlin_utils_fp4.py`.
+ROUNDS_GLOBAL_SCALE = True
 # Imported, and not used by what is asked of the runner here; "sgl_kernel" where it does not load.
 _NOT_NEEDED = frozenset((
     "IPython", "anthropic", "blobfile", "boto3", "botocore", "cuda", "cupy", "cutlass",

@@ -20,11 +20,13 @@ from qconvert.runtimes.loader.server import stubs
 from served.reference import Answer, Watched
 
 FOLDERS = 0  # a process may serve any number
+ROUNDS_GLOBAL_SCALE = False
 # Imported, and not used by what is asked of the engine here.
 _NOT_NEEDED = frozenset(("xgrammar", "llguidance", "soxr", "torchcodec", "traitlets"))
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_HOST_IP": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "GLOO_SOCKET_IFNAME": "lo", "VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }  # fmt: skip
 
@@ -48,25 +50,23 @@ def serve(
     log-probabilities are of all tokens but the first."""
     from vllm import LLM, SamplingParams
 
-    arguments: dict[str, Any] = dict(engine)
+    arguments: dict[str, Any] = {"enforce_eager": True, **engine}
+    # What is compiled runs no hook, and the modules of several ranks are in their processes.
+    watches = arguments["enforce_eager"] and arguments.get("tensor_parallel_size", 1) == 1
     if config.get("linear_num_value_heads"):
         arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
     if not config.get("kv_lora_rank"):
         arguments.setdefault("attention_backend", "TRITON_ATTN")
     llm: Any = LLM(
-        model=str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
+        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16",
         max_model_len=256, max_num_seqs=8, max_num_batched_tokens=512, gpu_memory_utilization=0.02,
         kv_cache_memory_bytes=512 << 20, max_logprobs=-1, disable_log_stats=True, seed=0,
         enable_prefix_caching=False, use_tqdm_on_load=False, **arguments,
     )  # fmt: skip
     try:
-        core = llm.llm_engine.engine_core
-        core = getattr(core, "engine_core", core)
-        worker = core.model_executor.driver_worker
-        model = getattr(worker, "worker", worker).model_runner.model
         watched = Watched(prompts.shape[0], prompts.numel())
         kernels: dict[str, str] = {}
-        hooks = _watch(model, watched, kernels)
+        hooks = _watch(_model(llm), watched, kernels) if watches else []
         asked = SamplingParams(
             temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=-1,
             prompt_logprobs=-1,
@@ -85,6 +85,15 @@ def serve(
         cleanup_dist_env_and_memory()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _model(llm: Any) -> torch.nn.Module:
+    """The model of the only rank, in this process."""
+    core = llm.llm_engine.engine_core
+    core = getattr(core, "engine_core", core)
+    worker = core.model_executor.driver_worker
+    model: torch.nn.Module = getattr(worker, "worker", worker).model_runner.model
+    return model
 
 
 def _watch(model: torch.nn.Module, watched: Watched, kernels: dict[str, str]) -> list[Any]:

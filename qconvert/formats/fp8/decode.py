@@ -6,6 +6,9 @@ multipliers although called `weight_scale_inv`), Qwen FP8 releases (same layout)
 ceil(columns / b1) entries; the ragged last blocks are ordinary (DeepSeek-V3's `kv_a_proj_with_mqa`
 has 576 rows under 128-row blocks).
 
+F8_E4M3FNUZ and F8_E5M2FNUZ are those of AMD's MI300 (ml_dtypes `float8_e4m3fnuz`: biases 8 and 16, NaN
+is 0x80 alone, no infinity, no negative zero).
+
 Per-channel scales are the block (1, K) and per-tensor scales the block (N, K): one op serves all.
 
 The arithmetic is numpy's, on bits. torch's operators are only a little faster (1.75 against 0.95
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
@@ -28,12 +32,11 @@ from qconvert.ops.cast import BF16_OVERFLOW, check_finite, round_to_bf16
 from qconvert.ops.compiled import done, may_be_done
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from qconvert.core.arrays import Float32s, Int8s, Int32s, UInt16s
+    from qconvert.core.arrays import Bools, Float32s, Int8s, Int32s, UInt16s
 
 
-WEIGHT_DTYPES = ("F8_E4M3", "F8_E5M2")
+FNUZ = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
+WEIGHT_DTYPES = ("F8_E4M3", "F8_E5M2", *FNUZ)
 # U8 and F8_E8M0 both hold power-of-two exponents: 2^(e - 127), 255 being NaN (OCP MX v1.0, 5.4.1).
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
@@ -54,7 +57,11 @@ _PLAIN_SCALE = 2.0**-117  # times the smallest code, 2^-9, it is still a normal 
 # The largest code, without its sign, that is a number (or, in e5m2, an infinity), and the largest
 # number.
 _LARGEST_CODE = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7C}
-_LARGEST_NUMBER = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}
+_LARGEST_NUMBER = {
+    "F8_E4M3": 448.0, "F8_E5M2": 57344.0, "F8_E4M3FNUZ": 240.0, "F8_E5M2FNUZ": 57344.0,
+}  # fmt: skip
+_FNUZ_NAN = -128  # as an int8
+_MANTISSA_AND_BIAS = {"F8_E4M3FNUZ": (3, 8), "F8_E5M2FNUZ": (2, 16)}
 _E5M2_INFINITY = 0x7C
 # The bits of BF16_OVERFLOW.
 _OVERFLOW_BITS = 0x7F7F8000
@@ -199,7 +206,11 @@ class DequantFp8:
                 codes = spare.reshape(-1).view(np.int8)[: span.size].reshape(span.shape)
                 np.bitwise_and(span, 0x7F, out=codes)
                 top = int(codes.max())
-                broken = top > _LARGEST_CODE[dtype]
+                broken = (
+                    bool(_are_nan(span, dtype).any())
+                    if dtype in FNUZ
+                    else top > _LARGEST_CODE[dtype]
+                )
                 values = _decode(span, dtype, tile_bits, exact=not biased)
                 if self.block[0] == 1:
                     _scale_rows(values, factors[first : first + stop - start], self.block[1])
@@ -245,7 +256,7 @@ class DequantFp8:
             else:
                 _spread(factors[first], self.block[1], spread)
                 np.multiply(values, spread, out=values)
-            values[(span & 0x7F) > _LARGEST_CODE[dtype]] = np.nan
+            values[_are_nan(span, dtype)] = np.nan
             yield start, values
 
     def _in_loops(self, source: Int8s, scale: Buffer, target: UInt16s, scratch: memoryview) -> bool:
@@ -299,15 +310,34 @@ def _regrid(
     return (height, block[1]), concat(lines)
 
 
-def _beyond(
-    span: Int8s, dtype: str, bits: Int32s
-) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def _beyond(span: Int8s, dtype: str, bits: Int32s) -> Bools:
     """Return which products, as float32 bits, become infinite in bf16; NaN codes are not among them."""
+    found: Bools = ((bits & 0x7FFFFFFF) >= _OVERFLOW_BITS) & ~_are_nan(span, dtype)
+    return found
+
+
+def _are_nan(span: Int8s, dtype: str) -> Bools:
     import numpy as np
 
-    numbers = (span.view(np.uint8) & 0x7F) <= _LARGEST_CODE[dtype]
-    found: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
-    found = ((bits & 0x7FFFFFFF) >= _OVERFLOW_BITS) & numbers
+    if dtype in FNUZ:
+        found: Bools = span == _FNUZ_NAN
+    else:
+        found = (span.view(np.uint8) & 0x7F) > _LARGEST_CODE[dtype]
+    return found
+
+
+@cache
+def _fnuz_table(dtype: str) -> Float32s:
+    """The number of each of 256 codes, 0 for NaN."""
+    import numpy as np
+
+    width, bias = _MANTISSA_AND_BIAS[dtype]
+    codes = np.arange(256)
+    exponents, mantissa = (codes & 0x7F) >> width, codes & ((1 << width) - 1)
+    whole = mantissa + ((exponents > 0) << width)  # with the leading one of a normal number
+    sizes = np.ldexp(whole.astype(np.float32), np.maximum(exponents, 1) - bias - width)
+    sizes[0x80] = 0
+    found: Float32s = np.where(codes > 0x80, -sizes, sizes).astype(np.float32)
     return found
 
 
@@ -331,6 +361,9 @@ def _decode(span: Int8s, dtype: str, bits: Int32s, *, exact: bool) -> Float32s:
     import numpy as np
 
     values: Float32s = bits.view(np.float32)
+    if dtype in FNUZ:
+        np.copyto(values, _fnuz_table(dtype)[span.view(np.uint8)])
+        return values
     if dtype == "F8_E5M2":  # the upper half of a float16
         halves = span.view(np.uint8).astype(np.uint16) << np.uint16(8)
         np.copyto(values, halves.view(np.float16))
@@ -381,12 +414,13 @@ def _may_tie(scale: Float32s) -> bool:
 
 
 def _mark_nan(span: Int8s, dtype: str, out: UInt16s) -> int:
-    """Write bf16's NaN, sign kept, wherever a code means NaN. Returns how many there are."""
+    """Write bf16's NaN, sign kept (FNUZ's has none), wherever a code means NaN. Returns how many there
+    are."""
     import numpy as np
 
-    codes = span.view(np.uint8)
-    found = (codes & 0x7F) > _LARGEST_CODE[dtype]
-    out[found] = _BF16_NAN | (codes[found] & 0x80).astype(np.uint16) << 8
+    codes, found = span.view(np.uint8), _are_nan(span, dtype)
+    signs = 0 if dtype in FNUZ else (codes[found] & 0x80).astype(np.uint16) << 8
+    out[found] = _BF16_NAN | signs
     return int(np.count_nonzero(found))
 
 

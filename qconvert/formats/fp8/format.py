@@ -15,7 +15,7 @@ from qconvert.core.names import is_ambiguous, scale_candidates, split_parameter,
 from qconvert.core.parameter_names import FP8
 from qconvert.core.versions import LLM_COMPRESSOR
 from qconvert.formats.base import Format, Read, Stored
-from qconvert.formats.fp8.decode import WEIGHT_DTYPES, DequantFp8
+from qconvert.formats.fp8.decode import FNUZ, WEIGHT_DTYPES, DequantFp8
 from qconvert.plan.plan import Plan
 
 
@@ -66,10 +66,17 @@ def fp8_reading(
     Without a block size the scale is [] or [1] for the whole tensor; [..., N] or [..., N, 1] a row;
     [E] or [E, 1, 1] for each expert of a stack. Raises PlanError for anything else.
     """
-    if scheme.block is not None:
-        return _in_blocks(scheme.block), weight, scale
     *lead, rows, columns = weight.type.shape
     shape = scale.type.shape
+    if scheme.fnuz and weight.type.dtype not in FNUZ:
+        raise PlanError(
+            f"{scheme.where} states fmt fnuz, whose codes are {' or '.join(FNUZ)}, found {weight.type}: "
+            "their numbers differ by a factor of two; mend the dtype in the header, or fmt"
+        )
+    if scheme.block is not None:
+        if len(shape) == len(lead) + 4 and shape[-1] == shape[-3] == 1:  # modelopt's FP8_PB_WO
+            scale = scale.reshape((*lead, shape[-4], shape[-2]))
+        return _in_blocks(scheme.block), weight, scale
     if scale.type.numel == 1:
         flat = weight.reshape((prod(lead) * rows, columns))
         return DequantFp8((prod(lead) * rows, columns)), flat, scale.reshape((1, 1))

@@ -1,1 +1,1 @@
-"""INT4 and INT8 in I32 words: compressed-tensors' and GPTQ's forms."""
+"""Integers of 2 to 8 bits in I32 words: compressed-tensors' and GPTQ's forms."""

@@ -22,6 +22,7 @@ from qconvert.formats.int_packed.decode import (
     scale_scratch,
     scales,
 )
+from qconvert.formats.int_packed.packers import AWQ_PLACES
 from qconvert.ops.base import array
 from qconvert.ops.cast import float_tiles
 
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 BITS = 4
 WORD = 32 // BITS
 MIDDLE = 1 << (BITS - 1)
-# Where in a word the code of each of its columns is, in nibbles from the lowest.
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+PLACES = AWQ_PLACES
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class DequantAwq(FromColumns):
     count: int
 
     format: ClassVar[str] = "awq"
-    packing: ClassVar[None] = None
+    packing: ClassVar[str] = "awq"
     scale_at: ClassVar[int] = 1
 
     @property
@@ -60,7 +60,11 @@ class DequantAwq(FromColumns):
 
     @property
     def stated(self) -> IntScheme:
-        return IntScheme(BITS, self.group, not self.zeros)  # type: ignore[arg-type]
+        return IntScheme(BITS, self.group, not self.zeros)
+
+    def unpacked(self, words: UInt32s, start: int, stop: int) -> UInt8s:
+        """Words [K, N / 8] -> codes of the rows [start, stop) of N from 0 on, [stop - start, K]."""
+        return awq_rows(words, start, stop)
 
     def _weight(self, words: TensorType) -> tuple[int, int]:
         return WORD * words.shape[1], words.shape[0]
@@ -77,10 +81,10 @@ class DequantAwq(FromColumns):
 
         words = array(ins[0].data, np.uint32, ins[0].type.shape)
         for start, stop in float_tiles(*codes.shape):
-            codes[start:stop] = awq_rows(words, start, stop).view(np.int8) - np.int8(MIDDLE)
+            codes[start:stop] = self.unpacked(words, start, stop).view(np.int8) - np.int8(MIDDLE)
         if self.zeros:
             at = array(ins[2].data, np.uint32, ins[2].type.shape)
-            zero[:] = awq_rows(at, 0, codes.shape[0]).view(np.int8) - np.int8(MIDDLE)
+            zero[:] = self.unpacked(at, 0, codes.shape[0]).view(np.int8) - np.int8(MIDDLE)
         return exact_scales(ins[1]).T, None
 
     def _products(self, ins: Sequence[Buffer], scratch: memoryview) -> Products:
@@ -92,23 +96,24 @@ class DequantAwq(FromColumns):
         zero: UInt16s = np.full((rows, scale.type.shape[0]), MIDDLE, np.uint16)
         if qzeros:
             stored = array(qzeros[0].data, np.uint32, qzeros[0].type.shape)
-            zero = awq_rows(stored, self.first, self.first + rows).astype(np.uint16)
+            zero = self.unpacked(stored, self.first, self.first + rows).astype(np.uint16)
         used = scale_scratch(scale.type)
         mine = slice(self.first, self.first + rows)
         return Products(
             scratch[used:], (rows, columns), 8,
-            lambda start, stop: awq_rows(words, self.first + start, self.first + stop),
+            lambda start, stop: self.unpacked(words, self.first + start, self.first + stop),
             scales(scale, scratch[:used]).T[mine], zero, None,
         )  # fmt: skip
 
 
-def awq_rows(words: UInt32s, start: int, stop: int) -> UInt8s:
-    """Words [K, N / 8] -> codes of the rows [start, stop) of N, one a byte, [stop - start, K]."""
+def awq_rows(words: UInt32s, start: int, stop: int, places: Sequence[int] = PLACES) -> UInt8s:
+    """Words [K, N / 8] -> codes of the rows [start, stop) of N, one a byte, [stop - start, K]. `places`:
+    the nibble of each of a word's eight rows."""
     import numpy as np
 
     first, last = start // WORD, -(-stop // WORD)
     part = np.ascontiguousarray(words[:, first:last].T)  # [words, K]
     codes = np.empty((last - first, WORD, words.shape[0]), np.uint8)
-    for column, place in enumerate(PLACES):
+    for column, place in enumerate(places):
         np.bitwise_and(part >> np.uint32(BITS * place), 15, out=codes[:, column], casting="unsafe")
     return codes.reshape(-1, words.shape[0])[start - first * WORD : stop - first * WORD]

@@ -1,11 +1,13 @@
 """Integer codes of compressed-tensors, packed or one a byte -> BF16: bf16((code - zero) * scale),
 rounded once.
 
-Format source: compressed-tensors, `compressors/pack_quantized/` and
-`quantization/lifecycle/forward_helpers.py` `_dequantize`. A 32-bit word holds 8 or 4 codes, the first in
-its lowest bits, each stored plus 8 or 128. With BF16 scales this is what that project's decompression
-gives: a difference of two codes is a whole number of 8 bits, which bf16 holds. With F16 and F32 scales
-it decompresses to the scale's dtype instead. `int-quantized` (`compressors/naive_quantized/`) has signed
+Format source: compressed-tensors 0.19, `compressors/pack_quantized/` and
+`quantization/lifecycle/forward_helpers.py` `_dequantize`. A row is a string of codes of 2 to 8 bits in
+32-bit words, the first in the lowest bits, each stored plus half its range; codes of 3, 5, 6 and 7 bits
+lie across words, and the last word may have room left. With BF16 scales this is what that project's
+decompression gives: a difference of two codes is a whole number of 8 bits, which bf16 holds. With F16
+and F32 scales it decompresses to the scale's dtype instead.
+`int-quantized` (`compressors/naive_quantized/`) has signed
 numbers, one a byte.
 """
 
@@ -15,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
 
-from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Output, aligned
-from qconvert.core.int_scheme import IntScheme, groups_in_row
+from qconvert.core.int_scheme import WORD_BITS, IntScheme, groups_in_row, whole_words, words
 from qconvert.ops.base import Columnwise, array
 from qconvert.ops.cast import (
     BF16_OVERFLOW,
@@ -31,14 +33,13 @@ from qconvert.ops.cast import (
     round_to_bf16,
 )
 from qconvert.ops.compiled import done
-from qconvert.ops.ints import spread_nibbles, unpacked
+from qconvert.ops.ints import bit_fields, spread_nibbles, unpacked
 from qconvert.ops.rowwise import EachRow, FloatDecoder
 
 if TYPE_CHECKING:
     from qconvert.core.arrays import Float32s, Int8s, Int32s, UInt8s, UInt16s
 
 
-_WORD_BITS = 32
 _MIDDLE = 0x80  # a signed byte plus 128 is the same bits with the first one turned
 _BEYOND = "look whether its scales are meant to multiply, or take `dequant --dtype f32`"
 
@@ -123,9 +124,10 @@ class FromColumns(FromProducts, Columnwise):
 
 @dataclass(frozen=True, slots=True)
 class DequantInts(FromProducts, EachRow):
-    """packed I32 [N, K / word], scale [N, groups] in BF16, F16 or F32, and where not `symmetric` zero
-    points I32 [ceil(N / word), groups] -> BF16 [N, K]. With `g_idx` one argument more, I32 [K], says
-    which group each column is of. `bits` is 4 or 8; `group` None: a scale a row.
+    """packed I32 [N, ceil(K * bits / 32)], scale [N, groups] in BF16, F16 or F32, and where not
+    `symmetric` zero points I32 [ceil(N * bits / 32), groups] -> BF16 [N, K]. With `g_idx` one argument
+    more, I32 [K], says which group each column is of. `bits` is 2 to 8; `group` None: a scale a row, and
+    `columns` is K then (None: all that the words hold).
 
     Raises PlanError where dtypes or shapes do not fit, RowError where a scale is NaN or infinite or a
     column is of no group.
@@ -135,6 +137,7 @@ class DequantInts(FromProducts, EachRow):
     group: int | None
     symmetric: bool = True
     g_idx: bool = False
+    columns: int | None = None
 
     format: ClassVar[str] = "int-packed"
     packing: ClassVar[str] = "compressed-tensors"
@@ -145,15 +148,19 @@ class DequantInts(FromProducts, EachRow):
         journals hold it."""
         if (self.bits, self.symmetric, self.g_idx) == (4, True, False) and self.group is not None:
             return f"DequantInt4(group={self.group})"
+        columns = "" if self.columns is None else f", columns={self.columns}"
         return (
             f"DequantInts(bits={self.bits}, group={self.group}, symmetric={self.symmetric}, "
-            f"g_idx={self.g_idx})"
+            f"g_idx={self.g_idx}{columns})"
         )
 
-    @property
-    def word(self) -> int:
-        """Codes in a 32-bit word."""
-        return _WORD_BITS // self.bits
+    def _columns(self, packed: TensorType, scale: TensorType) -> int:
+        """Columns of the weight: whole groups, as many as there are scales, where the words are
+        those of so many; else all that the words hold."""
+        wide = 0 if self.group is None or len(scale.shape) != 2 else self.group * scale.shape[1]
+        if self.columns is not None or words(wide, self.bits) == packed.shape[1]:
+            return self.columns or wide
+        return packed.shape[1] * WORD_BITS // self.bits
 
     @property
     def scheme(self) -> tuple[int, int | None]:
@@ -162,12 +169,17 @@ class DequantInts(FromProducts, EachRow):
     @property
     def stated(self) -> IntScheme:
         order: Literal["group"] | None = "group" if self.g_idx else None
-        return IntScheme(self.bits, self.group, self.symmetric, order)  # type: ignore[arg-type]
+        return IntScheme(self.bits, self.group, self.symmetric, order)
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         packed, scale, *more = args
         _check_words(packed, scale)
-        rows, columns = packed.shape[0], self.word * packed.shape[1]
+        rows, columns = packed.shape[0], self._columns(packed, scale)
+        if packed.shape[1] != words(columns, self.bits):
+            raise PlanError(
+                f"expected {words(columns, self.bits)} words a row for {columns} columns of "
+                f"{self.bits} bits, found {packed}"
+            )
         group = columns if self.group is None else self.group
         groups = groups_in_row(columns, group)
         if scale.shape != (rows, groups):
@@ -175,7 +187,8 @@ class DequantInts(FromProducts, EachRow):
                 f"expected scales [{rows}, {groups}] for {packed} in groups of {group}, found "
                 f"{list(scale.shape)}"
             )
-        wanted = [] if self.symmetric else [TensorType("I32", (ceil_div(rows, self.word), groups))]
+        zeros = TensorType("I32", (words(rows, self.bits), groups))
+        wanted = [] if self.symmetric else [zeros]
         wanted += [TensorType("I32", (columns,))] if self.g_idx else []
         if more != wanted:
             raise PlanError(
@@ -185,7 +198,12 @@ class DequantInts(FromProducts, EachRow):
         return (TensorType("BF16", (rows, columns)),)
 
     def row_step(self, *args: TensorType) -> int:
-        return 1 if self.symmetric else self.word
+        return 1 if self.symmetric else whole_words(self.bits)
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of zero points: words."""
+        return words(whole_words(self.bits), self.bits)
 
     def cut(
         self, args: tuple[Output, ...], start: int, stop: int, rows: int
@@ -211,13 +229,13 @@ class DequantInts(FromProducts, EachRow):
         import numpy as np
 
         middle = np.uint16(1 << (self.bits - 1))
-        words = array(ins[0].data, np.uint32, ins[0].type.shape)
+        packed = array(ins[0].data, np.uint32, ins[0].type.shape)
         for start, stop in float_tiles(*codes.shape):
-            fields = unpacked(words[start:stop], self.bits)
+            fields = unpacked(packed[start:stop], self.bits, codes.shape[1])
             codes[start:stop] = (fields - middle).astype(np.int8)
         if not self.symmetric:
             at = array(ins[2].data, np.uint32, ins[2].type.shape)
-            fields = unpacked(np.ascontiguousarray(at.T), self.bits).T[: codes.shape[0]]
+            fields = unpacked(np.ascontiguousarray(at.T), self.bits, codes.shape[0]).T
             zero[:] = (fields - middle).astype(np.int8)
         order = group_of_columns(ins[-1], zero.shape[1]) if self.g_idx else None
         return exact_scales(ins[1]), order
@@ -226,15 +244,15 @@ class DequantInts(FromProducts, EachRow):
         import numpy as np
 
         packed, scale, *more = ins
-        rows, columns = packed.type.shape[0], self.word * packed.type.shape[1]
+        rows, columns = packed.type.shape[0], self._columns(packed.type, scale.type)
         source = array(packed.data, np.uint8, (rows, packed.type.row_nbytes))
         zero = None
         if not self.symmetric:
-            words = array(more[0].data, np.uint32, more[0].type.shape)
-            zero = unpacked(words.T, self.bits).T[:rows]
+            at = array(more[0].data, np.uint32, more[0].type.shape)
+            zero = unpacked(at.T, self.bits, rows).T
         order = group_of_columns(more[-1], scale.type.shape[1]) if self.g_idx else None
         used = scale_scratch(scale.type)
-        return Products(
+        return Products.of_words(
             scratch[used:], (rows, columns), self.bits, lambda start, stop: source[start:stop],
             scales(scale, scratch[:used]), zero, order,
         )  # fmt: skip
@@ -354,6 +372,31 @@ class Products:
         # Hardly any checkpoint has such scales.
         largest = float(np.maximum(scale.max(initial=0), -scale.min(initial=0)))
         self._risky = largest * (1 << bits) >= BF16_OVERFLOW
+
+    @classmethod
+    def of_words(
+        cls,
+        scratch: memoryview,
+        shape: tuple[int, int],
+        bits: int,
+        packed: Callable[[int, int], UInt8s],
+        scale: Float32s,
+        zero: UInt16s | None,
+        column_group: Int32s | None,
+    ) -> Products:
+        """Those of codes of 2 to 8 bits in rows of words, which `packed` gives as bytes. Rows of other
+        codes than whole words of 4 or 8 bits are taken apart first, one code a byte."""
+        import numpy as np
+
+        columns = shape[1]
+        if bits in (4, 8) and columns * bits % WORD_BITS == 0:
+            return cls(scratch, shape, bits, packed, scale, zero, column_group)
+        if zero is None:
+            zero = np.full(scale.shape, 1 << (bits - 1), np.uint16)
+        return cls(
+            scratch, shape, 8, lambda start, stop: bit_fields(packed(start, stop), bits, columns),
+            scale, zero, column_group,
+        )  # fmt: skip
 
     def floats(self) -> Iterator[tuple[int, Float32s]]:
         """First rows and values of tiles, as float32."""

@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from qconvert.checkpoint.auto_round import METHOD as AUTO_ROUND
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.integer_config import awq_form, gptq_form, packed_scheme
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import IntScheme
+from qconvert.core.int_scheme import WORD_BITS, IntScheme, words
 from qconvert.core.names import with_fused_names
 from qconvert.core.parameter_names import AWQ, GPTQ, INT8, PACKED
 from qconvert.core.versions import COMPRESSED_TENSORS, LLM_COMPRESSOR, SGLANG, VLLM
@@ -21,8 +22,8 @@ from qconvert.plan.plan import Plan
 
 
 def read_packed(plan: Plan, module: str) -> Read | None:
-    """A module with a `weight_packed` that is no FP4. `weight_shape` repeats the shape and is not
-    read."""
+    """A module with a `weight_packed` that is no FP4. `weight_shape` repeats the shape; where there is a
+    scale a row, nothing else says how many codes the last word of a row holds."""
     codes, scale, zero, order, shape = (f"{module}.{part}" for part in PACKED)
     if codes not in plan.tensors or plan.tensors[codes].type.dtype == "U8":
         return None
@@ -38,9 +39,28 @@ def read_packed(plan: Plan, module: str) -> Read | None:
         raise PlanError(
             f"{order!r} exists, and the config states no actorder group: one of them is wrong"
         )
-    decoder = DequantInts(scheme.bits, scheme.group, scheme.symmetric, ordered)
+    wide = None if scheme.group else _stated_columns(plan, codes, shape, scheme.bits)
+    decoder = DequantInts(scheme.bits, scheme.group, scheme.symmetric, ordered, wide)
     taken = (*names, shape) if shape in plan.tensors else tuple(names)
     return stored(plan, names, decoder), taken
+
+
+def _stated_columns(plan: Plan, codes: str, shape: str, bits: int) -> int | None:
+    """Columns by a matrix's `weight_shape`; None: all that the words hold. It is not asked of a source
+    in a store, which would take a request for each matrix."""
+    packed, source = plan.tensors[codes].type, plan.checkpoint.get(shape)
+    stated = (
+        None if source is None or shape not in plan.tensors else plan.checkpoint.read_shape(source)
+    )
+    if stated is None or len(packed.shape) != 2:
+        return None
+    rows, columns = stated
+    if (rows, words(columns, bits)) != packed.shape:
+        raise PlanError(
+            f"{codes!r}: expected [{rows}, {words(columns, bits)}] for {bits} bits of the shape that "
+            f"{shape!r} states, {list(stated)}, found {packed}"
+        )
+    return None if columns * bits == packed.shape[1] * WORD_BITS else columns
 
 
 def _zero_points(plan: Plan, name: str, scheme: IntScheme) -> list[str]:
@@ -51,18 +71,23 @@ def _zero_points(plan: Plan, name: str, scheme: IntScheme) -> list[str]:
 
 
 def read_awq(plan: Plan, module: str) -> Read | None:
-    """A module with a `qweight`, where the config states awq."""
+    """A module with a `qweight`, where the config states AutoAWQ's form."""
     names = [f"{module}.{part}" for part in AWQ]
-    form = awq_form(plan.checkpoint)
-    if names[0] not in plan.tensors or form is None:
+    form = awq_form(plan.checkpoint, module) if names[0] in plan.tensors else None
+    if form is None:
         return None
     from qconvert.formats.int_packed.awq import WORD, DequantAwq
 
-    if not form.zero_point:
+    zeros = form.zero_point or names[-1] in plan.tensors
+    if zeros and not form.zero_point and not form.kept:
+        raise PlanError(
+            f"{names[-1]!r} exists, and the config says zero_point false: one of them is wrong"
+        )
+    if not zeros:
         del names[-1]
     shape = plan.tensors[names[0]].type.shape
     rows = WORD * shape[1] if len(shape) == 2 else 1
-    return stored(plan, names, DequantAwq(form.group, form.zero_point, 0, rows)), tuple(names)
+    return stored(plan, names, DequantAwq(form.group, zeros, 0, rows)), tuple(names)
 
 
 def read_gptq(plan: Plan, module: str) -> Read | None:
@@ -162,6 +187,39 @@ def gptq_config(scheme: IntScheme, version: int, dynamic: Iterable[str]) -> dict
     }
 
 
+def awq_config(scheme: IntScheme, left: Iterable[str]) -> dict[str, Any]:
+    """The block of AutoAWQ's own form (0.2, `models/_config.py`). `left` are parts of names of modules
+    that stay unquantized, which sglang, vLLM and transformers look for anywhere in a name."""
+    return {
+        "quant_method": "awq",
+        "bits": scheme.bits,
+        "group_size": -1 if scheme.group is None else scheme.group,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(left),
+    }
+
+
+def left_parts(
+    modules: Iterable[str], experts: Iterable[str], quantized: Iterable[str]
+) -> list[str]:
+    """Names for AutoAWQ's list: these modules but for quantized ones, under the names that runtimes fuse
+    them to as well, and paths of experts that stay, instead of each one's name. Raises PlanError where
+    one is part of the name of a quantized module."""
+    taken, paths = set(quantized), [path.strip(".") for path in experts]
+    names = (m for m in modules if m not in taken and not any(f".{path}." in m for path in paths))
+    found = [*with_fused_names(names), *paths]
+    whole = "\n".join(with_fused_names(taken))
+    for name in found:
+        if name in whole:
+            line = next(one for one in whole.split("\n") if name in one)
+            raise PlanError(
+                f"{name!r} stays unquantized and {line!r} does not, and AutoAWQ's list names parts of "
+                "names: it would leave both; take packing compressed-tensors or gptq-v2"
+            )
+    return found
+
+
 def left_pattern(modules: Iterable[str]) -> str:
     """A pattern of just these modules, under the names that runtimes fuse them to as well. It spells no
     `mtp`: at the sight of it vLLM (`models/qwen3_5_mtp.py`) builds the whole draft unquantized."""
@@ -188,10 +246,17 @@ def _one_scheme(checkpoint: Checkpoint) -> IntScheme | None:
 
 def _awq_label(folder: FolderTensors, module: str, parameter: str) -> str | None:
     blocks = folder.checkpoint.quantization_configs
-    block = next((found.block for found in blocks if found.method == "awq"), None)
+    block = next((found.block for found in blocks if found.method in ("awq", AUTO_ROUND)), None)
     if parameter != "qweight" or block is None:
         return None
-    return f"AWQ INT{block.get('bits', block.get('w_bit', '?'))} g{block.get('group_size', '?')}"
+    try:
+        if awq_form(folder.checkpoint, module) is None:
+            return None
+    except PlanError:
+        pass  # of another version, or bits
+    size = block.get("group_size", block.get("q_group_size", "?"))
+    group = "per channel" if size == -1 else f"g{size}"
+    return f"AWQ INT{block.get('bits', block.get('w_bit', '?'))} {group}"
 
 
 def _gptq_label(folder: FolderTensors, module: str, parameter: str) -> str | None:

@@ -1,9 +1,9 @@
 """GPTQ's own form -> BF16: bf16((code - zero) * scale), rounded once.
 
 Format source: AutoGPTQ 0.7 and GPTQModel, as sglang and vLLM read it (`gptq`, of the
-checkpoint_format `gptq` or `gptq_v2`): qweight I32 [K / word, N], packed along K; qzeros I32
-[groups, N / word], packed along N, in the first version less one; scales [groups, N]; g_idx I32 [K],
-the group of each column.
+checkpoint_format `gptq` or `gptq_v2`): qweight I32 [K * bits / 32, N], packed along K; qzeros I32
+[groups, N * bits / 32], packed along N, in the first version less one; scales [groups, N]; g_idx I32
+[K], the group of each column. Codes of 3 bits lie across words: 32 of them in three.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RowError
 from qconvert.core.graph import Buffer
+from qconvert.core.int_scheme import WORD_BITS, words
 from qconvert.formats.int_packed.decode import (
     FromColumns,
     Products,
@@ -29,9 +30,6 @@ from qconvert.ops.ints import unpacked
 
 if TYPE_CHECKING:
     from qconvert.core.arrays import Float32s, Int8s, Int32s, UInt16s, UInt32s
-
-
-_WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +61,15 @@ class DequantGptq(FromColumns):
     def scheme(self) -> tuple[int, int | None]:
         return self.bits, self.group
 
-    @property
-    def word(self) -> int:
-        """Codes in a 32-bit word."""
-        return _WORD_BITS // self.bits
-
     def _weight(self, words: TensorType) -> tuple[int, int]:
-        return words.shape[1], self.word * words.shape[0]
+        return words.shape[1], words.shape[0] * WORD_BITS // self.bits
 
     def _beside(
         self, weight: tuple[int, int], groups: int, args: Sequence[TensorType]
     ) -> list[TensorType]:
         rows, columns = weight
         wanted = [
-            TensorType("I32", (groups, rows // self.word)),
+            TensorType("I32", (groups, words(rows, self.bits))),
             TensorType(args[2].dtype, (groups, rows)),
         ]
         return wanted + ([TensorType("I32", (columns,))] if len(args) > 3 else [])
@@ -87,9 +80,9 @@ class DequantGptq(FromColumns):
         import numpy as np
 
         middle = np.uint16(1 << (self.bits - 1))
-        words, zeros = (array(one.data, np.uint32, one.type.shape) for one in ins[:2])
+        packed, zeros = (array(one.data, np.uint32, one.type.shape) for one in ins[:2])
         for start, stop in float_tiles(*codes.shape):
-            fields = unpacked(words[:, start:stop].T, self.bits)
+            fields = unpacked(packed[:, start:stop].T, self.bits)
             codes[start:stop] = (fields - middle).astype(np.int8)
         zero[:] = (self._zeros(zeros) - middle).astype(np.int8)
         order = group_of_columns(ins[3], zero.shape[1]) if len(ins) > 3 else None
@@ -99,7 +92,7 @@ class DequantGptq(FromColumns):
         import numpy as np
 
         qweight, qzeros, scale, *g_idx = ins
-        columns, groups = self.word * qweight.type.shape[0], scale.type.shape[0]
+        columns, groups = self._weight(qweight.type)[1], scale.type.shape[0]
         mine = slice(self.first, self.first + self.count)
         source = array(qweight.data, np.uint32, qweight.type.shape)[:, mine]
         zero = self._zeros(array(qzeros.data, np.uint32, qzeros.type.shape))
@@ -108,17 +101,17 @@ class DequantGptq(FromColumns):
         side_by_side = column_group is None or np.array_equal(
             column_group, np.arange(columns) // (columns // groups)
         )
-        return Products(
+        return Products.of_words(
             scratch[used:], (self.count, columns), self.bits,
             lambda start, stop: np.ascontiguousarray(source[:, start:stop].T).view(np.uint8),
             scales(scale, scratch[:used]).T[mine], zero, None if side_by_side else column_group,
         )  # fmt: skip
 
-    def _zeros(self, words: UInt32s) -> UInt16s:
+    def _zeros(self, packed: UInt32s) -> UInt16s:
         """Zero points [count, groups], counted from 0 as the stored codes are."""
         import numpy as np
 
-        mine = unpacked(words, self.bits).T[self.first : self.first + self.count]
+        mine = unpacked(packed, self.bits).T[self.first : self.first + self.count]
         if self.version == 2:
             return mine
         most = (1 << self.bits) - 1

@@ -1,13 +1,14 @@
-"""Packing of integer codes: compressed-tensors' pack-quantized, and GPTQ's own form.
+"""Packing of integer codes: compressed-tensors' pack-quantized, and the own forms of GPTQ and AutoAWQ.
 
 Sources: compressed-tensors, `compressors/pack_quantized/` (words and zero points), llm-compressor,
 `modeling/moe/linear_experts.py` (`weight_g_idx`); AutoGPTQ 0.7 and GPTQModel, which write and
 read the form that sglang and vLLM load as `gptq` (qweight, qzeros, scales, g_idx).
 
-A 32-bit word holds 8 or 4 codes, the first in its lowest bits, each plus 8 or 128. compressed-tensors
-packs codes along K and zero points along N; GPTQ keeps both transposed: codes [K, N] packed along K,
-zero points [groups, N] packed along N. GPTQ's first version (`checkpoint_format: gptq`) stores each zero
-point less one, so it has no room for zero; the second (`gptq_v2`) stores it as it is.
+Codes of 2 to 8 bits, each plus half its range, lie side by side in 32-bit words, the first in the
+lowest bits. compressed-tensors packs codes along K and zero points along N; GPTQ keeps both transposed:
+codes [K, N] packed along K, zero points [groups, N] packed along N. GPTQ's first version
+(`checkpoint_format: gptq`) stores each zero point less one, so it has no room for zero; the second
+(`gptq_v2`) stores it as it is.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer
-from qconvert.core.int_scheme import Codes, IntScheme, Packer
-from qconvert.core.parameter_names import INT8, PACKED
+from qconvert.core.int_scheme import Codes, IntScheme, Packer, words
+from qconvert.core.parameter_names import AWQ, INT8, PACKED
 from qconvert.ops.base import array
 from qconvert.ops.cast import round_to_bf16
 from qconvert.ops.compiled import done
+from qconvert.ops.ints import bit_string
 
 if TYPE_CHECKING:
     from qconvert.core.arrays import Float32s, Int8s, UInt32s
 
 
-Packing = Literal["compressed-tensors", "gptq", "gptq-v2"]
+Packing = Literal["compressed-tensors", "gptq", "gptq-v2", "awq"]
 
+# The nibble of a word, counted from the lowest, that AutoAWQ has each of eight rows in.
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 INT8_ROWS = IntScheme(bits=8, group=None)  # what runtimes compute with INT8 activations
 # Codes packed at a time: the least, and the most of a quarter of a matrix. Those of a calibration are
 # packed whole, and where threads launch a GPU's kernels beside, each of numpy's calls waits for Python's
@@ -40,8 +44,8 @@ _TILE, _LARGEST_TILE = 1 << 16, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackQuantized:
-    """compressed-tensors' form: weight_packed I32 [N, K / word], weight_scale [N, groups], asymmetric
-    weight_zero_point I32 [ceil(N / word), groups], actorder group weight_g_idx I32 [K].
+    """compressed-tensors' form: weight_packed I32 [N, K * bits / 32], weight_scale [N, groups],
+    asymmetric weight_zero_point I32 [ceil(N * bits / 32), groups], actorder group weight_g_idx I32 [K].
 
     `weight_shape` I64 [2], which it has too, holds no data of the weight: who plans makes it.
     """
@@ -65,13 +69,13 @@ class PackQuantized:
 
     def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
         rows, columns, groups = _cut(self.scheme, weight)
-        word = self.scheme.word
+        bits = self.scheme.bits
         found = [
-            TensorType("I32", (rows, columns // word)),
+            TensorType("I32", (rows, words(columns, bits))),
             TensorType(self.scheme.scale_dtype, (rows, groups)),
         ]
         if not self.scheme.symmetric:
-            found.append(TensorType("I32", (ceil_div(rows, word), groups)))
+            found.append(TensorType("I32", (words(rows, bits), groups)))
         if self.scheme.actorder == "group":
             found.append(TensorType("I32", (columns,)))
         return tuple(found)
@@ -83,9 +87,9 @@ class PackQuantized:
         import numpy as np
 
         packed, scale, *more = outs
-        words = array(packed.data, np.uint32, packed.type.shape)
+        lines = array(packed.data, np.uint32, packed.type.shape)
         for start, stop in _tiles(codes.codes):
-            words[start:stop] = along_rows(codes.codes[start:stop], self.scheme.bits)
+            lines[start:stop] = along_rows(codes.codes[start:stop], self.scheme.bits)
         _put(codes.scale, scale)
         if not self.scheme.symmetric:
             zeros = array(more[0].data, np.uint32, more[0].type.shape)
@@ -128,8 +132,8 @@ class KeepInt8:
 
 @dataclass(frozen=True, slots=True)
 class PackGptq:
-    """GPTQ's form: qweight I32 [K / word, N], qzeros I32 [groups, N / word], scales [groups, N] and
-    g_idx I32 [K]; `version` 1 or 2 says how zero points are stored.
+    """GPTQ's form: qweight I32 [K * bits / 32, N], qzeros I32 [groups, N * bits / 32], scales [groups,
+    N] and g_idx I32 [K]; `version` 1 or 2 says how zero points are stored.
 
     `pack` raises RowError for a zero point of 0 in version 1: it cannot be stored, and readers differ on
     what is stored instead.
@@ -151,15 +155,15 @@ class PackGptq:
 
     def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
         rows, columns, groups = _cut(self.scheme, weight)
-        word = self.scheme.word
+        word, bits = self.scheme.word, self.scheme.bits
         if rows % word:
             raise PlanError(
                 f"GPTQ packs {word} zero points of neighbouring rows into a word: expected rows in "
                 f"whole words, found {rows} in {weight}"
             )
         return (
-            TensorType("I32", (columns // word, rows)),
-            TensorType("I32", (groups, rows // word)),
+            TensorType("I32", (words(columns, bits), rows)),
+            TensorType("I32", (groups, words(rows, bits))),
             TensorType(self.scheme.scale_dtype, (groups, rows)),
             TensorType("I32", (columns,)),
         )
@@ -171,9 +175,9 @@ class PackGptq:
         import numpy as np
 
         qweight, qzeros, scales, *g_idx = outs
-        words = array(qweight.data, np.uint32, qweight.type.shape)
+        lines = array(qweight.data, np.uint32, qweight.type.shape)
         for start, stop in _tiles(codes.codes):
-            words[:, start:stop] = along_rows(codes.codes[start:stop], self.scheme.bits).T
+            lines[:, start:stop] = along_rows(codes.codes[start:stop], self.scheme.bits).T
         zeros = array(qzeros.data, np.uint32, qzeros.type.shape)
         zeros[...] = _zero_words(codes, self.scheme, 1 if self.version == 1 else 0)
         _put(codes.scale.T, scales)
@@ -195,23 +199,96 @@ class PackGptqWithoutIndex(PackGptq):
         return PackGptq.infer(self, weight)[:3]
 
 
+@dataclass(frozen=True, slots=True)
+class PackAwq:
+    """AutoAWQ's form, version `gemm` (0.2, `modules/linear/gemm.py` `WQLinear_GEMM.from_linear`):
+    qweight I32 [K, N / 8], scales [groups, N], qzeros I32 [groups, N / 8]; in a word, from the lowest
+    nibble on, rows 0, 2, 4, 6, 1, 3, 5 and 7 of eight. Symmetric codes get zero points of 8."""
+
+    scheme: IntScheme
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for what the form has no place for."""
+        if self.scheme.bits != 4 or self.scheme.actorder == "group":
+            raise PlanError(
+                "AutoAWQ's form holds codes of 4 bits in groups of neighbouring columns: take bits 4, "
+                "and no actorder group"
+            )
+
+    def scheme_of(self, columns: int) -> IntScheme:
+        return self.scheme
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return AWQ
+
+    @property
+    def row_step(self) -> int:
+        return 0  # rows of the matrix are columns here
+
+    def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
+        rows, columns, groups = _cut(self.scheme, weight)
+        word = self.scheme.word
+        if rows % word:
+            raise PlanError(
+                f"AutoAWQ's form packs codes of {word} neighbouring rows into a word: expected rows in "
+                f"whole words, found {rows} in {weight}"
+            )
+        return (
+            TensorType("I32", (columns, rows // word)),
+            TensorType(self.scheme.scale_dtype, (groups, rows)),
+            TensorType("I32", (groups, rows // word)),
+        )
+
+    def loss(self, weight: TensorType) -> str:
+        return _loss(self.scheme, weight)
+
+    def pack(self, codes: Codes, outs: Sequence[Buffer]) -> None:
+        import numpy as np
+
+        qweight, scales, qzeros = outs
+        word = self.scheme.word
+        lines = array(qweight.data, np.uint32, qweight.type.shape)
+        for start, stop in _tiles(codes.codes, word):
+            lines[:, start // word : stop // word] = _across_rows(codes.codes[start:stop])
+        _put(codes.scale.T, scales)
+        zero = np.zeros(codes.scale.shape, np.int8) if codes.zero is None else codes.zero
+        array(qzeros.data, np.uint32, qzeros.type.shape)[...] = _across_rows(zero)
+
+
+def _across_rows(codes: Int8s) -> UInt32s:
+    """Signed codes of 4 bits [n, K], n in eights -> AutoAWQ's words [K, n / 8]."""
+    import numpy as np
+
+    stored = (codes.view(np.uint8) ^ np.uint8(0x08)) & np.uint8(0x0F)
+    found = np.zeros((codes.shape[0] // len(AWQ_PLACES), codes.shape[1]), np.uint32)
+    for row, place in enumerate(AWQ_PLACES):
+        found |= stored[row :: len(AWQ_PLACES)].astype(np.uint32) << np.uint32(4 * place)
+    return found.T
+
+
 def packer(packing: Packing, scheme: IntScheme, *, draft: bool = False) -> Packer:
     """The packer of a form by its name, for a draft layer or another. Raises PlanError where it cannot
     hold the scheme."""
     if packing == "compressed-tensors":
         return PackQuantized(scheme)
+    if packing == "awq":
+        return PackAwq(scheme)
     kind = PackGptqWithoutIndex if draft and scheme.actorder != "group" else PackGptq
     return kind(scheme, 1 if packing == "gptq" else 2)
 
 
 def along_rows(codes: Int8s, bits: int) -> UInt32s:
-    """Signed codes [n, K], K in whole words -> words [n, K / word]. Adding half the range to a two's
-    complement changes its highest bit alone."""
+    """Signed codes [n, K], K in whole words -> words [n, K * bits / 32]. Adding half the range to a
+    two's complement changes its highest bit alone."""
     import numpy as np
 
     bytes_ = np.ascontiguousarray(codes).view(np.uint8)
     if bits == 8:
         return (bytes_ ^ np.uint8(0x80)).view("<u4")
+    if bits != 4:
+        stored = (bytes_ ^ np.uint8(1 << (bits - 1))) & np.uint8((1 << bits) - 1)
+        return bit_string(stored, bits).view("<u4")
     packed = np.empty((*bytes_.shape[:-1], bytes_.shape[-1] // 2), np.uint8)
     if done("ints_pack", bytes_, packed):
         return packed.view("<u4")
@@ -220,20 +297,21 @@ def along_rows(codes: Int8s, bits: int) -> UInt32s:
     return (pairs.astype(np.uint8) ^ np.uint8(0x88)).view("<u4")
 
 
-def _tiles(codes: Int8s) -> list[tuple[int, int]]:
+def _tiles(codes: Int8s, word: int = 1) -> list[tuple[int, int]]:
+    """Ranges of rows, in multiples of `word`."""
     rows, columns = codes.shape
     tile = max(_TILE, min(_LARGEST_TILE, codes.size // 4))
-    step = max(1, tile // max(1, columns))
+    step = max(1, tile // max(1, columns * word)) * word
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _zero_words(codes: Codes, scheme: IntScheme, less: int) -> UInt32s:
-    """Zero points packed along N: [groups, ceil(N / word)]; what is beyond N is 0."""
+    """Zero points packed along N: [groups, ceil(N * bits / 32)]; what is beyond N is 0."""
     import numpy as np
 
     rows, groups = codes.scale.shape
     zero = np.zeros((rows, groups), np.int8) if codes.zero is None else codes.zero
-    width = ceil_div(rows, scheme.word) * scheme.word
+    width = -(-rows // scheme.word) * scheme.word
     lowest = -(1 << (scheme.bits - 1))
     fields = np.full((groups, width), lowest, np.int8)
     fields[:, :rows] = zero.T
@@ -246,7 +324,7 @@ def _zero_words(codes: Codes, scheme: IntScheme, less: int) -> UInt32s:
                 "points less one: take gptq-v2",
             )
         fields[:, :rows] -= np.int8(less)
-    return along_rows(fields, scheme.bits)
+    return along_rows(fields, scheme.bits)[:, : words(rows, scheme.bits)]
 
 
 def _put(scale: Float32s, out: Buffer) -> None:

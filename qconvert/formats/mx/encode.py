@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 # The power of two of the largest code: 6 and 448.
 _LARGEST_POWER: Mapping[Form, int] = {"mxfp4": 2, "mxfp8": 8}
 _BF16_INFINITY = 0x7F80
+_NEGATIVE_ZERO = 8  # an E2M1 code
 # A quarter of a power of two, in a bf16's last bits: what lifts 1.75 to 2.
 _QUARTER = 1 << 5
 # Numbers of bf16 up to here, divided by a scale above 1, may round to zero in bf16.
@@ -133,3 +135,32 @@ class EncodeMx(EachRow):
         each, beside = bytes_[: weight.size], bytes_[weight.size : 2 * weight.size]
         to_codes(values.reshape(-1), each, beside)
         pack(each, beside, codes.reshape(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeQuarkMxfp4(EncodeMx):
+    """`EncodeMx` of MXFP4 as amd-quark stores it (0.13, scale_calculation_mode `even`, round_method
+    `half_even`): the same, but no code is a negative zero."""
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        counts = EncodeMx.run(self, ins, outs, scratch)
+        codes = array(outs[0].data, np.uint8, (outs[0].type.numel,))
+        for start in range(0, codes.size, TILE_ELEMENTS):
+            part = codes[start : start + TILE_ELEMENTS]
+            part[:] = _without_negative_zeros()[part]
+        return counts
+
+
+@cache
+def _without_negative_zeros() -> UInt8s:
+    """Each byte of two codes with 0 in place of 8."""
+    import numpy as np
+
+    both = np.arange(256)[:, None] >> np.array([0, 4]) & 15
+    both[both == _NEGATIVE_ZERO] = 0
+    found: UInt8s = (both[:, 0] | both[:, 1] << 4).astype(np.uint8)
+    return found

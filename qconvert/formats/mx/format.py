@@ -1,4 +1,5 @@
-"""MXFP4, of compressed-tensors or beside FP8 as DeepSeek-V4 has it, and gpt-oss's stacks; MXFP8."""
+"""MXFP4, of compressed-tensors, of Quark or beside FP8 as DeepSeek-V4 has it, and gpt-oss's stacks;
+MXFP8."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from qconvert.checkpoint.quantization_config import states_mxfp4
+from qconvert.checkpoint.quantization_config import is_mxfp4, states_mxfp4, weights_of
 from qconvert.core.errors import PlanError
-from qconvert.core.parameter_names import MX, MXFP4, MXFP4_BESIDE, MXFP4_STACKED
+from qconvert.core.parameter_names import MX, MXFP4, MXFP4_BESIDE, MXFP4_PLAIN, MXFP4_STACKED
 from qconvert.core.versions import LLM_COMPRESSOR, SGLANG, TRANSFORMERS, VLLM
 from qconvert.formats.base import FolderTensors, Format, Read, stored
 from qconvert.formats.fp8.format import read as read_fp8
@@ -21,12 +22,14 @@ _CONFIG_FORMATS: Mapping[Form, str] = {"mxfp4": "mxfp4-pack-quantized", "mxfp8":
 
 
 def read(plan: Plan, module: str) -> Read | None:
-    """A module with a `weight_packed` in U8 where the config states MXFP4, or an I8 `weight` with
-    F8_E8M0 scales: DeepSeek-V4's config states nothing about their block."""
+    """A module with a `weight_packed`, or a `weight`, in U8 where the config states MXFP4, or an I8
+    `weight` with F8_E8M0 scales: DeepSeek-V4's config states nothing about their block."""
     codes, scale = (f"{module}.{part}" for part in MXFP4)
     found = plan.tensors.get(codes)
     if found is not None and found.type.dtype == "U8":
-        if not any(states_mxfp4(c.block) for c in plan.checkpoint.quantization_configs):
+        said = weights_of(plan.checkpoint, module)
+        known = any(states_mxfp4(c.block) for c in plan.checkpoint.quantization_configs)
+        if not known and (said is None or not is_mxfp4(said[0])):
             raise PlanError(
                 f"weight {codes!r} is U8 without a global scale, so no NVFP4, and the config states no "
                 "MXFP4: qconvert does not guess"
@@ -34,11 +37,14 @@ def read(plan: Plan, module: str) -> Read | None:
         return _stored(plan, codes, scale)
     codes, scale = (f"{module}.{part}" for part in MXFP4_BESIDE)
     found, exponents = plan.tensors.get(codes), plan.tensors.get(scale)
-    if found is None or exponents is None or exponents.type.dtype != "F8_E8M0":
+    if found is None or found.type.dtype not in ("I8", "U8"):
         return None
-    if found.type.dtype not in ("I8", "U8"):
+    if exponents is not None and exponents.type.dtype == "F8_E8M0":
+        return _stored(plan, codes, scale)
+    said = weights_of(plan.checkpoint, module) if found.type.dtype == "U8" else None
+    if said is None or not is_mxfp4(said[0]):
         return None
-    return _stored(plan, codes, scale)
+    return _stored(plan, *(f"{module}.{part}" for part in MXFP4_PLAIN))
 
 
 def _stored(plan: Plan, codes: str, scale: str) -> Read:
@@ -93,16 +99,55 @@ def mx_group_config(form: Form, targets: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def quark_config(left: Iterable[str]) -> dict[str, Any]:
+    """Quark's block of MXFP4 weights and inputs (amd-quark 0.13, `torch/quantization/config/config.py`,
+    its `to_dict`), for all linear layers but those of the names and `re:` patterns `left`. sglang
+    (`quark/quark.py`, `_is_mx_fp4`) has no class for weights alone."""
+    number = {
+        "dtype": "fp4", "qscheme": "per_group", "group_size": BLOCK, "ch_axis": -1, "symmetric": None,
+        "scale_type": "float", "scale_format": "e8m0", "round_method": "half_even",
+        "scale_calculation_mode": "even", "zero_point_type": "int32", "block_size": None,
+        "mx_element_dtype": None, "is_scale_quant": False, "observer_cls": "PerBlockMXObserver",
+        "enable_buffer_reuse": False, "max_input_numel": 4194304,
+    }  # fmt: skip
+    return {
+        "quant_method": "quark",
+        "quant_mode": "eager_mode",
+        "global_quant_config": {
+            "weight": {**number, "is_dynamic": False},
+            "input_tensors": {**number, "is_dynamic": True},
+            "output_tensors": None,
+            "bias": None,
+            "target_device": None,
+        },
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "kv_cache_quant_config": {},
+        "kv_cache_post_rope": False,
+        "exclude": list(left),
+        "algo_config": None,
+        "softmax_quant_spec": None,
+        "export": {
+            "kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder",
+            "weight_format": "real_quantized", "weight_merge_groups": None,
+        },
+        "version": "0.13",
+    }  # fmt: skip
+
+
 def mxfp4_modules(plan: Plan) -> list[str]:
-    """Modules whose weights are MXFP4 in compressed-tensors' form, [] where the config states none."""
-    if not any(states_mxfp4(config.block) for config in plan.checkpoint.quantization_configs):
-        return []
-    suffix = ".weight_packed"
-    return [
-        name.removesuffix(suffix)
-        for name, output in plan.tensors.items()
-        if name.endswith(suffix) and output.type.dtype == "U8"
-    ]
+    """Modules whose weights are MXFP4 in compressed-tensors' form or Quark's, [] where the config states
+    none."""
+    found = []
+    packed = any(states_mxfp4(config.block) for config in plan.checkpoint.quantization_configs)
+    for name, output in plan.tensors.items():
+        module, _, parameter = name.rpartition(".")
+        if output.type.dtype != "U8" or parameter not in (MXFP4[0], MXFP4_PLAIN[0]):
+            continue
+        said = None if parameter == MXFP4[0] else weights_of(plan.checkpoint, module)
+        if (said is not None and is_mxfp4(said[0])) or (packed and parameter == MXFP4[0]):
+            found.append(module)
+    return found
 
 
 def _check_source(plan: Plan) -> None:
@@ -146,6 +191,10 @@ FORMATS = (
         name="mxfp4-deepseek-v4", title="MXFP4", parameters=MXFP4_BESIDE, codes=("I8", "U8"),
         cut=(1, 32), order=40,
         equals="DeepSeek-V4 inference/convert.py", read=read, label=_label,
+    ),
+    Format(
+        name="mxfp4-quark", title="MXFP4", parameters=MXFP4_PLAIN, codes=("U8",), cut=(1, 32), order=40,
+        equals="amd-quark 0.13 torch/utils/pack.py", read=read, label=_label,
     ),
     Format(
         name="mxfp4-gpt-oss", title="MXFP4", parameters=MXFP4_STACKED, codes=("U8",), cut=(1, 32),

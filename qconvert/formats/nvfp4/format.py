@@ -20,6 +20,7 @@ from qconvert.formats.base import FolderTensors, Format, Read, stored
 from qconvert.ops.fp4 import BLOCK
 from qconvert.plan.plan import Plan
 
+_BEFORE = "pre_quant_scale"  # of modelopt's AWQ, a number a column
 _FP8_LISTS = ("modules_to_not_convert", "ignored_layers")
 
 # The largest code times the largest block scale.
@@ -38,6 +39,12 @@ def read(plan: Plan, module: str) -> Read | None:
         for name in names:
             if name not in plan.tensors:
                 raise PlanError(f"{name!r} is missing, and {last!r} says that {module!r} is NVFP4")
+        before = f"{module}.{_BEFORE}"
+        if before in plan.tensors:
+            raise PlanError(
+                f"{before!r}: inputs are multiplied by it before {module!r}, whose weight alone says "
+                "nothing then: start from the BF16 release"
+            )
         return stored(plan, names, DequantNvfp4(dialect)), tuple(names)
     return None
 

@@ -55,7 +55,9 @@ _LINES = 4096
 
 def check_apart(out: Path, checkpoint: Checkpoint) -> None:
     """Raise OutputError where the output would lie in, on or around its own source."""
-    for folder in dict.fromkeys([checkpoint.root, *(s.path.parent for s in checkpoint.shards)]):
+    # A GGUF file is a source by itself, whatever lies beside it.
+    files = (s.path if s.path.suffix == ".gguf" else s.path.parent for s in checkpoint.shards)
+    for folder in dict.fromkeys([checkpoint.root, *files]):
         if _overlap(out, folder):
             raise OutputError(f"{out}: the output folder must lie apart from the source {folder}")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.roles import EXPERT_COUNTS
 from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.record import LINEARS, Module, Record, Variant, holds
 from qconvert.runtimes.loading.building import RankBuild, divided
@@ -201,16 +202,16 @@ def built(
                 here = _in_stage(module, build) and layers.has(container, number, module.variants)
                 if not here or not holds(module.when, sizes):
                     continue
-                if module.name.count("*") != (number is not None):
-                    raise NotSimulated(f"{module.name}: layers in layers have no rule")
-                name = filled(module.name, [] if number is None else [number])
-                _add(build, module, name, number, sizes, stored, shared)
-                if module.reads == "build":
-                    check_weight(build, name)
-                made[name] = module
-                if number is None and not _is_used(module, layers, build, sizes):
-                    for parameter in _of(build, module, name):
-                        build.parameters[parameter].needed = False
+                for inner in _inside(module, container, sizes):
+                    numbers = [*([] if number is None else [number]), *inner]
+                    name = filled(module.name, numbers)
+                    _add(build, module, name, numbers, sizes, stored, shared)
+                    if module.reads == "build":
+                        check_weight(build, name)
+                    made[name] = module
+                    if number is None and not _is_used(module, layers, build, sizes):
+                        for parameter in _of(build, module, name):
+                            build.parameters[parameter].needed = False
     _tie(record, build)
     routed = [sizes.of(one.sizes[0]) for one in made.values() if one.kind == "experts"]
     if record.draft:
@@ -218,6 +219,18 @@ def built(
         ends = {name for name, one in made.items() if one.kind in kinds}
         build.borrowed = frozenset(n for n in build.parameters if n.rpartition(".")[0] in ends)
     return Built(build, made, layers, record, max(routed, default=0), sizes)
+
+
+def _inside(module: Module, container: str, sizes: Sizes) -> Sequence[tuple[int, ...]]:
+    """The numbers of a module within its layer: of its expert, where each is a module of its own. Raises
+    NotSimulated for other lists in layers."""
+    inner = module.name.count("*") - bool(container)
+    if not inner:
+        return ((),)
+    if inner != 1 or not _EXPERTS.search(module.name):
+        raise NotSimulated(f"{module.name}: layers in layers have no rule")
+    keys = (key for key in EXPERT_COUNTS if sizes.flag(key) is not None)
+    return [(number,) for number in range(sizes.of(next(keys, "")))]
 
 
 def check_weight(build: RankBuild, module: str) -> None:
@@ -287,9 +300,9 @@ def _tie(record: Record, build: RankBuild) -> None:
                 for other in others:
                     build.aliases[filled(other, numbers_of(name))] = name
             continue
-        if build.setting.pp > 1:
-            raise NotSimulated(f"{first} under two names in pipeline stages")
         held = next((name for name in (first, *others) if name in build.parameters), None)
+        if held is None and build.setting.pp > 1:
+            continue  # of another stage
         if held is None:
             raise NotSimulated(f"{first} under two names, of which none is a module's")
         for name in {first, *others} - {held}:
@@ -300,13 +313,15 @@ def _tie(record: Record, build: RankBuild) -> None:
 def _stored_shapes(
     record: Record, tensors: Mapping[str, TensorType]
 ) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of the folder's tensors that are plain parameters, or weights of linears of one part, whose
-    sizes follow from no key, by the runtime's patterns."""
+    """Shapes of the folder's tensors that are plain parameters, embeddings, or weights of linears of one
+    part, whose sizes follow from no key, by the runtime's patterns."""
     unknown = {
         one.name
         for one in record.modules
         if "" in one.sizes
-        and (one.kind == "parameter" or (one.kind in LINEARS and len(one.sizes) == 2))
+        and (
+            one.kind in ("parameter", "embedding") or (one.kind in LINEARS and len(one.sizes) == 2)
+        )
     }
     if not unknown:
         return {}
@@ -364,13 +379,15 @@ def _add(
     build: RankBuild,
     module: Module,
     name: str,
-    layer: int | None,
+    at: Sequence[int],
     sizes: Sizes,
     stored: Mapping[str, tuple[int, ...]],
     shared: int,
 ) -> None:
+    """Add a module; `at` are the numbers in its name."""
+    layer = at[0] if at else None
     shape = stored.get(module.name)
-    if shape is not None and module.kind == "parameter":
+    if shape is not None and module.kind in ("parameter", "embedding"):
         numbers = list(shape)
     elif shape is not None and len(shape) == 2:
         numbers = [
@@ -379,7 +396,7 @@ def _add(
         ]
     else:
         numbers = [sizes.of(size, layer) for size in module.sizes]
-    asked = None if module.asked is None else filled(module.asked, [] if layer is None else [layer])
+    asked = None if module.asked is None else filled(module.asked, at)
     if build.quantization.name in module.unquantized:
         asked = None
     plain = Unquantized(_dtype(build, module)) if asked is None else None
@@ -398,10 +415,9 @@ def _add(
         rows, columns = numbers
         quantized = module.kind == "head" and asked is not None
         build.vocabulary(
-            name, rows, columns, build.quantization.head(str(asked)) if quantized else None
-        )
-        if holds(module.bias, sizes):
-            raise NotSimulated(f"{name} with a bias")
+            name, rows, columns, build.quantization.head(str(asked)) if quantized else None,
+            dtype=_dtype(build, module), bias=holds(module.bias, sizes),
+        )  # fmt: skip
     elif module.kind == "experts":
         if holds(module.bias, sizes) and build.quantization.name != "mxfp4":
             raise NotSimulated("experts with a bias")

@@ -17,7 +17,7 @@ from qconvert.runtimes.classes.build import Built, captured, filled, numbers_of,
 from qconvert.runtimes.classes.record import Module, Name, Place, Record
 from qconvert.runtimes.loading.building import Config
 from qconvert.runtimes.loading.load_weights import PASSED, Found, Target
-from qconvert.runtimes.loading.mxfp4 import PARAMETERS
+from qconvert.runtimes.loading.mxfp4 import PARAMETERS, Stack
 from qconvert.runtimes.loading.parameters import Expert, Linear, Shard
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 
@@ -146,7 +146,7 @@ class RecordedNames:
 
     def _of_cache(self, attention: str | None, tensor: str, leaf: str, place: Place) -> Found:
         parameter = f"{attention}.{leaf}"
-        if parameter in self.built.build.parameters:
+        if parameter in self.built.build.parameters and self.record.caches:
             return (Target(parameter),)
         return self._nowhere(parameter, tensor, leaf, place)
 
@@ -336,8 +336,11 @@ class RecordedNames:
         if name.stack:
             self.stacked = True
             parameter = f"{to}.{name.leaf or _HELD[str(name.shard)] + 'weight'}"
-            if parameter not in self.built.build.parameters:
+            held = self.built.build.parameters.get(parameter)
+            if held is None:
                 return self._there(parameter, tensor, "weight", "experts", None)
+            if isinstance(held.slot, Stack):
+                return (Target(parameter),)
             return self._stack(name, parameter, tensor, stored)
         parameter = f"{to}.{name.leaf}" if name.leaf else to
         leaf = parameter.rpartition(".")[2]

@@ -146,7 +146,8 @@ class Record:
     `keys`: of the configs that it was recorded with; `also`: other names of keys; `refused`: names of
     checkpoints in other forms that end the load; `first`: first numbers of layers, if not 0;
     `needs_experts`: it refuses a stage without experts, None where that was not tried;
-    `asks`: keys that a config must state."""
+    `asks`: keys that a config must state; `caches`: it takes scales of a cache that lie beside a
+    projection of keys or values."""
 
     runtime: str
     version: str
@@ -174,6 +175,7 @@ class Record:
     first: Mapping[str, Size] = field(default_factory=dict)
     needs_experts: bool | None = None
     asks: tuple[str, ...] = ()
+    caches: bool = True
 
     def sizes(self, values: Mapping[str, Any]) -> Sizes:
         """Values of a config. Raises NotSimulated for one that states a size of heads, or biases, that
@@ -302,6 +304,7 @@ def record_of(table: Mapping[str, Any]) -> Record:
         also=table.get("attribute_map", {}), keys=frozenset(table.get("keys", ())),
         refused=frozenset(table.get("refused", ())), first=table.get("first", {}),
         needs_experts=table.get("needs_experts"), asks=tuple(table.get("asks", ())),
+        caches=table.get("caches", True),
     )  # fmt: skip
 
 

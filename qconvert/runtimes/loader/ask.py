@@ -197,7 +197,7 @@ class RuntimeLoader:
         unread = tuple(said["unused"])
         passed = {*_without_use(unread, config), *_passed_over(unread, config, draft=draft)}
         ignored = [name for name in unread if (name in drafts) is draft and name not in passed]
-        unwritten = {name: share for name, share in said["shares"].items() if not _is_twice(name)}
+        unwritten = {name: share for name, share in said["shares"].items() if not is_twice(name)}
         spare = {*said.get("dropped", ()), *_without_use(unwritten, config)}
         spare |= {
             name
@@ -213,12 +213,12 @@ class RuntimeLoader:
             at, None, unwritten,
             tuple(name for name in unwritten if name not in spare),
             unread, tuple(ignored), misread,
-            tuple(name for name in said["empty"] if not _is_twice(name)),
-            {name: one for name, one in said["schemes"].items() if not _is_twice(name)},
+            tuple(name for name in said["empty"] if not is_twice(name)),
+            {name: one for name, one in said["schemes"].items() if not is_twice(name)},
             {
                 name: TensorType(_DTYPES.get(dtype, dtype), tuple(shape))
                 for name, (dtype, shape) in said["parameters"].items()
-                if not _is_twice(name)
+                if not is_twice(name)
             },
             said["nbytes"], fused,
         )  # fmt: skip
@@ -298,7 +298,8 @@ def _is_padded(scheme: str) -> bool:
     return scheme.endswith("Mxfp4MoEMethod")
 
 
-def _is_twice(name: str) -> bool:
+def is_twice(name: str) -> bool:
+    """Tell whether a parameter is one that vLLM's wrappers hold twice, or a scale of attention."""
     return any(part in f".{name}." for part in _TWICE)
 
 

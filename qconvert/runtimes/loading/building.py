@@ -145,15 +145,26 @@ class RankBuild:
     borrowed: frozenset[str] = frozenset()
 
     def vocabulary(
-        self, module: str, rows: int, columns: int, scheme: Scheme | None = None
+        self,
+        module: str,
+        rows: int,
+        columns: int,
+        scheme: Scheme | None = None,
+        *,
+        dtype: str = "",
+        bias: bool = False,
     ) -> None:
+        """An embedding, or a head. `dtype`: of one that is not the model's, unless it has a scheme."""
         tp = self.setting.tp
         padding = 64 if -(-rows // 64) * 64 % tp == 0 else 64 * tp
         here = -(-rows // padding) * padding // tp
         slot = Vocabulary(rows, tp, self.setting.rank)
         self.schemes[module] = "UnquantizedEmbeddingMethod"
+        if bias:
+            self.parameters[f"{module}.bias"] = Parameter(dtype or self.dtype, (here,), slot)
         if scheme is None:
-            self.parameters[f"{module}.weight"] = Parameter(self.dtype, (here, columns), slot)
+            weight = Parameter(dtype or self.dtype, (here, columns), slot)
+            self.parameters[f"{module}.weight"] = weight
             return
         self.schemes[module] = scheme.linear_name
         layout = Layout("column", columns, (here * tp,), tp, self.setting.rank)

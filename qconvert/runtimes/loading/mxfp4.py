@@ -1,5 +1,5 @@
 """Experts of quant_method mxfp4, as gpt-oss publishes them: all of a layer in one tensor, blocks of 32
-codes and a scale for each, which both runtimes cut by blocks and pad for their kernels.
+codes and a scale for each, which both runtimes cut by blocks and pad for their kernels; or in BF16.
 
 Read in sglang: `layers/quantization/mxfp4.py`, `models/gpt_oss.py` (_load_mxfp4_experts_weights); in
 vLLM: `layers/quantization/mxfp4.py`, `layers/fused_moe/oracle/mxfp4.py`, `models/gpt_oss.py`.
@@ -75,6 +75,52 @@ class Mxfp4:
             zeros = self.once and which == "w2" and moe.rank > 0
             made = Parameter("BF16", (slots, rows), slot, default=zeros, padded=part)
             yield f"{which}_{self.bias}", made
+
+
+@dataclass(frozen=True, slots=True)
+class Unquantized16:
+    """gpt-oss's experts in BF16, for sglang's kernels of Triton (`layers/quantization/unquant.py`,
+    use_triton_kernels): stacks as they are published, each matrix transposed."""
+
+    plain: Unquantized
+    linear_name: str = ""
+
+    @property
+    def experts_name(self) -> str:
+        return self.plain.experts_name
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        return self.plain.linear(layout, wrapped)
+
+    def experts(self, moe: Moe) -> Named:
+        slots, hidden = moe.slots, moe.hidden
+        up, down = (slots, hidden, 2 * moe.inner), (slots, moe.inner, hidden)
+        here = (slots, hidden, moe.rows), (slots, moe.columns, hidden)
+        dtype = self.plain.dtype
+        yield "w13_weight", Parameter(dtype, here[0], Stack(up, 1.0))
+        yield "w2_weight", Parameter(dtype, here[1], Stack(down, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class UnderOtherNames:
+    """sglang's MXFP4 experts where compressed-tensors states them: no tensor is named `weight`, but
+    `weight_packed`, and none is a bias."""
+
+    experts_name: str = "Mxfp4MoEMethod"
+    linear_name: str = ""
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        raise NotSimulated("a linear in MXFP4 under quant_method mxfp4")
+
+    def experts(self, moe: Moe) -> Named:
+        if not moe.gated or moe.columns % _TILE or moe.hidden % _TILE:
+            raise NotSimulated("experts in MXFP4 of sizes that are padded")
+        slots, hidden, size = moe.slots, moe.hidden, moe.columns
+        for which, rows, columns in (("w13", moe.rows, hidden), ("w2", hidden, size)):
+            yield f"{which}_weight", moe.parameter("U8", (slots, rows, columns // 2), "weight")
+            scales = slots, rows, columns // _BLOCK
+            yield f"{which}_weight_scale", moe.parameter("U8", scales, "group")
+            yield f"{which}_weight_bias", moe.parameter("BF16", (slots, rows), "channel")
 
 
 @dataclass(frozen=True)

@@ -473,17 +473,18 @@ class Quantization(Protocol):
 
 @dataclass(frozen=True)
 class NoQuantization:
-    """A config that states none."""
+    """A config that states none. `routed`: the form of experts, if another."""
 
     plain: Unquantized
     name: str = ""
     cache: bool = False
+    routed: Scheme | None = None
 
     def linear(self, module: str, kind: str) -> Scheme:
         return self.plain
 
     def experts(self, module: str) -> Scheme:
-        return self.plain
+        return self.routed or self.plain
 
     def head(self, module: str) -> Scheme | None:
         return None

@@ -14,7 +14,7 @@ from typing import Any
 
 from qconvert.core.patterns import compiled
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group, names_of, pair_of
-from qconvert.runtimes.loading.mxfp4 import Mxfp4, Mxfp4Experts
+from qconvert.runtimes.loading.mxfp4 import Mxfp4, Mxfp4Experts, UnderOtherNames, Unquantized16
 from qconvert.runtimes.loading.parameters import (
     ExpertRole,
     Layout,
@@ -226,7 +226,7 @@ class CompressedTensors:
                 self._names.targets.append(name)
         both = [self._groups.get(name) for name in ("FusedMoE", "Linear")]
         if "mxfp4" in str(self._format) or any(one is not None and one.mx == 4 for one in both):
-            raise NotSimulated("experts in MXFP4 under compressed-tensors' names")
+            return UnderOtherNames()
         projections = [f"{module}.0.{part}_proj" for part in ("gate", "up", "down")]
         found = [self._group(projection, "FusedMoE") for projection in projections]
         if any(group != found[0] for group in found):
@@ -604,7 +604,8 @@ def quantization_of(
     plain = Unquantized(dtype)
     block = root_block(config)
     if block is None:
-        return NoQuantization(plain)
+        transposed = setting.moe_runner == "triton_kernel"
+        return NoQuantization(plain, routed=Unquantized16(plain) if transposed else None)
     try:
         return _stated(block, fused, plain, setting, renames or Renames())
     except re.error as error:

@@ -1,5 +1,5 @@
-"""The runner of experts that sglang chooses for a class on a B200. Read in sglang:
-`arg_groups/overrides.py` and `arg_groups/model_overrides/`."""
+"""The runner of experts that sglang chooses for a class on a B200, and for gpt-oss in BF16. Read in
+sglang: `arg_groups/overrides.py` and `arg_groups/model_overrides/`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ _TRTLLM: Mapping[str, tuple[str, ...]] = {
 
 
 def runner_of(architecture: str, config: Mapping[str, Any], setting: Setting) -> str:
-    """The runner of experts: what is asked for, or what the class chooses on a B200. Raises NotSimulated
-    for another GPU than an H200, of a class of which that was not read."""
+    """The runner of experts: what is asked for, or what the class chooses. Raises NotSimulated for
+    another GPU than an H200, of a class of which that was not read."""
     if setting.capability != HOPPER and architecture not in _TRTLLM:
         raise NotSimulated("another GPU than an H200")
     asked = setting.moe_runner != "auto" or setting.a2a != "none"
+    plain = architecture == "GptOssForCausalLM" and block_of(config) is None
+    if not asked and plain and setting.ep == 1:
+        return "triton_kernel"
     if asked or setting.capability[0] != BLACKWELL[0]:
         return setting.moe_runner
     block = block_of(config)

@@ -1,4 +1,5 @@
-"""FP8: codes E4M3 or E5M2 and scales of a tensor, a row or a block, or (MXFP8) of 32 columns.
+"""FP8: codes E4M3 or E5M2, of OCP or FNUZ, and scales of a tensor, a row or a block, or (MXFP8) of 32
+columns.
 
 Format sources: OCP 8-bit Floating Point; DeepSeek-V3 (`weight_scale_inv` F32 [ceil(N / 128), ceil(K /
 128)], quant_method fp8); compressed-tensors (`float-quantized`, `mxfp8-quantized`: `weight_scale`);
@@ -42,9 +43,13 @@ if TYPE_CHECKING:
 
 _8_BITS = {"type": "float", "num_bits": 8}
 _BLOCKS = {**_8_BITS, "strategy": "block", "block_structure": [128, 128], "inputs": False}
+_EXPONENTS = "torch.uint8"
 _MX = {**_8_BITS, "strategy": "group", "group_size": 32}
 # Half a step: of a normal number's own size, and of a denormal one in units of its scale.
-_HALF = {"F8_E4M3": (2.0**-4, 2.0**-10), "F8_E5M2": (2.0**-3, 2.0**-17)}
+_HALF = {
+    "F8_E4M3": (2.0**-4, 2.0**-10), "F8_E5M2": (2.0**-3, 2.0**-17),
+    "F8_E4M3FNUZ": (2.0**-4, 2.0**-11), "F8_E5M2FNUZ": (2.0**-3, 2.0**-18),
+}  # fmt: skip
 _SLACK = 1 + 2.0**-7
 # compressed-tensors divides in bf16: the quotient is rounded once more before it is rounded to a code.
 _BF16_HALF = 2.0**-8
@@ -137,6 +142,8 @@ def fp8_strategy_of(checkpoint: Checkpoint, module: str) -> str | None:
 def _are_exponents(checkpoint: Checkpoint, module: str) -> bool:
     """Tell whether the U8 scales of a module's FP8 weight are exponents."""
     stated, own = _stated(checkpoint), scheme_of(checkpoint, module)
+    if own is not None and own.get("scale_dtype") == _EXPONENTS:
+        return True
     return stated.exponents or (stated.mx if own is None else _is_mx(own))
 
 
@@ -346,6 +353,7 @@ SPEC = Spec(
         "FP8": {**_8_BITS, "strategy": "tensor", "inputs": True},
         "FP8_PER_CHANNEL_PER_TOKEN": {**_8_BITS, "strategy": "channel", "inputs": False},
         "FP8_PB_WO": _BLOCKS,
+        "FP8_PB_REAL": _BLOCKS,
         "FP8_BLOCK_SCALES": _BLOCKS,
         "MXFP8": {**_MX, "inputs": False},
     },

@@ -1,9 +1,11 @@
 """MXFP4: codes E2M1, two per byte, the even column in the low half; an E8M0 exponent for 32 columns.
 
 Format sources: OCP Microscaling v1.0 (5.2, 5.3.3); compressed-tensors (`mxfp4-pack-quantized`:
-`weight_packed` U8 [N, K / 2], `weight_scale` U8 [N, K / 32]); gpt-oss's stacks of experts (`_blocks` U8
-[E, N, K / 32, 16], `_scales`); DeepSeek-V4 (`weight` I8 and `scale` F8_E8M0). No code is shared with the
-encoder.
+`weight_packed` U8 [N, K / 2], `weight_scale` U8 [N, K / 32]); amd-quark and modelopt (`weight` U8 and
+`weight_scale` U8 of these shapes); gpt-oss's stacks of experts (`_blocks` U8 [E, N, K / 32, 16],
+`_scales`); DeepSeek-V4 (`weight` I8 and `scale` F8_E8M0). No code is shared with the encoder.
+
+QC027 exponents have another type or shape than the codes beside them require.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.graph import Source
+from qconvert.validation.findings import Finding
 from qconvert.validators.formats.nvfp4 import fp4_floats, near_in_loop, steps
 from qconvert.validators.reading.forms import Encoding, Form, Grid, Spec, Unread, Weights
 from qconvert.validators.reading.quantization import all_weights
@@ -38,7 +41,7 @@ def _stored(checkpoint: Checkpoint, name: str) -> bool:
     if last.endswith("_blocks"):
         return is_bytes
     scale = _scale_of(checkpoint, name)
-    if scale is None or (is_bytes and last != "weight_packed"):
+    if scale is None or (is_bytes and last not in ("weight_packed", "weight")):
         return False
     return scale.type.dtype in (("U8", "F8_E8M0") if is_bytes else ("F8_E8M0",))
 
@@ -62,6 +65,22 @@ def _read(checkpoint: Checkpoint, name: str) -> Form:
     if len(kind.shape) != 2 or columns % BLOCK or scale.type.shape != (rows, groups):
         raise Unread(f"{scale.name} {scale.type} does not fit {kind} in blocks of {BLOCK}")
     return Form("mxfp4", weight, 0, rows, columns, Grid(scale, 0, rows, groups, (1, BLOCK)))
+
+
+def _faults(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
+    """Of Quark's names: structure and shapes judge the others."""
+    weight, scale = checkpoint[name].type, _scale_of(checkpoint, name)
+    if not name.endswith(".weight") or weight.dtype != "U8" or scale is None:
+        return
+    wanted = (weight.shape[0], 2 * weight.shape[-1] // BLOCK) if len(weight.shape) == 2 else None
+    if wanted is None or 2 * weight.shape[1] % BLOCK:
+        message = (
+            f"expected MXFP4 codes [N, K / 2] of whole blocks of {BLOCK} columns, found {weight}"
+        )
+        yield Finding("QC027", "error", name, message)
+    elif scale.type.shape != wanted:
+        message = f"expected exponents {list(wanted)} for codes {weight}, found {scale.type}"
+        yield Finding("QC027", "error", scale.name, message)
 
 
 def _stack(checkpoint: Checkpoint, name: str) -> Iterator[Form]:
@@ -106,12 +125,15 @@ def mx_fits(expected: Floats, found: Floats, factor: Floats) -> tuple[Bools, str
     )
 
 
+_STATED = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": BLOCK}
+
 SPEC = Spec(
     name="MXFP4",
     dtypes=("U8", "I8"),
     stored=_stored,
     read=_read,
     stack=_stack,
+    faults=_faults,
     encodings=(
         Encoding(
             name="mxfp4", bits=4, floats=fp4_floats, loop="fp4_rows", largest=6.0,
@@ -120,5 +142,6 @@ SPEC = Spec(
     ),
     states=_states,
     formats=("mxfp4-pack-quantized",),
+    algorithms={"W4A8_MXFP4_FP8": {**_STATED, "inputs": True}},
     methods=("mxfp4",),
 )  # fmt: skip

@@ -21,6 +21,7 @@ from qconvert.validation.compiled import LOOPS, done
 from qconvert.validation.findings import Finding
 from qconvert.validators.reading.forms import Encoding, Form, GlobalScale, Grid, Spec, Unread
 from qconvert.validators.reading.rows import scales
+from qconvert.validators.reading.stated_schemes import stated_weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,6 +171,8 @@ def stated(config: QuantConfig) -> Stated | None:
 
 def speaks_of_nvfp4(config: QuantConfig) -> bool:
     """Tell whether a block states anything about NVFP4, even contradictions."""
+    if config.method == "quark":
+        return any(one.get("strategy") == "tensor_group" for _, one in stated_weights(config))
     return stated(config) is not None or any(
         True for _ in _group_inputs(config.block.get("config_groups"))
     )
@@ -285,6 +288,8 @@ def _read(checkpoint: Checkpoint, name: str) -> Form:
     wrong = fault(parts)
     if wrong is not None:
         raise Unread(f"{wrong[0]}: {wrong[1]}")
+    if f"{parts.module}.pre_quant_scale" in checkpoint:
+        raise Unread("its inputs are multiplied by pre_quant_scale (modelopt's AWQ)")
     assert parts.scale is not None
     assert parts.global_scale is not None
     rows, columns = parts.weight.type.shape[0], 2 * parts.weight.type.shape[1]

@@ -1,8 +1,9 @@
 """Packed integers of compressed-tensors (`compressors/pack_quantized/`), and what configs state of
 packed integers of any tool.
 
-`weight_packed` I32 [N, K / word], `weight_scale` [N, groups], `weight_shape` [2]; asymmetric ones have
-`weight_zero_point` I32 [ceil(N / word), groups], those of actorder group `weight_g_idx` I32 [K].
+`weight_packed` I32 [N, ceil(K * bits / 32)], `weight_scale` [N, groups], `weight_shape` [2]; asymmetric
+ones have `weight_zero_point` I32 [ceil(N * bits / 32), groups], those of actorder group `weight_g_idx`
+I32 [K].
 INT8 (`int-quantized`, `compressors/naive_quantized/`): codes I8 [N, K] as `weight`, a scale a row; zero
 points I8 [N, groups] if asymmetric.
 
@@ -16,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.dtypes import ceil_div
 from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding
 from qconvert.validators.reading.decode import SCALES, int4_floats, int8_floats
@@ -32,6 +34,7 @@ from qconvert.validators.reading.forms import (
     Spec,
     Unread,
     Weights,
+    words_of,
 )
 from qconvert.validators.reading.quantization import stated_for
 
@@ -47,7 +50,7 @@ PASSES = ("w4a16", "int8", "quantize")
 
 @dataclass(frozen=True, slots=True)
 class PackedInts:
-    """Form of packed integers, by a config: `bits` 2, 4 or 8, a scale for each `group` columns
+    """Form of packed integers, by a config: `bits` from 2 to 8, a scale for each `group` columns
     (None: for a row), zero points unless `symmetric`; `ordered`: the group of each column is stored too
     (g_idx)."""
 
@@ -59,6 +62,17 @@ class PackedInts:
     def groups(self, columns: int) -> int:
         """Scales in a row."""
         return ceil_div(columns, self.group or columns)
+
+    def columns(self, words: int, scales: Shape = ()) -> int:
+        """Columns of a row of so many words: whole groups, as many as it has scales, where those take so
+        many words; else all that the words hold."""
+        wide = self.group * scales[-1] if self.group and len(scales) == 2 else 0
+        return wide if wide and words_of(wide, self.bits) == words else words * 32 // self.bits
+
+    def encoding(self, columns: int) -> str:
+        """The name of what reads a row of so many codes."""
+        whole = self.bits in (4, 8) and columns * self.bits % 32 == 0
+        return f"w{self.bits}a16" if whole else f"int{self.bits}"
 
     def __str__(self) -> str:
         return f"groups of {self.group}" if self.group else "one scale a row"
@@ -74,7 +88,7 @@ def packed_ints(weights: Weights) -> PackedInts | None:
     """A scale a row: compressed-tensors infers that from a group size of -1."""
     size, bits, strategy = (weights.get(key) for key in ("group_size", "num_bits", "strategy"))
     by_row = strategy == "channel" or (strategy is None and size == -1)
-    if weights.get("type", "int") != "int" or bits not in (2, 4, 8):
+    if weights.get("type", "int") != "int" or type(bits) is not int or bits not in range(2, 9):
         return None
     if not by_row and (type(size) is not int or size < 1):
         return None
@@ -142,10 +156,19 @@ def _stored(checkpoint: Checkpoint, name: str) -> bool:
     return name.endswith(".weight_packed")
 
 
-def _parts(kind: TensorType, stated: PackedInts) -> tuple[Part, ...]:
-    word = 32 // stated.bits
-    rows, columns = kind.shape[0], kind.shape[1] * word
-    zeros = ceil_div(rows, word), stated.groups(columns)
+def _columns(checkpoint: Checkpoint, module: str, stated: PackedInts) -> int:
+    """Columns of a matrix of packed words; of one with a scale a row, as its `weight_shape` states."""
+    words = checkpoint[f"{module}.weight_packed"].type.shape[1]
+    scale, shape = (checkpoint.get(f"{module}.weight_{part}") for part in ("scale", "shape"))
+    if stated.group is None and shape is not None:
+        found = checkpoint.read_shape(shape)
+        if found is not None and words_of(found[1], stated.bits) == words:  # else QC086
+            return found[1]
+    return stated.columns(words, () if scale is None else scale.type.shape)
+
+
+def _parts(rows: int, columns: int, stated: PackedInts) -> tuple[Part, ...]:
+    zeros = words_of(rows, stated.bits), stated.groups(columns)
     return (
         Part("weight_zero_point", ("I32",), zeros, not stated.symmetric, "symmetric"),
         Part("weight_g_idx", INDEX, (columns,), stated.ordered, "actorder"),
@@ -174,7 +197,7 @@ def _unread(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
             message = f"expected a scale [{rows}, K / group], found {found}"
             yield Finding("QC027", "error", scale.name, message)
         if stated is not None and len(found.shape) == 2:
-            columns = kind.shape[1] * 32 // stated.bits
+            columns = _columns(checkpoint, module, stated)
             wanted = stated.groups(columns)
             if found.shape[1] != wanted:
                 message = (
@@ -183,7 +206,8 @@ def _unread(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
                 )
                 yield Finding("QC038", "error", scale.name, message)
     if stated is not None:
-        yield from part_faults(checkpoint, name, stated, _parts(kind, stated))
+        columns = _columns(checkpoint, module, stated)
+        yield from part_faults(checkpoint, name, stated, _parts(kind.shape[0], columns, stated))
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Form:
@@ -194,13 +218,13 @@ def _read(checkpoint: Checkpoint, name: str) -> Form:
     if len(packed.type.shape) != 2 or scale is None:
         raise Unread(f"packed as {packed.type}" if scale else "it has no scale")
     stated = ints_of(checkpoint, module)
-    if stated is None or stated.bits == 2:
+    if stated is None:
         raise Unread("the config states no form of packed integers for it, or several")
-    rows, columns = packed.type.shape[0], packed.type.shape[1] * 32 // stated.bits
+    rows, columns = packed.type.shape[0], _columns(checkpoint, module, stated)
     groups = checked(stated, columns, _unread(checkpoint, name))
     grid = Grid(scale, 0, rows, groups, (1, columns // groups))
     codes = Codes(stated.bits, stated.symmetric, zeros, 0, order)
-    return Form(f"w{stated.bits}a16", packed, 0, rows, columns, grid, codes=codes)
+    return Form(stated.encoding(columns), packed, 0, rows, columns, grid, codes=codes)
 
 
 def _shape(checkpoint: Checkpoint, name: str, shape: Shape) -> Shape | None:
@@ -211,7 +235,7 @@ def _shape(checkpoint: Checkpoint, name: str, shape: Shape) -> Shape | None:
 
 
 def _states(weights: Weights) -> bool:
-    return weights.get("type", "int") == "int" and weights.get("num_bits", 8) in (4, 8)
+    return weights.get("type", "int") == "int" and weights.get("num_bits", 8) in range(2, 9)
 
 
 def _floats4(packed: Bytes, dtype: str) -> Floats:
@@ -220,6 +244,19 @@ def _floats4(packed: Bytes, dtype: str) -> Floats:
 
 def _floats8(packed: Bytes, dtype: str) -> Floats:
     return int8_floats(packed)
+
+
+def _floats_apart(bits: int, codes: Bytes, dtype: str) -> Floats:
+    """Stored codes, a byte each."""
+    import numpy as np
+
+    return codes.astype(np.float32) - np.float32(1 << (bits - 1))
+
+
+def _apart(bits: int) -> Encoding:
+    """Codes that are no whole words of 4 or 8 bits."""
+    read, largest = partial(_floats_apart, bits), float(1 << (bits - 1))
+    return Encoding(name=f"int{bits}", bits=8, floats=read, largest=largest, apart=bits)
 
 
 PACKED = Spec(
@@ -234,6 +271,7 @@ PACKED = Spec(
             name="w4a16", bits=4, floats=_floats4, loop="int4_rows", largest=8.0, passes=PASSES
         ),
         Encoding(name="w8a16", bits=8, floats=_floats8, largest=128.0, passes=PASSES),
+        *map(_apart, range(2, 9)),
     ),
     parts=("weight_shape", "zero_point", "g_idx"),
     states=_states,

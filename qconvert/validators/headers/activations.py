@@ -20,7 +20,7 @@ from qconvert.core.names import is_scale
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.decode import FP8
-from qconvert.validators.reading.quantization import group_of, judged
+from qconvert.validators.reading.quantization import group_of, judged, scheme_of
 from qconvert.validators.reading.quantization_tensors import ACTIVATIONS
 
 _NAMES = tuple(
@@ -82,6 +82,8 @@ def _static(checkpoint: Checkpoint, config: QuantConfig) -> Callable[[str], bool
         scheme = config.block.get("activation_scheme")
         said = None if scheme is None else scheme == "static"
         return lambda module: said
+    if config.method == "quark":
+        return lambda module: (scheme_of(checkpoint, module) or {}).get("inputs")
     if config.method == "modelopt":
         algorithm = config.block.get("quant_algo")
         return (lambda module: True) if algorithm == "FP8" else None

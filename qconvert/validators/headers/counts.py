@@ -22,6 +22,7 @@ from qconvert.core.family import (
     text_config,
     vision_config,
 )
+from qconvert.core.names import KV_SCALES
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.reading.model import (
@@ -35,6 +36,7 @@ from qconvert.validators.reading.model import (
 
 # Draft layers that may take these from the model itself.
 _SHARED = ("mtp.embed_tokens", "mtp.shared_head.head")
+_K, _V = (f".{part}_proj{end}" for part, end in zip("kv", KV_SCALES, strict=True))
 _VISION = ("visual.", "vision_tower.", "mm_projector.", "vision_model.")
 
 
@@ -73,6 +75,8 @@ def _uncounted(checkpoint: Checkpoint) -> Iterator[Finding]:
     for name in role_index.unknown:
         if alone and is_of_draft(checkpoint, name):
             continue
+        if name.endswith(_V) and name.removesuffix(_V) + _K in role_index.places:
+            continue  # Gemma 4's values are its keys in some layers, which runtimes scale apart
         roles, layer, _, _ = role_index.family.candidates(name)
         groups = sorted({role.layers for role in roles if role.layers not in ("", "*")})
         if groups and not _is_vision(name):

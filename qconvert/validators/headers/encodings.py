@@ -22,19 +22,31 @@ from qconvert.core.shown import count
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.formats.fp8 import fp8_blocks
-from qconvert.validators.formats.qweight import awq_ints, gptq_ints
+from qconvert.validators.formats.qweight import states_qweight
+from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.forms import Spec, coded_weights, specs
-from qconvert.validators.reading.quantization import group_of, read_methods, taken_block
-from qconvert.validators.reading.stated_schemes import MIXED, algorithm
+from qconvert.validators.reading.quantization import (
+    group_of,
+    read_methods,
+    scheme_of,
+    taken_block,
+    weight_groups,
+)
+from qconvert.validators.reading.stated_schemes import (
+    AUTO_ROUND,
+    MIXED,
+    algorithm,
+    auto_round_weights,
+    layer_table,
+)
 
 Kinds = frozenset[str]
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 # Names of codes, in whatever type.
 _ALWAYS = ("weight_packed", "qweight", "_blocks")
-_FP8 = ("F8_E4M3", "F8_E5M2")
 _PACKED_TYPES = (
-    "U8", "I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32",
+    "U8", "I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "U16", "U32",
 )  # fmt: skip
 # Formats of compressed-tensors (`config/format.py`) that may store anything.
 _OPEN = ("mixed-precision", "dense")
@@ -92,15 +104,21 @@ def _unknown(config: QuantConfig) -> str:
     block = config.block
     if config.method not in read_methods():
         return f"quant_method {config.method!r}, which no rule here reads"
-    if config.method == "awq" and awq_ints([config]) is None:
+    if config.method == "awq" and not states_qweight(config):
         keys = ("bits", "group_size", "version")
         return "an AWQ form that is not read here: " + ", ".join(
             f"{k} {block.get(k)!r}" for k in keys
         )
-    if config.method == "gptq" and block.get("bits") not in (4, 8) and gptq_ints([config]) is None:
-        return f"GPTQ of bits {block.get('bits')!r}: 4 and 8 are read here"
+    if config.method == "gptq" and block.get("bits") not in range(2, 9):
+        return f"GPTQ of bits {block.get('bits')!r}: 2 to 8 are read here"
+    if config.method == AUTO_ROUND and not _by_numbers(auto_round_weights(block)):
+        return f"AutoRound's {block.get('bits')!r} bits of data_type {block.get('data_type')!r}"
     if config.method == "modelopt" and _by_algorithm(config) is None:
         return f"quant_algo {block.get('quant_algo')!r} of modelopt, which no rule here reads"
+    if config.method == "quark" or layer_table(config) is not None:
+        unread = (one for one in weight_groups(config) if one.get("type") is None)
+        said = next((one.get("stated") or one.get("quant_algo") for one in unread), None)
+        return "" if said is None else f"weights as {said}, which no rule here reads"
     if config.method != "compressed-tensors":
         return ""
     groups = block.get("config_groups")
@@ -136,7 +154,7 @@ def _is_code(checkpoint: Checkpoint, name: str, source: Source) -> bool:
     experts = ".experts." in name and len(source.type.shape) == 3
     if last != "weight" and not experts:
         return False
-    return dtype in _FP8 or (dtype in _PACKED_TYPES and len(source.type.shape) > 1)
+    return dtype in FP8 or (dtype in _PACKED_TYPES and len(source.type.shape) > 1)
 
 
 def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: str) -> str | None:
@@ -144,8 +162,18 @@ def _misstated(checkpoint: Checkpoint, config: QuantConfig, name: str, stored: s
     module = name.rpartition(".")[0] if "." in name else name
     method, block = config.method, config.block
     wanted = _by_method(method)
-    if method == "modelopt":
+    if method == "quark" or layer_table(config) is not None:
+        own = scheme_of(checkpoint, module)
+        if own is None:
+            return None  # QC034
+        wanted = _by_numbers(own)
+    elif method == "modelopt":
         wanted = _by_algorithm(config) or _named(specs())
+    elif method == AUTO_ROUND:
+        weights = scheme_of(checkpoint, module)
+        if weights is None:
+            return None  # QC034
+        wanted = wanted if weights["type"] == "int" else _by_numbers(weights)
     elif "FP8" in wanted:
         beside = _experts_beside(checkpoint, config, name)
         if stored == "FP8" and beside is None:
@@ -183,7 +211,9 @@ def _experts_beside(checkpoint: Checkpoint, config: QuantConfig, name: str) -> K
 def _other_fp8(checkpoint: Checkpoint, config: QuantConfig, name: str) -> str | None:
     """Of quant_method fp8: another FP8 type, or a scale a row where blocks are stated."""
     source, fmt = checkpoint[name], str(config.block.get("fmt", "")).lower()
-    stated = {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2"}.get(fmt, source.type.dtype)
+    stated = source.type.dtype
+    if fmt in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"):
+        stated = f"F8_{fmt.upper()}"
     if stated != source.type.dtype:
         return f"{source.type.dtype}, {config.where} states fmt {fmt}"
     scale = next((s for s in scale_candidates(name) if s in checkpoint), None)

@@ -22,11 +22,12 @@ from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
+from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.model import readable_quantization
 from qconvert.validators.reading.quantization import named_targets, targets
 from qconvert.validators.reading.stated_schemes import layer_table
 
-_CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4")
+_CODES = (*FP8, "I8", "U8", "I32", "F4")
 _PACKED = ("weight_packed", "qweight")
 _WHAT = {
     Kind.EMBEDDING: "an embedding", Kind.POSITION: "a table of positions", Kind.HEAD: "the head",

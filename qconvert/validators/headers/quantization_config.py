@@ -36,6 +36,7 @@ from qconvert.validators.reading.quantization import (
     taken_block,
     targets,
 )
+from qconvert.validators.reading.stated_schemes import AUTO_ROUND, layer_table, spelled
 
 # Sets that some runtimes fuse and others do not.
 _SETS = (
@@ -53,7 +54,7 @@ _FUSED_BY_SGLANG = {
 _NEVER_QUANTIZED = ("router", "shared_expert_gate")
 _DRAFT = "model.decoder"
 # Methods whose lists are read here.
-_LISTED = (*LISTS, "gptq", "awq")
+_LISTED = (*LISTS, "gptq", "awq", AUTO_ROUND)
 # Whose config classes take text_config's block to the root: sglang (`configs/`). vLLM reads
 # it for all classes (`transformers_utils/model_arch_config_convertor.py`).
 _TAKE_FROM_TEXT = ("kimi_k25", "kimi_k3", "glm5_next")
@@ -165,7 +166,7 @@ def _linears_of_classes(checkpoint: Checkpoint, config: QuantConfig) -> Iterator
     kinds: tuple[Kind, ...] = (Kind.HEAD, Kind.SHARED_WEIGHT)
     if config.method == "modelopt":
         kinds = () if config.block.get("quant_algo") == "MIXED_PRECISION" else (Kind.HEAD,)
-    elif config.method == "awq":
+    elif config.method in ("awq", AUTO_ROUND):
         kinds = ()
     elif config.method != "compressed-tensors":
         kinds = kinds if isinstance(config.block.get("modules_to_not_convert"), list) else ()
@@ -198,7 +199,7 @@ def _broken(config: QuantConfig, listed: Listed) -> Iterator[Finding]:
 
 def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) -> Iterator[Finding]:
     named = targets(config)
-    linear = _all_linear(config)
+    linear, tabled = _all_linear(config), layer_table(config) is not None
     for module, weight in quantized.items():
         if listed.names(module):
             message = f"is quantized, but {config.where} lists {module!r} as left out"
@@ -206,7 +207,7 @@ def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) ->
         elif (
             named is not None
             and not (linear and weight.endswith(".weight"))
-            and not named.names(module)
+            and not any(map(named.names, spelled(module) if tabled else (module,)))
         ):
             message = f"is quantized, but no target of {config.where} names {module!r}"
             yield Finding("QC034", "error", weight, message)

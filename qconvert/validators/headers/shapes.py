@@ -21,6 +21,7 @@ from qconvert.core.names import is_scale, split_parameter
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.formats.packed import ints_of
+from qconvert.validators.formats.qweight import qweight_ints
 from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.forms import coded_weights, specs
 from qconvert.validators.reading.model import (
@@ -124,8 +125,10 @@ def _of_table(checkpoint: Checkpoint) -> Iterator[Finding]:
             continue
         module, parameter = split_parameter(name)
         stated = scheme_of(checkpoint, module) if parameter in ("", "weight") else None
-        wanted = [d for spec in specs() if stated and spec.states(stated) for d in spec.dtypes]
-        if stated is not None and wanted and dtype not in wanted:
+        if stated is None or stated.get("type") is None:
+            continue  # QC097
+        wanted = [d for spec in specs() if spec.states(stated) for d in spec.dtypes]
+        if wanted and dtype not in wanted:
             message = (
                 f"quantized_layers states {stated['num_bits']}-bit floats for {module!r}: expected "
                 f"{' or '.join(wanted)}, found {source.type}"
@@ -161,8 +164,11 @@ def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
         if place.parameter not in _MATRICES:
             continue
         module = split_parameter(name)[0]
-        packed = place.parameter == "weight_packed"
-        scheme = ints_of(checkpoint, module) if packed else None
+        scheme: object = None
+        if place.parameter == "weight_packed":
+            scheme = ints_of(checkpoint, module)
+        elif place.parameter == "qweight":
+            scheme = qweight_ints(checkpoint, module)
         form = place.parameter, checkpoint[name].type.dtype, scheme
         layers.setdefault((role != base, place.layer), {}).setdefault(form, name)
     for (draft, layer), forms in layers.items():

@@ -29,7 +29,7 @@ from qconvert.validators.reading.quantization import HF_QUANT_CONFIG, group_name
 
 _SIZES = tuple(1 << power for power in range(4, 11))  # groups and blocks that exist
 _DEFAULTS: Mapping[str, Any] = {"type": "int", "num_bits": 8, "symmetric": True}
-_BITS = (2, 3, 4, 5, 6, 8)
+_BITS = (2, 3, 4, 5, 6, 7, 8)
 _NO_GROUP = ("channel", "tensor", "block", "token", "attn_head")
 
 

@@ -57,6 +57,7 @@ _OTHER_FORMS: Mapping[str, tuple[str, ...]] = {
     "weight_packed": ("weight", "qweight"),
     "weight_shape": ("weight", "qweight"),
     "weight_scale": ("weight", "qweight"),
+    "weight_scale_inv": ("weight_packed", "qweight"),
     "weight_zero_point": ("weight", "qweight", "weight_packed"),
     "weight_g_idx": ("weight", "qweight", "weight_packed"),
     "qweight": ("weight", "weight_packed"),

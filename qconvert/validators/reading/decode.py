@@ -1,10 +1,11 @@
 """Values of stored numbers, as float32, from the formats' definitions: no code is shared with the
 code that makes outputs.
 
-FP8 is OCP 8-bit Floating Point (E4M3: bias 7, 0x7F NaN; E5M2: bias 15, infinity 0x7C), E8M0 is OCP MX
-1.0 (2^(e - 127), 255 NaN), packed INT4 and INT8 are compressed-tensors's pack-quantized (the first
-of eight or four codes in a word's lowest bits, each stored as code + 8 or + 128); GPTQ's words are the
-same. Which scale belongs to which block is in
+FP8 is OCP 8-bit Floating Point (E4M3: bias 7, 0x7F NaN; E5M2: bias 15, infinity 0x7C), or AMD's FNUZ
+(biases 8 and 16; 0x80 is NaN, all others are finite: ml_dtypes), E8M0 is OCP MX
+1.0 (2^(e - 127), 255 NaN), packed integers of 2 to 8 bits are compressed-tensors's pack-quantized
+(codes side by side from a word's lowest bit on, each stored plus half its range, some of 3, 5, 6 and 7
+bits in two words); GPTQ's words are the same. Which scale belongs to which block is in
 validators/reading/rows.py.
 """
 
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     Words = np.ndarray[Any, np.dtype[np.uint32]]
 
 FLOATS = ("BF16", "F16", "F32", "F64")
-FP8 = ("F8_E4M3", "F8_E5M2")
+FNUZ = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
+FP8 = ("F8_E4M3", "F8_E5M2", *FNUZ)
 SCALES = (*FLOATS[:3], "F8_E8M0", "U8")
 
 _NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 _KEPT = 31 << 20  # glibc's rule holds for blocks below 32 MiB
-_BIAS = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15)}  # bits of the mantissa, bias of the exponent
+# Bits of the mantissa, bias of the exponent.
+_BIAS = {"F8_E4M3": (3, 7), "F8_E5M2": (2, 15), "F8_E4M3FNUZ": (3, 8), "F8_E5M2FNUZ": (2, 16)}
 
 
 @cache
@@ -44,6 +47,8 @@ def fp8_value(code: int, dtype: str) -> float:
     mantissa_bits, bias = _BIAS[dtype]
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = divmod(code & 0x7F, 1 << mantissa_bits)
+    if dtype in FNUZ and code == 0x80:
+        return nan
     if dtype == "F8_E4M3" and code & 0x7F == 0x7F:
         return nan
     if dtype == "F8_E5M2" and exponent == 31:
@@ -101,6 +106,19 @@ def int8_floats(packed: Bytes) -> Floats:
     import numpy as np
 
     return packed.astype(np.float32) - np.float32(128)
+
+
+def fields_of(words: Words, bits: int, first: int, count: int) -> Words:
+    """Fields [n, count] of `bits` in strings of words [n, W], from bit `first` of each on: the two words
+    that a field may lie in as one number, moved to its beginning."""
+    import numpy as np
+
+    start = first + bits * np.arange(count)
+    word, shift = start // 32, (start % 32).astype(np.uint64)
+    both = words[:, word].astype(np.uint64)
+    over = np.flatnonzero(start % 32 + bits > 32)
+    both[:, over] |= words[:, word[over] + 1].astype(np.uint64) << np.uint64(32)
+    return (both >> shift & np.uint64((1 << bits) - 1)).astype(np.uint32)
 
 
 def floats(data: Bytes, dtype: str) -> Floats:

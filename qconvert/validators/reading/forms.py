@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.discovery import FORMATS, discover, held
-from qconvert.core.dtypes import DTYPE_BITS
+from qconvert.core.dtypes import DTYPE_BITS, ceil_div
 from qconvert.core.graph import Source
 from qconvert.validators.reading.decode import floats
 
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from qconvert.validation.workers import Reads
     from qconvert.validators.reading.decode import Bytes, Floats
     from qconvert.validators.reading.matrices import Matrix
+
+
+def words_of(codes: int, bits: int) -> int:
+    """32-bit words of codes side by side."""
+    return ceil_div(codes * bits, 32)
 
 
 RAW = "raw"  # not numbers, or in an unsupported form: bytes
@@ -86,12 +92,13 @@ class GlobalScale:
 class Codes:
     """The parts of packed integers other than words and scales.
 
-    `zeros` I32: zero points packed along the rows, [ceil(rows / word), groups], transposed [groups,
-    rows / word], each stored minus `less`; None: all are the middle of the range, as those of
-    `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each column; None:
-    groups lie side by side. `signed`: codes are I8, not packed, and so are zero points [rows, groups].
-    `awq`: AutoAWQ's words [columns, rows / 8], of a transposed matrix, which hold rows in the order of
-    rows.py's `AWQ_ORDER`; zeros [groups, rows / 8] too."""
+    `zeros` I32: zero points packed along the rows, [ceil(rows * bits / 32), groups], transposed
+    [groups, rows * bits / 32], each stored minus `less`; None: all are the middle of the range, as
+    those of `symmetric` ones have to be that are stored. `order` I32 [columns]: the group of each
+    column; None: groups lie side by side. `signed`: codes are I8, not packed, and so are zero points
+    [rows, groups]. `row_order`: words [columns, rows / 8] of a transposed matrix, zeros [groups, rows /
+    8], and which of a word's eight rows each nibble is of, from the lowest on; `complement`: those
+    nibbles are in two's complement."""
 
     bits: int
     symmetric: bool = True
@@ -99,20 +106,23 @@ class Codes:
     less: int = 0
     order: Source | None = None
     signed: bool = False
-    awq: bool = False
+    row_order: tuple[int, ...] = ()
+    complement: bool = False
 
     @property
     def word(self) -> int:
-        """Codes in a word."""
-        return 32 // self.bits
+        """Codes that fill whole words."""
+        return 32 // gcd(32, self.bits)
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Form:
     """A stored matrix [rows, columns] that begins at byte `at` of a tensor. `transposed`: it is stored
     as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those. `offset`:
-    numbers in blocks that are added to the products of codes and scales. `steps`: the dtype to which
-    products and sums are rounded, each; "": float32. `numbers` reads rows whose scales are no grid."""
+    numbers in blocks that are added to the products of codes and scales. `halves`: rows of a head, whose
+    two halves lie interleaved (0: rows are in order). `beside`: a second tensor, of which every other
+    `unit` bytes are, from the second on. `steps`: the dtype to which products and sums are rounded, each;
+    "": float32. `numbers` reads rows whose scales are no grid."""
 
     format: str
     weight: Source
@@ -123,6 +133,9 @@ class Form:
     transposed: bool = False
     codes: Codes | None = None
     offset: Grid | None = None
+    halves: int = 0
+    beside: Source | None = None
+    unit: int = 0
     steps: str = ""
     numbers: Numbers | None = None
 
@@ -133,12 +146,18 @@ class Form:
     @property
     def is_scaled(self) -> bool:
         """Tell whether its numbers are codes times scales."""
-        return self.grid is not None or self.numbers is not None
+        return self.grid is not None or self.numbers is not None or self.encoding.scaled
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row, without scales."""
-        return self.columns * self.encoding.bits // 8
+        """Bytes of a row as it is read, without scales."""
+        return int(self.columns * self.encoding.bits // 8)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of a row as it is stored: of codes that are taken apart, whole words."""
+        apart = self.encoding.apart
+        return 4 * words_of(self.columns, apart) if apart else self.row_nbytes
 
     def tensors(self) -> Iterator[str]:
         """Names of the tensors that it is read from, beside the codes'."""
@@ -147,6 +166,8 @@ class Form:
                 yield grid.scale.name
                 if grid.global_scale is not None:
                     yield grid.global_scale.scale.name
+        if self.beside is not None:
+            yield self.beside.name
         for part in () if self.codes is None else (self.codes.zeros, self.codes.order):
             if part is not None:
                 yield part.name
@@ -187,27 +208,33 @@ class Encoding:
     """Numbers for a format's codes: `floats` of their bytes [n] and the tensor's dtype, float32, in
     the order of the columns, where its forms have no `numbers`; a compiled `loop` that does the same to
     rows, with their scales. `largest` of the codes; `passes` that round to them; `nearest`: bounds of
-    that. `exact_zero`: a code of 0 is 0 whatever its scale."""
+    that. `exact_zero`: a code of 0 is 0 whatever its scale. `scaled`: their bytes hold the scales too,
+    and their numbers are products. `apart`: bits of codes that are stored in strings of words, and read
+    as a byte each."""
 
     name: str
-    bits: int
+    bits: int | Fraction
     floats: Callable[[Bytes, str], Floats] = _by_rows
     loop: str = ""
     largest: float = 0.0
     passes: tuple[str, ...] = ()
     nearest: Nearest | None = None
     exact_zero: bool = False
+    scaled: bool = False
+    apart: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """A stored format, as validators judge it.
 
-    `name`: as findings call it. `dtypes` of its codes. `stored(checkpoint, name)` tells whether a
+    `name`: as findings call it. `applies` tells whether a checkpoint can have it at all. `dtypes` of its
+    codes. `stored(checkpoint, name)` tells whether a
     tensor of these holds its codes; `read` makes their form, or those of a `stack`'s experts, and
-    raises Unread; `faults` are findings about the parts beside them, by headers alone. `shape`: of its
-    codes, for a weight of a shape (-1: any size), None if that is not judged. `parts`: ends of the
-    names of such parts, none of which is a matrix.
+    raises Unread; `by_rows`: its stacks hold rows in order, in families of transposed stacks too;
+    `faults` are findings about the parts beside them, by headers alone. `shape`: of its codes, for a
+    weight of a shape (-1: any size), None if that is not judged. `parts`: ends of the names of such
+    parts, none of which is a matrix.
     Statements: `states(weights)` in compressed-tensors' words; its `formats`; `algorithms` of
     modelopt and what each says in those words; `methods` that store nothing else."""
 
@@ -216,8 +243,10 @@ class Spec:
     stored: Callable[[Checkpoint, str], bool]
     read: Callable[[Checkpoint, str], Form]
     encodings: tuple[Encoding, ...]
+    applies: Callable[[Checkpoint], bool] = lambda checkpoint: True
     faults: Callable[[Checkpoint, str], Iterator[Finding]] = lambda checkpoint, name: iter(())
     stack: Callable[[Checkpoint, str], Iterator[Form]] | None = None
+    by_rows: bool = False
     shape: Callable[[Checkpoint, str, Shape], Shape | None] = lambda checkpoint, name, shape: None
     parts: tuple[str, ...] = ()
     states: Callable[[Weights], bool] = lambda weights: False
@@ -253,7 +282,7 @@ def coded_weights(checkpoint: Checkpoint) -> Mapping[str, Spec]:
     """Every tensor that holds codes of a format, and which."""
     by_dtype: dict[str, list[Spec]] = {}
     for spec in specs():
-        for dtype in spec.dtypes:
+        for dtype in spec.dtypes if spec.applies(checkpoint) else ():
             by_dtype.setdefault(dtype, []).append(spec)
     found: dict[str, Spec] = {}
     for name, source in () if checkpoint.dtypes.isdisjoint(by_dtype) else checkpoint.items():
@@ -290,7 +319,7 @@ def forms_of_stack(checkpoint: Checkpoint, name: str, *, transposed: bool) -> It
     """The matrix of each expert in a stack [E, rows, columns]; [E, columns, rows] if `transposed`.
     Raises Unread."""
     weight, spec = checkpoint[name], coded_weights(checkpoint).get(name)
-    if spec is not None and spec.stack is not None and not transposed:
+    if spec is not None and spec.stack is not None and (not transposed or spec.by_rows):
         yield from spec.stack(checkpoint, name)
         return
     encoding = _FLOATS.get(weight.type.dtype)

@@ -283,7 +283,7 @@ def _of_gdn(
 
 
 def _made(key: Key, name: str, place: Place | None, form: Form, runs: Runs) -> Matrix:
-    runs = runs or _all_rows(form.rows)
+    runs = runs or (_half_by_half(form.rows, form.halves) if form.halves else _all_rows(form.rows))
     if place is None:
         return Matrix(
             key, name, split_parameter(name)[0].rpartition(".")[2], None, None, form, runs
@@ -294,6 +294,13 @@ def _made(key: Key, name: str, place: Place | None, form: Form, runs: Runs) -> M
 @lru_cache(maxsize=1024)  # one object for each size: a model has few
 def _all_rows(rows: int) -> Runs:
     return ((0, rows),)
+
+
+@lru_cache(maxsize=16)
+def _half_by_half(rows: int, head: int) -> Runs:
+    """Rows of heads whose halves are stored row by row in turn, the first half of a head first."""
+    starts = [at + half for at in range(0, rows, head) for half in (0, 1)]
+    return tuple((row, row + 1) for first in starts for row in range(first, first + head - 1, 2))
 
 
 @lru_cache(maxsize=1024)
@@ -308,7 +315,9 @@ def _as_weight(checkpoint: Checkpoint, name: str, parameter: str) -> str:
     """A weight is the same parameter however it is stored. A stack of experts has none."""
     if not parameter or parameter.endswith("_blocks"):
         return parameter
-    coded = parameter in ("weight_packed", "qweight") or name in coded_weights(checkpoint)
+    coded = parameter in ("weight_packed", "qweight") or (
+        parameter != "bias" and name in coded_weights(checkpoint)
+    )
     return "weight" if coded else parameter
 
 

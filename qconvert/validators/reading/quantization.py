@@ -20,6 +20,8 @@ from qconvert.core.patterns import compiled
 from qconvert.validators.reading.forms import specs
 from qconvert.validators.reading.prepared import METHOD, blocks_of
 from qconvert.validators.reading.stated_schemes import (
+    AUTO_ROUND,
+    Rules,
     Targets,
     gptq_left_out,
     layer_table,
@@ -30,7 +32,8 @@ from qconvert.validators.reading.stated_schemes import (
 T = TypeVar("T")
 
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
-KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt")
+KNOWN_METHODS = (*_FP8_METHODS, "compressed-tensors", "modelopt", "quark")
+_WHOLE_NAMES = ("compressed-tensors", "quark")  # vLLM: `is_equal_or_regex_match`
 HF_QUANT_CONFIG = "hf_quant_config.json"
 _SHELL = frozenset("*?[")
 _OF_DECODERS = ("model", "language_model", "layers")
@@ -40,6 +43,7 @@ LISTS: Mapping[str, tuple[str, ...]] = {
     "fbgemm_fp8": ("ignored_layers", "modules_to_not_convert"),
     "compressed-tensors": ("ignore",),
     "modelopt": ("exclude_modules", "ignore"),
+    "quark": ("exclude",),
 }
 
 
@@ -95,10 +99,10 @@ class Listed:
 
     def literal(self, module: str) -> bool:
         """Tell whether an entry that is not a pattern matches: the name itself, or (except for
-        compressed-tensors) a run of its dotted segments."""
+        compressed-tensors and Quark) a run of its dotted segments."""
         if module in self._plain:
             return True
-        if self.method == "compressed-tensors":
+        if self.method in _WHOLE_NAMES:
             return False
         parts = module.split(".")
         if self._ends.isdisjoint(parts):
@@ -118,6 +122,16 @@ class Listed:
         if self.method not in _FP8_METHODS or module.partition(".")[0] in _OF_DECODERS:
             return False
         return self.literal(f"model.{module}")
+
+
+@dataclass(frozen=True)
+class LeftByRules(Listed):
+    """Modules that an AutoRound block leaves out, which it lists nowhere."""
+
+    rules: Rules
+
+    def pattern_names(self, module: str) -> bool:
+        return self.rules(module) is None
 
 
 def stated_for(
@@ -259,6 +273,8 @@ def scheme(config: QuantConfig) -> tuple[Any, ...]:
         return config.method, *sorted(repr([g.get(k) for k in keys]) for g in weight_groups(config))
     if config.method == "mlx":  # it states a scheme a module
         return config.method, *sorted(f"{key} {value}" for key, value in block.items())
+    if config.method == "quark":
+        return config.method, *sorted({repr(one) for one in weight_groups(config)})
     algorithm = block.get("quant_algo") if config.method == "modelopt" else None
     return config.method, pair(block.get("weight_block_size")), algorithm
 
@@ -267,6 +283,8 @@ def ignored(config: QuantConfig) -> Listed:
     """The modules a block leaves out; an empty list if there are none. GPTQ's are patterns in `dynamic`
     that begin with `-:` (GPTQModel; sglang `get_dynamic_override`); if the block names the
     quantized modules instead (`modules_in_block_to_quantize`), others are not checked."""
+    if config.method == AUTO_ROUND:
+        return LeftByRules(config.method, (), Rules(config.block))
     if config.method == "gptq":
         left = gptq_left_out(config.block)
         if config.block.get("modules_in_block_to_quantize"):

@@ -41,7 +41,7 @@ _STACK = re.compile(r"\w+_proj(?=_)")
 # Ends of names of what is known of a layer's quantized activations; after "_" those of stacks.
 ACTIVATIONS = (
     "input_activation_scale", "output_activation_scale", "activation_scale", "act_scale", "qscale_act",
-    "input_scale", "input_scale_inv", "input_global_scale", "input_zero_point",
+    "input_scale", "input_scale_inv", "input_global_scale", "input_zero_point", "input_scale_2",
 )  # fmt: skip
 _ACTIVATIONS = tuple(f"{mark}{end}" for end in ACTIVATIONS for mark in "._")
 _CODES = ("weight", "weight_packed", "qweight")

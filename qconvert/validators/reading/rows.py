@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.core.graph import Source
 from qconvert.validation.compiled import LOOPS, done
-from qconvert.validators.reading.decode import as_bf16, rounded, scale_floats, warm
+from qconvert.validators.reading.decode import FNUZ, as_bf16, fields_of, rounded, scale_floats, warm
 from qconvert.validators.reading.forms import Codes, Form, Grid
 from qconvert.validators.reading.matrices import Matrix
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-# Which of a word's eight rows each nibble is of, from the lowest on (AutoAWQ 0.2, `gemm`).
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # Elements worked on at a time: a few copies of them fit in a core's cache.
 TILE = 1 << 17
 # Every row of a transposed matrix takes a read for each column, so as many rows as possible.
@@ -47,9 +45,23 @@ def row_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
 
     warm()
     form = matrix.form
+    if form.encoding.apart:
+        stored = _stored_bytes(reader, matrix, start, stop)
+        words = stored.view("<u4").reshape(stop - start, -1)
+        return fields_of(words, form.encoding.apart, 0, form.columns).astype(np.uint8).reshape(-1)
+    return _stored_bytes(reader, matrix, start, stop)
+
+
+def _stored_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
+    """Rows [start, stop) side by side, codes of odd widths in words."""
+    import numpy as np
+
+    form = matrix.form
     if form.transposed:
         return _turned_bytes(reader, matrix, start, stop)
-    size = form.row_nbytes
+    if form.beside is not None:
+        return _by_turns(reader, matrix, form.beside, start, stop)
+    size = form.stored_nbytes
     data = np.empty((stop - start) * size, np.uint8)
     view, at = data.data, 0
     for first, last in matrix.spans(start, stop):
@@ -59,16 +71,35 @@ def row_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
     return data
 
 
+def _by_turns(reader: Reads, matrix: Matrix, beside: Source, start: int, stop: int) -> Bytes:
+    """Rows whose units are of one tensor and of another by turns."""
+    import numpy as np
+
+    form, parts = matrix.form, []
+    each = form.row_nbytes // form.unit  # units of a row
+    for first, last in matrix.spans(start, stop):
+        low, high = first * each // 2, -(-last * each // 2)
+        both = np.empty((high - low, 2, form.unit), np.uint8)
+        for number, source in enumerate((form.weight, beside)):
+            data = np.empty((high - low) * form.unit, np.uint8)
+            reader.read(source, form.at + low * form.unit, data.data)
+            both[:, number] = data.reshape(-1, form.unit)
+        skip = first * each - 2 * low
+        found = both.reshape(-1, form.unit)[skip : skip + (last - first) * each]
+        parts.append(found.reshape(-1))
+    return np.concatenate(parts)
+
+
 def _turned_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
     """Columns of a stored matrix: a short read for each stored row. Words of packed integers come out as
     those of a matrix that is stored by rows."""
     import numpy as np
 
     form = matrix.form
-    if form.codes is not None and form.codes.awq:
-        return _awq_bytes(reader, matrix, start, stop)
+    if form.codes is not None and form.codes.row_order:
+        return _words_of_rows(reader, matrix, form.codes, start, stop)
     width = DTYPE_BITS[form.weight.type.dtype] // 8
-    lines = form.row_nbytes // width
+    lines = form.stored_nbytes // width
     parts = []
     for first, last in matrix.spans(start, stop):
         block = np.empty((lines, (last - first) * width), np.uint8)
@@ -80,8 +111,8 @@ def _turned_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes
     return np.concatenate(parts)
 
 
-def _awq_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
-    """Columns of AutoAWQ's words [columns, rows / 8], as rows of two codes a byte, the first low."""
+def _words_of_rows(reader: Reads, matrix: Matrix, codes: Codes, start: int, stop: int) -> Bytes:
+    """Columns of words [columns, rows / 8], as rows of two codes a byte, the first low."""
     import numpy as np
 
     form = matrix.form
@@ -92,18 +123,20 @@ def _awq_bytes(reader: Reads, matrix: Matrix, start: int, stop: int) -> Bytes:
         for column in range(form.columns):
             at = 4 * (column * (form.rows // 8) + low)
             reader.read(form.weight, at, words[column].view(np.uint8).data)
-        codes = _awq_codes(words)[:, first - 8 * low : last - 8 * low].T.astype(np.uint8)
-        parts.append((codes[:, ::2] | codes[:, 1::2] << np.uint8(4)).reshape(-1))
+        each = _nibbles(words, codes)[:, first - 8 * low : last - 8 * low].T.astype(np.uint8)
+        parts.append((each[:, ::2] | each[:, 1::2] << np.uint8(4)).reshape(-1))
     return np.concatenate(parts)
 
 
-def _awq_codes(words: Numbers) -> Numbers:
-    """Words [n, m] -> codes [n, 8 m], each at the row that its nibble is of."""
+def _nibbles(words: Numbers, codes: Codes) -> Numbers:
+    """Words [n, m] -> codes [n, 8 m], plus 8 if in two's complement, each at the row that it is of."""
     import numpy as np
 
     found = np.empty((*words.shape, 8), np.int64)
-    for nibble, row in enumerate(AWQ_ORDER):
+    for nibble, row in enumerate(codes.row_order):
         found[..., row] = words.astype(np.int64) >> 4 * nibble & 15
+    if codes.complement:
+        found ^= 8
     return found.reshape(words.shape[0], -1)
 
 
@@ -133,7 +166,8 @@ def _loop_of(form: Form) -> str:
         return ""
     plain = codes is None or (codes.zeros is None and codes.order is None)
     even = encoding.bits == 8 or grid.block[1] % 2 == 0 or grid.columns == 1
-    return encoding.loop if plain and even and form.weight.type.dtype != "F8_E5M2" else ""
+    other = form.weight.type.dtype in ("F8_E5M2", *FNUZ)
+    return encoding.loop if plain and even and not other else ""
 
 
 def _in_loop(
@@ -241,7 +275,7 @@ def _zeros(reader: Reads, codes: Codes, zeros: Source, grid: Grid, first: int, l
         signed = np.empty((last - first, grid.columns), np.int8)
         reader.read(zeros, first * grid.columns, signed.view(np.uint8).data)
         return signed.astype(np.float32)
-    low, high = first // codes.word, -(-last // codes.word)
+    low, high = first * codes.bits // 32, -(-last * codes.bits // 32)
     groups = grid.columns
     if grid.transposed:
         words = np.empty((groups, high - low), "<u4")
@@ -252,14 +286,11 @@ def _zeros(reader: Reads, codes: Codes, zeros: Source, grid: Grid, first: int, l
         raw = np.empty((high - low) * groups, "<u4")
         reader.read(zeros, 4 * low * groups, raw.view(np.uint8).data)
         words = raw.reshape(high - low, groups).T
-    if codes.awq:
-        each = _awq_codes(words)
+    if codes.row_order:
+        each = _nibbles(words, codes)
         found = each[:, first - 8 * low : last - 8 * low].T - np.int64(8)
         return np.ascontiguousarray(found, np.float32)
-    shifts = np.arange(codes.word, dtype=np.uint32) * np.uint32(codes.bits)
-    each = words[:, :, None] >> shifts & np.uint32((1 << codes.bits) - 1)
-    skip = first - low * codes.word
-    lines = each.reshape(groups, -1)[:, skip : skip + last - first].T
+    lines = fields_of(words, codes.bits, first * codes.bits - 32 * low, last - first).T
     middle = (1 << (codes.bits - 1)) - codes.less
     spread_out: Floats = np.ascontiguousarray(lines, np.float32) - np.float32(middle)
     return spread_out

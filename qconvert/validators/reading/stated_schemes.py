@@ -12,18 +12,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import translate
+from functools import cached_property
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import QuantConfig
 from qconvert.core.patterns import compiled
 from qconvert.validators.reading.forms import Spec, Weights, specs
+from qconvert.validators.reading.quark_schemes import quark_groups
 
 # Targets that every linear layer fits, in the order in which compressed-tensors asks for them.
 CLASSES = ("Linear", "Module")
 MIXED = "MIXED_PRECISION"
 _FLOAT8 = {"type": "float", "num_bits": 8}  # quant_method fp8
 # Prefixes under which runtimes and exporters name the language model's modules.
-_WRAPPERS = ("model.language_model.", "language_model.model.")
+_WRAPPERS = ("model.language_model.", "language_model.model.", "model.")
+# Modules that runtimes fuse, by the name of the whole, under which a table may have them.
+_WHOLES = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
 
 
 def pair(size: Any) -> tuple[int, int] | None:
@@ -40,6 +51,11 @@ def stated_weights(config: QuantConfig) -> Iterator[tuple[list[str], Weights]]:
         yield from _modelopt(block)
     elif config.method == "gptq":
         yield from _gptq(block)
+    elif config.method == AUTO_ROUND:
+        alike = {repr(w): w for w in map(auto_round_weights, (block, *Rules(block).changed()))}
+        yield from (([], weights) for weights in alike.values())
+    elif config.method == "quark":
+        yield from quark_groups(block, CLASSES[0])
     elif config.method in ("fp8", "fbgemm_fp8"):
         size = block.get("weight_block_size")
         yield [CLASSES[0]], {**_FLOAT8, **({} if size is None else {"block_structure": size})}
@@ -62,14 +78,19 @@ def grouped_weights(block: Mapping[str, Any]) -> Iterator[tuple[list[str], Weigh
 
 
 def layer_table(config: QuantConfig) -> Mapping[str, Mapping[str, Any]] | None:
-    """Each quantized module's entry in modelopt's `quantized_layers`, which names all there are; None
-    for a block of one algorithm."""
+    """Each quantized module's entry in modelopt's `quantized_layers`, which names all there are, those
+    of a fused one by their own names too; None for a block of one algorithm."""
     table = config.block.get("quantized_layers")
     if config.method != "modelopt" or not isinstance(table, Mapping):
         return None
     if config.block.get("quant_algo") != MIXED:
         return None
-    return {name: entry for name, entry in table.items() if isinstance(entry, Mapping)}
+    found = {name: entry for name, entry in table.items() if isinstance(entry, Mapping)}
+    for name, entry in list(found.items()):
+        stem, dot, last = name.rpartition(".")
+        for part in _WHOLES.get(last, ()):
+            found.setdefault(f"{stem}{dot}{part}", entry)
+    return found
 
 
 def _modelopt(block: Mapping[str, Any]) -> Iterator[tuple[list[str], Weights]]:
@@ -167,6 +188,115 @@ def _gptq(block: Mapping[str, Any]) -> Iterator[tuple[list[str], Weights]]:
     yield [CLASSES[0]], gptq_weights(block)
 
 
+# --- AutoAWQ -------------------------------------------------------------------------------------
+
+
+def awq_weights(block: Mapping[str, Any]) -> Weights:
+    """Statements of a block of AutoAWQ's own form."""
+    size = block.get("group_size", block.get("q_group_size"))
+    return {
+        "type": "int",
+        "num_bits": block.get("bits", block.get("w_bit")),
+        "strategy": "channel" if size == -1 else "group",
+        "group_size": size,
+        "symmetric": block.get("zero_point", True) is False,
+    }
+
+
+# --- AutoRound -----------------------------------------------------------------------------------
+
+AUTO_ROUND = "auto-round"
+
+
+def auto_round_form(block: Mapping[str, Any]) -> str:
+    """The form of a block's integers by its `packing_format`: gptq, gptq_v2 or awq, "" for another. Of
+    GPTQ's form, zero points are stored as they are, but by auto_gptq."""
+    packing = block.get("packing_format", "auto_round:auto_gptq")
+    forms = {"auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2"}
+    for end in ("gptq", "gptq:exllamav2", "auto_gptq", "auto_gptq:exllamav2"):
+        forms[f"auto_round:{end}"] = "gptq"
+    for end in ("awq", "auto_awq"):
+        forms[f"auto_round:{end}"] = "awq"
+    return forms.get(str(packing), "")
+
+
+def auto_round_weights(block: Mapping[str, Any]) -> Weights:
+    """Statements of an AutoRound block, or of a change of its `extra_config` over it."""
+    kind, size, bits = (
+        str(block.get("data_type") or "int"),
+        block.get("group_size"),
+        block.get("bits"),
+    )
+    if "mx_fp" in kind:
+        shared = {"type": "float", "num_bits": bits, "strategy": "group", "group_size": 32}
+        return {**shared, "symmetric": True, "scale_dtype": "torch.uint8"}
+    if "nv_fp" in kind:
+        shared = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+        return {**shared, "symmetric": True}
+    if "fp" in kind:
+        if isinstance(size, list):
+            return {**_FLOAT8, "strategy": "block", "block_structure": size}
+        return {**_FLOAT8, "strategy": "channel" if size == -1 else "tensor"}
+    return {
+        "type": "int", "num_bits": bits, "strategy": "channel" if size == -1 else "group",
+        "group_size": size, "symmetric": block.get("sym") is not False, "actorder": None,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rules:
+    """`extra_config` of an AutoRound block (auto-round 0.15; vLLM `inc/config_parser.py`): changes for
+    a module's name, or the end of one, then those of the first pattern found in it; 16 bits leave a
+    module out, and so does a name outside of the blocks."""
+
+    block: Mapping[str, Any]
+
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
+        return [
+            (compiled(name), change)
+            for name, change in self._extra.items()
+            if set(name) & set("*+?^$()[]{}|\\") and _valid(name)
+        ]
+
+    @cached_property
+    def _extra(self) -> Mapping[str, Mapping[str, Any]]:
+        extra = self.block.get("extra_config")
+        pairs = extra.items() if isinstance(extra, Mapping) else ()
+        return {name: change for name, change in pairs if isinstance(change, Mapping)}
+
+    @cached_property
+    def _blocks(self) -> tuple[str, ...]:
+        names = self.block.get("block_name_to_quantize") or self.block.get("to_quant_block_names")
+        pending, found = [names], list[str]()
+        while pending:
+            one = pending.pop()
+            pending += one if isinstance(one, list) else ()
+            found += [part.strip() for part in one.split(",")] if isinstance(one, str) else ()
+        return tuple(name for name in found if name)
+
+    def __call__(self, module: str) -> Mapping[str, Any] | None:
+        """The block with the changes for a module; None where it leaves the module out."""
+        parts = module.split(".")
+        named = [*spelled(module), *(".".join(parts[at:]) for at in range(1, len(parts)))]
+        change = next((self._extra[name] for name in named if name in self._extra), None)
+        inside = change is not None or parts[-1] != "lm_head"
+        if change is None:
+            change = next((c for pattern, c in self._patterns if pattern.search(module)), {})
+            inside &= not self._blocks or any(n.startswith(self._blocks) for n in spelled(module))
+        bits = change.get("bits", self.block.get("bits") if inside else 16)
+        if isinstance(bits, int) and bits >= 16:
+            return None
+        return {**self.block, **change, "bits": bits}
+
+    def changed(self) -> Iterator[Mapping[str, Any]]:
+        """The block with each change that quantizes."""
+        for change in self._extra.values():
+            one = {**self.block, **change}
+            if not isinstance(one.get("bits"), int) or one["bits"] < 16:
+                yield one
+
+
 # --- Which applies -------------------------------------------------------------------------------
 
 
@@ -174,19 +304,25 @@ def _gptq(block: Mapping[str, Any]) -> Iterator[tuple[list[str], Weights]]:
 class Targets:
     """Statements of a block's targets, by module: `named` ones; `patterns` in the order in which they
     are asked; `every` linear layer that neither names. With `below`, a name holds for all modules below
-    it too."""
+    it too. AutoRound's are asked by `rules` of their own."""
 
     named: Mapping[str, Weights]
     patterns: tuple[tuple[re.Pattern[str], Weights], ...]
     every: Weights | None
     below: bool
+    rules: Rules | None = None
 
     @classmethod
     def of(cls, config: QuantConfig) -> Targets:
         """Those of a block. GPTQ's rules are in an order of their own."""
+        if config.method == AUTO_ROUND:
+            return cls({}, (), None, below=False, rules=Rules(config.block))
+        """Those of a block. Rules of GPTQ and of Quark are in an order of their own."""
         entries = [(t, weights) for targets, weights in stated_weights(config) for t in targets]
         below = config.method == "modelopt"
-        return cls.among(entries, below=below, ordered=config.method == "gptq")
+        if below:
+            entries = [(f"re:{translate(t)}" if set(t) & set("*?[") else t, w) for t, w in entries]
+        return cls.among(entries, below=below, ordered=config.method in ("gptq", "quark"))
 
     @classmethod
     def among(
@@ -207,7 +343,10 @@ class Targets:
 
     def find(self, module: str) -> Weights | None:
         """None where nothing names a module. Entries that are no valid pattern name nothing."""
-        for name in _spelled(module) if self.below else (module,):
+        if self.rules is not None:
+            stated = self.rules(module)
+            return None if stated is None else auto_round_weights(stated)
+        for name in spelled(module) if self.below else (module,):
             found = self.named.get(name)
             while found is None and self.below and "." in name:
                 name = name.rpartition(".")[0]
@@ -220,11 +359,12 @@ class Targets:
         return self.every
 
 
-def _spelled(module: str) -> Iterable[str]:
-    """The names that a table may have for a module."""
+def spelled(module: str) -> Iterable[str]:
+    """The names that modelopt's table may have for a module (sglang `modelopt_quant.py`,
+    `_quantized_layer_prefix_candidates`)."""
     yield module
     if module.endswith(".lm_head"):
         yield "lm_head"
-    for mine, other in (_WRAPPERS, _WRAPPERS[::-1]):
-        if module.startswith(mine):
-            yield other + module.removeprefix(mine)
+    own = next((one for one in _WRAPPERS if module.startswith(one)), None)
+    if own is not None:
+        yield from (other + module.removeprefix(own) for other in _WRAPPERS if other != own)

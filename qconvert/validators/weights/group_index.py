@@ -18,7 +18,7 @@ from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import Folders
 from qconvert.validators.formats.packed import PackedInts, ints_of
-from qconvert.validators.formats.qweight import gptq_ints
+from qconvert.validators.formats.qweight import qweight_ints
 
 _A_FEW = 8
 
@@ -40,7 +40,7 @@ def _tasks(checkpoint: Checkpoint) -> Iterator[Groups]:
         module, parameter = split_parameter(name)
         stated: PackedInts | None = None
         if parameter == "g_idx":
-            found = gptq_ints(checkpoint.quantization_configs, module)
+            found = qweight_ints(checkpoint, module)
             stated = None if found is None else found[0]
         elif parameter == "weight_g_idx":
             stated = ints_of(checkpoint, module)

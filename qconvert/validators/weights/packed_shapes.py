@@ -79,13 +79,14 @@ def _tasks(checkpoint: Checkpoint) -> Iterator[ReadShape]:
         ints = ints_of(checkpoint, stem)
         if ints is None:
             continue
-        codes = 32 // ints.bits
-        rows, most = packed.type.shape[0], packed.type.shape[1] * codes
-        fewest = most - codes + 1
+        rows, words = packed.type.shape
+        most, fewest = words * 32 // ints.bits, (words - 1) * 32 // ints.bits + 1
         scale = checkpoint.get(f"{stem}.weight_scale")
         # Whole groups determine the columns; otherwise the last word may be partly filled.
-        if ints.group and scale is not None and most % ints.group == 0:
-            fewest = most if scale.type.shape == (rows, most // ints.group) else fewest
+        columns = ints.columns(words, () if scale is None else scale.type.shape)
+        whole = ints.group and columns % ints.group == 0
+        if whole and scale is not None and scale.type.shape == (rows, ints.groups(columns)):
+            fewest = most = columns
         yield ReadShape(shape, rows, fewest, most)
 
 

@@ -18,7 +18,7 @@ from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.formats.nvfp4 import is_part
 from qconvert.validators.headers.conversions import FACT as CALIBRATION
-from qconvert.validators.reading.decode import FP8, scale_floats
+from qconvert.validators.reading.decode import FNUZ, FP8, scale_floats
 from qconvert.validators.reading.forms import Form, Grid
 from qconvert.validators.reading.matrices import Matrix, matrices
 from qconvert.validators.reading.rows import group_of, row_bytes, zero_points
@@ -36,11 +36,18 @@ def may_be_negative(manifest: Mapping[str, Any] | None, form: Form) -> bool:
     codes = form.codes
     if form.offset is not None:
         return True
-    if codes is None or codes.bits != 4 or not codes.symmetric or codes.signed:
+    if codes is None or codes.signed:
         return False
+    if not codes.symmetric:  # symmetric codes of another form have AutoAWQ's zero points now
+        passes = (manifest or {}).get("passes", ())
+        return any(
+            one.get("name") == "relabel" and one["options"].get("to") == "awq" for one in passes
+        )
     made = [step for step in (manifest or {}).get("passes", ()) if step.get("name") == "w4a16"]
     if not made:
         return True
+    if codes.bits != 4:
+        return False
     said = (manifest or {}).get(CALIBRATION)
     if isinstance(said, dict) and said.get("signs") == "both" and said.get("scales") == "search":
         return True
@@ -56,6 +63,7 @@ _BITS: Mapping[str, tuple[int, int, int]] = {
     "F64": (8, (1 << 63) - 1, 0x7FF << 52),
     "F8_E4M3": (1, 0x7F, 0x7F),
     "F8_E5M2": (1, 0x7F, 0x7C),
+    **dict.fromkeys(FNUZ, (1, 0xFF, 0xFF)),  # NaN as 0xFF, others without their sign
     "I8": (1, 0xFF, 0x100),
 }
 _A_FEW = 8  # at level sample: tensors of each kind
@@ -89,7 +97,7 @@ class Values:
             stacks.setdefault(matrix.tensor, set()).add((matrix.form.at, begin))
             codes = matrix.form.codes
             if codes is not None and codes.symmetric and not codes.signed:
-                blanks[matrix.tensor] = _BLANK[codes.bits]
+                blanks[matrix.tensor] = _BLANK.get(codes.bits, 0)
             if grid is not None:
                 graded.add(grid.scale.name)
                 graded |= (
@@ -153,6 +161,8 @@ class _Numbers:
             some = self._zero.any() and _differs(raw, task.blank)
         else:
             width, mask, bad = _BITS[task.tensor.type.dtype]
+            if task.tensor.type.dtype in FNUZ:
+                raw = np.where(raw == 0x80, 0xFF, raw & 0x7F).astype(np.uint8)
             largest = _largest(raw, width, mask)
             if largest >= bad:
                 sizes = raw.view(f"<u{width}") & np.array(mask, f"<u{width}")
@@ -229,7 +239,7 @@ def _stretches(size: int) -> tuple[tuple[int, int], ...] | None:
 
 
 _GLANCE = 4096
-_BLANK = {4: 0x88, 8: 0x80}  # two codes of zero, or one
+_BLANK = {2: 0xAA, 4: 0x88, 8: 0x80}  # bytes of codes of zero; others lie across bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 QC087 zero points are not those of the config's symmetry and version.
 
-GPTQ (AutoGPTQ 0.7, GPTQModel) stores zero points for symmetric weights too: the middle of the range,
-8 or 128, which its first version (`checkpoint_format: gptq`) stores minus one. Exllama kernels compute
-with the stored values, Marlin's and KTransformers' assume the middle (read in sglang,
+GPTQ (AutoGPTQ 0.7, GPTQModel) stores zero points for symmetric weights too: the middle of the range, 8
+of 4 bits, which its first version (`checkpoint_format: gptq`) stores minus one. Exllama kernels
+compute with the stored values, Marlin's and KTransformers' assume the middle (read in sglang,
 kt-kernel). Asymmetric weights of the first version may have any zero point but 0, which is stored
 as 15 or 255: who adds 1 within the field reads 0, who adds it to a wider number 16 or 256.
 """
@@ -13,15 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need, Yield
 from qconvert.validation.workers import CHUNK, Folders, Watch
-from qconvert.validators.formats.qweight import gptq_ints
+from qconvert.validators.formats.qweight import qweight_ints
+from qconvert.validators.reading.decode import fields_of
+
+if TYPE_CHECKING:
+    from qconvert.validators.reading.decode import Words
 
 _A_FEW = 8
+_SOME = 1 << 14  # words that are taken apart at a time
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,9 @@ class ZeroPoints:
 def _tasks(checkpoint: Checkpoint, names: list[str]) -> Iterator[Middles]:
     for name in names:
         module = name.removesuffix(".qzeros")
-        found = gptq_ints(checkpoint.quantization_configs, module)
-        # Else QC012, QC089, or asymmetric weights of the second version, which has a field for each.
+        found = qweight_ints(checkpoint, module)
+        # Else QC012, QC089, AutoAWQ's, or asymmetric weights of the second version, which has a field
+        # for each.
         if found is None or not (found[0].symmetric or found[1] == 1):
             continue
         stated, version = found
@@ -73,39 +79,54 @@ class Middles(Watch):
 
 
 class _Looking:
+    """Lines of words, one a group, each looked at whole."""
+
     def __init__(self, task: Middles) -> None:
-        self._task, self._fault = task, ""
+        self._task, self._fault, self._line = task, "", 0
+        self._rest: Words | None = None
 
     def take(self, at: int, data: memoryview) -> None:
         import numpy as np
 
         if self._fault:
             return
-        task = self._task
-        word, line = 32 // task.bits, task.tensor.type.shape[1]
-        words = np.frombuffer(data, "<u4")
-        if task.middle is not None:
-            whole = sum(task.middle << (task.bits * i) for i in range(word))
-            if bool((words == np.uint32(whole)).all()):  # nearly always
+        bits, width = self._task.bits, self._task.tensor.type.shape[1]
+        words: Words = np.frombuffer(data, "<u4")
+        if self._rest is not None and self._rest.size:
+            words = np.concatenate([self._rest, words])
+        count = words.size // width
+        self._rest = words[count * width :].copy()
+        lines = words[: count * width].reshape(count, width)
+        middle, first = self._task.middle, self._line
+        self._line += count
+        if middle is not None and 32 % bits == 0:
+            whole = sum(middle << shift for shift in range(0, 32, bits))
+            if bool((lines == np.uint32(whole)).all()):  # nearly always
                 return
+        height = max(1, _SOME // width)
+        for start in range(0, count, height):
+            if not self._fault:
+                self._look_at(lines[start : start + height], first + start)
+
+    def _look_at(self, lines: Words, first: int) -> None:
+        import numpy as np
+
+        task = self._task
         most = (1 << task.bits) - 1
-        fields = words[:, None] >> (task.bits * np.arange(word, dtype=np.uint32)) & np.uint32(most)
+        rows = min(task.rows, lines.shape[1] * 32 // task.bits)  # else QC089
+        fields = fields_of(lines, task.bits, 0, rows)
         wrong = fields == most if task.middle is None else fields != task.middle
-        if task.rows % word:  # in the last word of a line, values beyond the rows do not count
-            ends = (at // 4 + np.arange(words.size)) % line == line - 1
-            wrong[ends, task.rows % word :] = False
         if not wrong.any():
             return
-        first, number = np.argwhere(wrong)[0].tolist()
-        group, place = divmod(at // 4 + first, line)
-        where = f"group {group}, row {place * word + number}"
+        line, row = np.argwhere(wrong)[0].tolist()
+        where = f"group {first + line}, row {row}"
         if task.middle is None:
             self._fault = (
                 f"{where}: checkpoint_format gptq, sym false: expected a zero point that is stored as "
                 f"{most - 1} at most, found {most}"
             )
             return
-        found = int(fields[first, number])
+        found = int(fields[line, row])
         self._fault = f"{where}: expected the middle, stored as {task.middle}, found {found}"
 
     def end(self, folders: Folders) -> Iterator[Finding]:

@@ -390,6 +390,7 @@ def _renames(mapper: Any) -> dict[str, Any]:
     return found
 
 
+_ATTENTION = re.compile(r"(.*\.(?:self_attn|mixer|attn|attention))\.")
 # Names that no class has, offered beside a tensor that it has: parameters of quantized forms, a bias.
 _LEAVES = ("weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "weight_zero_point",
            "input_scale", "bias", "k_scale", "g_idx", "qweight")  # fmt: skip
@@ -496,7 +497,27 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
         kinds = {module["name"]: module["kind"] for module in found}
         lists = {module["name"]: module["length"] for module in found if "length" in module}
         told("probes", probes(model, places(kinds, parameters), names, lists, draft=job["draft"]))
+        told("caches", _takes_scales(model, found, shapes))
     told("step", "done")
+
+
+def _takes_scales(model: Any, found: Collection[Mapping[str, Any]], names: Collection[str]) -> bool:
+    """Tell whether a class takes a scale of keys that a checkpoint has beside their projection; also of
+    one without attention."""
+    attention = {one["name"] for one in found if one["kind"].endswith("attention")}
+    blocks = dict.fromkeys(match[1] for match in map(_ATTENTION.match, names) if match)
+    if not attention or not blocks:
+        return True
+    for name in attention:
+        owner = model.get_submodule(name)
+        for leaf in ("k_scale", "v_scale"):
+            for held in (vars(owner), owner._buffers, owner._parameters):
+                held.pop(leaf, None)
+            scale = torch.full((), math.nan, dtype=torch.float64)
+            owner.register_parameter(leaf, torch.nn.Parameter(scale, requires_grad=False))
+    for block in blocks:
+        probe(model, f"{block}.k_proj.k_scale", (1,))
+    return any(not model.get_parameter(f"{name}.k_scale").isnan() for name in attention)
 
 
 def _packed(model: Any, config: Any) -> Mapping[str, Any]:
