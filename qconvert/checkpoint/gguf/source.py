@@ -95,7 +95,7 @@ def open_gguf(file: Path) -> GgufCheckpoint:
     shards = [_shard(one, header) for one, header in zip(files, headers, strict=True)]
     return GgufCheckpoint(
         _stand_in(digest, config), tuple(shards), model.sources, model.config, config, side, (), digest,
-        False, {}, tuple(warnings), False, stated(), file,
+        False, {}, tuple(warnings), False, stated(), file=file,
     )  # fmt: skip
 
 

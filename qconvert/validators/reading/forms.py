@@ -121,8 +121,8 @@ class Form:
     as [columns, rows], packed integers as words [columns / word, rows]. `codes` is of those. `offset`:
     numbers in blocks that are added to the products of codes and scales. `halves`: rows of a head, whose
     two halves lie interleaved (0: rows are in order). `beside`: a second tensor, of which every other
-    `unit` bytes are, from the second on. `steps`: the dtype to which products and sums are rounded, each;
-    "": float32. `numbers` reads rows whose scales are no grid."""
+    `unit` bytes are, from the second on. `steps`: the dtype to which each product and sum is rounded
+    ("": float32). `numbers` reads rows whose scales are no grid."""
 
     format: str
     weight: Source
