@@ -476,8 +476,8 @@ class Checkpoint(Mapping[str, Source]):
         return rows, columns
 
     def read_small(self, source: Source) -> bytes:
-        """The bytes of a small tensor: a scalar, a shape, or bitsandbytes' JSON. They are the only
-        tensor data that planning may read. Raises CheckpointError if it is large or cannot be read."""
+        """The bytes of a small tensor: a scalar, a shape, or bitsandbytes' JSON. They are the only data
+        of tensors that planning may read. Raises CheckpointError if it is large or cannot be read."""
         if source.type.nbytes > _SMALL_TENSOR:
             raise CheckpointError(
                 f"{source.name!r}: expected {_SMALL_TENSOR} bytes at most, found {source.type}"

@@ -42,8 +42,10 @@ class Stored:
         return Stored(decoder, args, stop - start, self.columns)
 
     def as_stored(self, made: Output, codes: Shape) -> Output:
-        """The matrix, decoded, in the shape of the stack whose codes have this one."""
-        return made if len(codes) < 3 else made.reshape((*codes[:-1], self.columns))
+        """What was decoded, a matrix in the shape of the stack whose codes have this one."""
+        if len(codes) < 3 or len(made.type.shape) > 2:
+            return made
+        return made.reshape((*codes[:-1], self.columns))
 
 
 Read = tuple[Stored, tuple[str, ...]]

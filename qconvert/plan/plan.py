@@ -507,8 +507,8 @@ def _scales_lost(plan: Plan, *, quantized: bool) -> frozenset[str]:
 
 
 def _check_storable(plan: Plan) -> None:
-    """No folder holds tensors as a GGUF file does; and mlx-lm's stacks of experts were taken apart,
-    which not all of its classes read."""
+    """No folder holds tensors as a GGUF file does; mlx-lm's stacks of experts were taken apart, which
+    not all of its classes read."""
     stated = quantization_in(plan.config, None, plan.checkpoint.root)
     if stored_as(stated) is not NOTHING:
         raise PlanError(
