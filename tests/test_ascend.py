@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import models
 import numpy as np
 import pytest
 import torch
@@ -241,3 +242,91 @@ def test_codes_of_another_type_are_refused() -> None:
     scale = TensorType("F32", (2, 1))
     with pytest.raises(PlanError, match="expected codes in an I8 matrix"):
         DequantAscend("offset").infer(TensorType("U8", (2, 2)), scale, scale)
+
+
+# --- written -----------------------------------------------------------------------------------
+
+
+def _ordinary() -> Model:
+    """A model of ordinary numbers."""
+    random, model = np.random.default_rng(5), models.qwen3_moe("bf16", hidden=64, intermediate=48)
+    for name, one in model.tensors.items():
+        model.tensors[name] = bf16(random.normal(size=one.shape))
+    return model
+
+
+def _written(folder: Path, model: Model, *more: str) -> Path:
+    out = folder / "out"
+    source = model.write(folder / "source")
+    done = run_cli("int8", source, out, "--dialect", "msmodelslim", "--jobs", "1", *more)
+    assert done.code == 0, done.err
+    assert "read by vllm-ascend (its quantization `ascend`)" in done.err
+    judged = run_cli("validate", out, "--level", "full", "--against", source)
+    assert judged.code == 0, judged.out
+    assert "every weight is the source's within its format's rounding" in judged.out
+    return out
+
+
+def test_int8_is_written_in_its_dialect(tmp_path: Path) -> None:
+    """The codes and scales of compressed-tensors' INT8; a description of every tensor; no block in the
+    config, which vLLM would take instead."""
+    model = _ordinary()
+    out = _written(tmp_path, model)
+    found = read_tensors(out)
+    other = tmp_path / "other"
+    assert run_cli("int8", tmp_path / "source", other, "--jobs", "1").code == 0
+    wanted = read_tensors(other)
+    stated = json.loads((out / DESCRIPTION).read_bytes())
+    assert stated.keys() - found.keys() == {
+        "model_quant_type", "version", "group_size", "metadata", "optional",
+    }  # fmt: skip
+    for name, one in wanted.items():
+        module, _, part = name.rpartition(".")
+        coded = f"{module}.weight_scale" in wanted
+        assert stated[name] == (DYNAMIC if coded else "FLOAT"), name
+        assert found[name] == one
+        if coded and part == "weight_scale":
+            zeros = one._replace(data=bytes(len(one.data)))
+            assert found[f"{module}.weight_offset"] == zeros
+    assert "quantization_config" not in json.loads((out / "config.json").read_bytes())
+    assert not rules(
+        Model(model.config, found, {DESCRIPTION: (out / DESCRIPTION).read_bytes()}), tmp_path
+    )
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    model = _ordinary()
+    out = _written(tmp_path, model, "--targets", "experts")
+    back = tmp_path / "back"
+    assert run_cli("dequant", out, back, "--jobs", "1").code == 0
+    assert not (back / DESCRIPTION).exists()
+    assert run_cli("validate", back, "--level", "full", "--against", out).code == 0
+
+
+def test_fp8_layers_cannot_stay(tmp_path: Path) -> None:
+    model = models.qwen3_moe("fp8")
+    args = ("--dialect", "msmodelslim", "--targets", "experts")
+    said = run_cli("int8", model.write(tmp_path / "s"), tmp_path / "o", *args)
+    assert said.code == 1
+    assert "msmodelslim's description has no place for it" in said.err
+
+
+@pytest.mark.parametrize(
+    ("part", "change"), [("weight", 2), ("weight_scale", 3), ("weight_offset", 3)]
+)
+def test_wrong_codes_are_found(part: str, change: int, tmp_path: Path) -> None:
+    model = _ordinary()
+    out = _written(tmp_path, model)
+    name = f"{LINEAR}.{part}"
+    tensors = read_tensors(out)
+    data = bytearray(tensors[name].data)
+    data[change] ^= 0x40
+    tensors[name] = tensors[name]._replace(data=bytes(data))
+    side = {p.name: p.read_bytes() for p in out.iterdir() if not p.name.startswith("model")}
+    side = {name: one for name, one in side.items() if name not in ("config.json", "README.md")}
+    other = Model(json.loads((out / "config.json").read_bytes()), tensors, side).write(
+        tmp_path / "x"
+    )
+    args = ("--level", "full", "--against", tmp_path / "source", "--json")
+    findings = json.loads(run_cli("validate", other, *args).out)["findings"]
+    assert any(one["rule"] == "QC060" and LINEAR in one["where"] for one in findings), findings

@@ -520,7 +520,9 @@ class ToInt8(ByFormat):
     Weights have a scale a row, activations one a token, which runtimes find for themselves. Read in
     sglang and vLLM (`schemes/compressed_tensors_w8a8_int8.py`): both load linears so. Routed
     experts vLLM alone does on a GPU (`compressed_tensors_moe_w8a8_int8.py`): sglang has that class for
-    NPUs. Raises PlanError as `Quantize` does.
+    NPUs. In the `dialect` of msmodelslim (W8A8_DYNAMIC), which vllm-ascend reads, codes and scales are
+    the same, and `quant_model_description.json` states them. Raises PlanError as `Quantize` does, and
+    in that dialect for FP8 layers that would stay.
     """
 
     name: ClassVar[str] = "int8"
@@ -529,6 +531,45 @@ class ToInt8(ByFormat):
     targets: tuple[str, ...] = (LINEAR,)
     shared_experts: SharedExperts | None = None
     tp: int | None = None
+    dialect: Literal["compressed-tensors", "msmodelslim"] = "compressed-tensors"
+
+    def encoder(self, *, draft: bool = False) -> RowOp:
+        if self.dialect != "msmodelslim":
+            return ByFormat.encoder(self, draft=draft)
+        from qconvert.formats.ascend.encode import KeepAscend
+        from qconvert.formats.int_packed.encode import RoundToNearest
+        from qconvert.formats.int_packed.packers import INT8_ROWS
+
+        return RoundToNearest(INT8_ROWS, KeepAscend())
+
+    def suffixes(self, *, draft: bool = False) -> tuple[str, ...]:
+        if self.dialect != "msmodelslim":
+            return ByFormat.suffixes(self, draft=draft)
+        from qconvert.formats.ascend.encode import WRITTEN
+
+        return WRITTEN
+
+    def config(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
+        if self.dialect != "msmodelslim":
+            return ByFormat.config(self, plan, chosen, others)
+        from qconvert.formats.ascend.encode import BLOCK
+
+        fp8 = [module for module, coded in runtime_linears(plan, others).items() if coded]
+        if fp8:
+            raise PlanError(
+                f"{fp8[0]!r} is FP8 and no target, and msmodelslim's description has no place for it: "
+                "dequantize the checkpoint first (a recipe of `dequant` and this step is one read)"
+            )
+        return dict(BLOCK)
+
+    def notes(
+        self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
+    ) -> list[str]:
+        found = ByFormat.notes(self, plan, chosen, block, inputs)
+        if self.dialect != "msmodelslim":
+            return found
+        read = "read by vllm-ascend (its quantization `ascend`), whose loader is not simulated"
+        return [read, *(note for note in found if note not in self.form.expert_notes)]
 
 
 PASSES = (Quantize, ToMx, ToInt8)

@@ -10,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, is_description
+from qconvert.checkpoint.checkpoint import (
+    ASCEND,
+    DESCRIPTION,
+    HF_QUANT_CONFIG,
+    is_description,
+)
 from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.core.errors import PlanError
 from qconvert.core.family import without_quantization
@@ -42,7 +47,7 @@ def replace_weights(
 ) -> Plan:
     """The plan with these `tensors` and the quantization `block` that describes them (None: none), less
     every block and side file that described the old weights; modelopt's own file beside a block in its
-    dialect. `dropped` are rules by source tensor,
+    dialect, and msmodelslim's description in place of its. `dropped` are rules by source tensor,
     `dropped_files` rules by side file, of which only those count that exist. `digest` is that of the
     calibration `calibrate`, which runs the model of `plan`, and solves `linears` beside the routed
     experts. Of a checkpoint that is encoded as a whole what is left is decoded."""
@@ -54,9 +59,13 @@ def replace_weights(
     rules |= dict.fromkeys(filter(is_description, plan.side_files), stale)
     rules = {name: rule for name, rule in rules.items() if name in plan.side_files}
     config = without_quantization(plan.config)
+    files = {**plan.new_files, **(new_files or {})}
+    if block is not None and block["quant_method"] == ASCEND:
+        from qconvert.formats.ascend.encode import description
+
+        files[f"{DESCRIPTION}.json"], block = description(tensors), None
     if block is not None:
         config = complete_ignore_lists({**config, "quantization_config": block}, ())
-    files = {**plan.new_files, **(new_files or {})}
     if block is not None and block["quant_method"] == "modelopt":
         files[HF_QUANT_CONFIG] = hf_quant_config(config["quantization_config"])
     facts = {**plan.facts, **(facts or {})}

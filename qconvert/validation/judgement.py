@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from qconvert import __version__
 from qconvert.checkpoint.checkpoint import (
     ASCEND,
+    DESCRIPTION,
     HF_QUANT_CONFIG,
     Checkpoint,
     QuantConfig,
@@ -79,6 +80,9 @@ class PlannedCheckpoint(Checkpoint):
     @cached_property
     def quantization_configs(self) -> tuple[QuantConfig, ...]:
         found = quantization_in(self.config, _modelopt_of(self.plan), self.root / HF_QUANT_CONFIG)
+        if (text := self.plan.new_files.get(f"{DESCRIPTION}.json")) is not None:
+            stated = {"quant_method": ASCEND, **json.loads(text)}
+            return (*found, QuantConfig(f"{DESCRIPTION}.json", stated))
         kept = self.plan.checkpoint.quantization_configs
         return (
             *found,

@@ -19,6 +19,7 @@ from qconvert.core.graph import Buffer
 from qconvert.ops.base import array
 from qconvert.ops.cast import FLOAT_DTYPES, RoundedTiles, check_finite, decode, float_tiles
 from qconvert.ops.fp4 import from_codes, from_e4m3
+from qconvert.ops.ints import spread_nibbles
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.mlx_config import Mode
@@ -118,6 +119,10 @@ def bit_fields(data: UInt8s, bits: int) -> UInt8s:
 
     if bits == 8:
         return data
+    if bits == 4:
+        pairs = np.empty(data.size, np.uint16)
+        spread_nibbles(data.reshape(-1), pairs, np.empty_like(pairs))
+        return pairs.view(np.uint8).reshape(data.shape[0], -1)
     pieces = data.reshape(data.shape[0], -1, bits)
     words = np.zeros(pieces.shape[:2], np.uint64)
     for byte in range(bits):

@@ -20,7 +20,7 @@ from qconvert.checkpoint.checkpoint import ASCEND, Checkpoint
 from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding
 from qconvert.validators.reading.decode import SCALES, floats
-from qconvert.validators.reading.forms import Encoding, Form, Shape, Spec, Unread
+from qconvert.validators.reading.forms import Codes, Encoding, Form, Grid, Shape, Spec, Unread
 
 if TYPE_CHECKING:
     from qconvert.core.arrays import Float32s
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _ONE_A_BYTE = ("W8A8_DYNAMIC", "W8A8_MIX", "W8A16", "W4A4_DYNAMIC")
 _STATIC, _TWO_ROWS = "W8A8", "W4A8_DYNAMIC"
+_WRITTEN = "W8A8_DYNAMIC"  # judged as compressed-tensors' INT8: the codes are the same
 _KINDS = (*_ONE_A_BYTE, _STATIC, _TWO_ROWS)
 _FLOATS = SCALES[:3]
 
@@ -134,8 +135,13 @@ def _form(checkpoint: Checkpoint, name: str) -> Form:
     kind, module = str(_kind(checkpoint, name)), name.removesuffix(".weight")
     first, second = (checkpoint[f"{module}.{part}"] for part in _names(kind))
     rows, columns = codes.type.shape[0] * (2 if kind == _TWO_ROWS else 1), codes.type.shape[1]
+    numbers = Rows(codes, (first, second), kind)
+    if kind == _WRITTEN and first.type.shape == (rows, 1):
+        grid = Grid(first, 0, rows, 1, (1, columns))
+        packed = Codes(8, signed=True)
+        return Form("w8a8", codes, 0, rows, columns, grid, codes=packed, numbers=numbers)
     form = "ascend4" if kind == _TWO_ROWS else "ascend8"
-    return Form(form, codes, 0, rows, columns, numbers=Rows(codes, (first, second), kind))
+    return Form(form, codes, 0, rows, columns, numbers=numbers)
 
 
 def _shape(checkpoint: Checkpoint, name: str, shape: Shape) -> Shape | None:
@@ -150,7 +156,10 @@ SPEC = Spec(
     read=_form,
     faults=_faults,
     shape=_shape,
-    encodings=(Encoding(name="ascend4", bits=4), Encoding(name="ascend8", bits=8)),
+    encodings=(
+        Encoding(name="ascend4", bits=4),
+        Encoding(name="ascend8", bits=8),
+    ),
     parts=("weight_scale", "weight_offset", "deq_scale"),
     methods=(ASCEND,),
 )
