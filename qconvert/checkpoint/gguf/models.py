@@ -168,8 +168,12 @@ def model_of(files: Sequence[Path], headers: Sequence[GgufHeader]) -> GgufModel:
                 halves[place] = _head(file, config, one)
     for place in sources:
         both = place.removesuffix(SECOND)
-        if "experts.gate_up_proj" in place and not {both, both + SECOND} <= sources.keys():
+        if "experts.gate_up_proj" not in place:
+            continue
+        if not {both, both + SECOND} <= sources.keys():
             raise CheckpointError(f"{file}: of {both!r} gate or up is missing")
+        if (kinds[both], sources[both].type) != (kinds[both + SECOND], sources[both + SECOND].type):
+            raise CheckpointError(f"{file}: gate and up of {both!r} are of different types")
     block = {"quant_method": METHOD, KINDS: kinds, HALVES: halves, PLUS_ONE: added}
     return GgufModel({**config, "quantization_config": block}, sources)
 
