@@ -3,6 +3,7 @@ reading of whole files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from gguf_files import (
 )
 from ops_harness import buffer, run_op
 
+from qconvert.checkpoint.gguf import header
 from qconvert.checkpoint.gguf import source as gguf_source
 from qconvert.checkpoint.gguf.header import TYPES, read_gguf
 from qconvert.checkpoint.open import open_source
@@ -426,9 +428,13 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     made.facts["vocab_size"] = "many"  # of no use
     made.facts["block_count"] = "two"
-    assert "expected a number as llama.block_count, found 'two'" in refused(
+    assert "expected a number above 0 as llama.block_count, found 'two'" in refused(
         "inspect", made.write(file)
     )
+    made.facts["block_count"] = 0
+    assert "above 0 as llama.block_count, found 0" in refused("inspect", made.write(file))
+    made.facts["block_count"] = 1 << 31
+    assert "expected tensors of 2,147,483,648 layers" in refused("inspect", made.write(file))
     del made.facts["block_count"]
     assert "llama.block_count, found nothing" in refused("inspect", made.write(file))
     made = model("llama", "F16")
@@ -508,6 +514,26 @@ def test_a_header(tmp_path: Path) -> None:
     assert one.stored == TensorType("U8", (3, 68))
 
 
+def test_a_header_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = _file(tmp_path, _entry("w", (3, 64), 8, 0))
+    monkeypatch.setattr(header, "_MOST_HEADER", 50)
+    with pytest.raises(CheckpointError, match="expected a header of at most 50 B, found more"):
+        read_gguf(file)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_changed_headers_end_in_one_error(seed: int, tmp_path: Path) -> None:
+    """Bytes of a header changed at random: the file opens, or is refused."""
+    random = np.random.default_rng(seed)
+    file = model(ARCHITECTURES[seed % len(ARCHITECTURES)], "Q8_0").write(tmp_path / "m.gguf")
+    data = bytearray(file.read_bytes())
+    for at in random.integers(8, 3000, 1 + seed % 3):
+        data[at] = random.integers(0, 256)
+    file.write_bytes(data)
+    with contextlib.suppress(CheckpointError):
+        open_source(file)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -516,6 +542,7 @@ def test_a_header(tmp_path: Path) -> None:
         (lambda f: f.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0)), "ends within its header"),
         (lambda f: f.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 40, 0)), "at most 1,048,576"),
         (lambda f: _file(f.parent, _entry("w", (1,) * 5, 0, 0)), "'w' has 5 dimensions"),
+        (lambda f: _file(f.parent, _entry("w", (0, 1), 0, 0)), "'w' has no elements"),
         (lambda f: _file(f.parent, _entry("w", (2, 256), 16, 0)), "tensor 'w' is IQ2_XXS, which is not"),
         (lambda f: _file(f.parent, _entry("w", (2, 256), 99, 0)), "tensor 'w' is type 99"),
         (lambda f: _file(f.parent, _entry("w", (2, 33), 8, 0)), "rows in blocks of 32 for Q8_0"),
