@@ -150,7 +150,7 @@ def open_source(where: str | Path, *, follow_links: bool = False) -> Checkpoint:
         if str(where) and stage_folders(folder):
             return open_stages(folder, follow_links=follow_links)
         if folder.suffix.lower() == SUFFIX and folder.is_file():
-            return open_gguf(folder)
+            return open_gguf(folder, follow_links=follow_links)
         found = Checkpoint.open(folder if str(where) else where, follow_links=follow_links)
         return translated(found)
     except CheckpointError as error:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError
 from qconvert.core.links import open_regular, reading
-from qconvert.core.shown import count
+from qconvert.core.shown import count, format_size
 
 SUFFIX = ".gguf"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -31,6 +31,8 @@ _TEXT, _LIST = 8, 9
 _MOST_KEPT = 4096
 _MOST_TENSORS, _MOST_DIMS = 1 << 20, 4
 _ALIGNMENT = 32
+# Vocabularies of a million words take 40 MB.
+_MOST_HEADER = 512 << 20
 
 
 class Blocks(NamedTuple):
@@ -114,7 +116,7 @@ def read_gguf(file: Path) -> GgufHeader:
             key = at.text()
             known[key] = at.value(at.number("I"))
         found = [_tensor(at) for _ in range(tensors)]
-        stop = size - at.left
+        stop = at.read
         stream.seek(0)
         digest = sha256(stream.read(stop)).hexdigest()
     alignment = known.get("general.alignment", _ALIGNMENT)
@@ -138,13 +140,17 @@ class _Cursor:
     """A file's bytes from the first on. Raises CheckpointError where it ends too early."""
 
     def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
-        self.file, self.left, self._read = file, size, stream.read
+        self.file, self.read, self._size, self._take = file, 0, size, stream.read
 
     def take(self, nbytes: int) -> bytes:
-        self.left -= nbytes
-        if self.left < 0:
+        self.read += nbytes
+        if self.read > self._size:
             raise CheckpointError(f"{self.file}: ends within its header; download it again")
-        return self._read(nbytes)
+        if self.read > _MOST_HEADER:
+            raise CheckpointError(
+                f"{self.file}: expected a header of at most {format_size(_MOST_HEADER)}, found more"
+            )
+        return self._take(nbytes)
 
     def number(self, form: str) -> Any:
         return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
@@ -179,6 +185,8 @@ def _tensor(at: _Cursor) -> GgufTensor:
     if not 0 < dims <= _MOST_DIMS:
         raise CheckpointError(f"{at.file}: tensor {name!r} has {dims} dimensions")
     shape = tuple(at.number("Q") for _ in range(dims))[::-1]
+    if min(shape) < 1:
+        raise CheckpointError(f"{at.file}: tensor {name!r} has no elements: {list(shape)}")
     number = at.number("I")
     kind = _NAMES.get(number, f"type {number}")
     if kind not in TYPES:

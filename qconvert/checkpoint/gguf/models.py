@@ -19,6 +19,7 @@ from qconvert.checkpoint.gguf.stated import HALVES, KINDS, METHOD, PLUS_ONE, SEC
 from qconvert.core.dtypes import known_type
 from qconvert.core.errors import CheckpointError
 from qconvert.core.graph import Source
+from qconvert.core.shown import count
 
 _LAYER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -168,8 +169,12 @@ def model_of(files: Sequence[Path], headers: Sequence[GgufHeader]) -> GgufModel:
                 halves[place] = _head(file, config, one)
     for place in sources:
         both = place.removesuffix(SECOND)
-        if "experts.gate_up_proj" in place and not {both, both + SECOND} <= sources.keys():
+        if "experts.gate_up_proj" not in place:
+            continue
+        if not {both, both + SECOND} <= sources.keys():
             raise CheckpointError(f"{file}: of {both!r} gate or up is missing")
+        if (kinds[both], sources[both].type) != (kinds[both + SECOND], sources[both + SECOND].type):
+            raise CheckpointError(f"{file}: gate and up of {both!r} are of different types")
     block = {"quant_method": METHOD, KINDS: kinds, HALVES: halves, PLUS_ONE: added}
     return GgufModel({**config, "quantization_config": block}, sources)
 
@@ -236,15 +241,20 @@ def _config(
         value = facts.get(f"{name}.{fact}")
         if isinstance(value, float):
             value = float(f"{value:.7g}")  # a float32, in the digits that it was written with
-        if type(value) in (int, float):
+        if isinstance(value, int | float) and 0 < value < math.inf and value is not True:
             config[key] = value
         elif fact not in _OPTIONAL or value is not None:
             raise CheckpointError(
-                f"{file}: expected a number as {name}.{fact}, found {_shown(value)}"
+                f"{file}: expected a number above 0 as {name}.{fact}, found {_shown(value)}"
             )
     if "intermediate_size" not in config:
         raise CheckpointError(
-            f"{file}: expected a number as {name}.feed_forward_length, found nothing"
+            f"{file}: expected a number above 0 as {name}.feed_forward_length, found nothing"
+        )
+    if config["num_hidden_layers"] > len(tensors):
+        raise CheckpointError(
+            f"{file}: expected tensors of {count(config['num_hidden_layers'], 'layer')} by "
+            f"{name}.block_count, found {count(len(tensors), 'tensor')}"
         )
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{file}: tensor 'token_embd.weight' is missing")
@@ -297,9 +307,9 @@ def _llama3(file: Path, config: Mapping[str, Any], one: GgufTensor) -> dict[str,
     if one.kind != "F32" or len(one.shape) != 1:
         raise CheckpointError(f"{file}: tensor {one.name!r}: expected a vector of F32")
     found = read_floats(file, one)
-    factor, count = max(found), len(found)
+    factor, half = max(found), len(found)
     for number, value in enumerate(found):
-        length = 2 * math.pi * config.get("rope_theta", 10000.0) ** (number / count)
+        length = 2 * math.pi * config.get("rope_theta", 10000.0) ** (number / half)
         share = (_ORIGINAL / length - _LOW) / (_HIGH - _LOW)
         smooth = min(1.0, max(0.0, share))
         if not math.isclose(value, 1 / ((1 - smooth) / factor + smooth), rel_tol=1e-4):

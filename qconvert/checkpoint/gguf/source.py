@@ -27,7 +27,7 @@ from qconvert.checkpoint.reading import stated
 from qconvert.core import own_process
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.extras import lacking
-from qconvert.core.links import SMALL
+from qconvert.core.links import SMALL, resolved
 from qconvert.core.shown import count, shortened
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -67,11 +67,15 @@ class GgufCheckpoint(Checkpoint):
             _make_tokenizer(self.shards[0].path, self.root, self.side_files)
 
 
-def open_gguf(file: Path) -> GgufCheckpoint:
+def open_gguf(file: Path, *, follow_links: bool = False) -> GgufCheckpoint:
     """Open a GGUF file, with all other parts where its name says that it is one of several. Raises
-    CheckpointError for a part that is missing, for what is no GGUF file, and for an architecture, a type
+    CheckpointError for a part that is missing, or a link out of the folder without `follow_links`, for
+    what is no GGUF file, and for an architecture, a type
     or a tensor that is not read here; OutputError where the user's cache cannot be written."""
     files = _parts(file)
+    for one in files:
+        if one != file:  # who names a file may name a link
+            resolved(file.parent, one.name, follow_links=follow_links)
     headers = [read_gguf(one) for one in files]
     _check_parts(files, headers)
     model = model_of(files, headers)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from qconvert.checkpoint.checkpoint import QuantConfig
-from qconvert.checkpoint.gguf.header import TYPES
+from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
+from qconvert.checkpoint.gguf.header import SUFFIX, TYPES
 
 METHOD = "gguf"
 KINDS, HALVES, PLUS_ONE = "types", "interleaved_halves", "plus_one"
@@ -26,6 +26,14 @@ class StoredAs:
 
 
 NOTHING = StoredAs()
+
+
+def stored_in(checkpoint: Checkpoint) -> StoredAs:
+    """The statement about the files of a checkpoint, NOTHING where they are no GGUF files, whatever its
+    config says."""
+    if any(shard.path.suffix.lower() != SUFFIX for shard in checkpoint.shards):
+        return NOTHING
+    return stored_as(checkpoint.quantization_configs)
 
 
 def stored_as(configs: Iterable[QuantConfig]) -> StoredAs:

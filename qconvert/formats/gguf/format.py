@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.gguf.stated import SECOND, StoredAs, stored_as
+from qconvert.checkpoint.gguf.stated import SECOND, StoredAs, stored_in
 from qconvert.formats.base import FolderTensors, Format, Read, Stored
 from qconvert.formats.gguf.decode import DequantGguf, DequantGgufStack
 from qconvert.plan.plan import Plan
@@ -14,7 +14,7 @@ from qconvert.plan.plan import Plan
 
 @lru_cache(maxsize=8)  # asked for each matrix
 def _stated(checkpoint: Checkpoint) -> StoredAs:
-    return stored_as(checkpoint.quantization_configs)
+    return stored_in(checkpoint)
 
 
 def read(plan: Plan, module: str) -> Read | None:
@@ -60,7 +60,7 @@ def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:
 
 FORMATS = (
     Format(
-        name="gguf", title="GGUF", parameters=("weight",), codes=("U8",), cut=(1, 0), order=5,
+        name="gguf", title="GGUF", parameters=("weight", "_proj"), codes=("U8",), cut=(1, 0), order=5,
         equals="gguf 0.19 quants.py", read=read, every=every, label=_label,
     ),
 )  # fmt: skip

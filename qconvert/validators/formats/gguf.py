@@ -16,16 +16,16 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.checkpoint.gguf.stated import NOTHING, SECOND, StoredAs, stored_as
+from qconvert.checkpoint.gguf.stated import NOTHING, SECOND, StoredAs, stored_in
+from qconvert.core.dtypes import DTYPE_BITS
 from qconvert.validators.reading.decode import floats
-from qconvert.validators.reading.forms import Encoding, Form, Shape, Spec, Unread
+from qconvert.validators.reading.forms import Encoding, Form, Shape, Spec
 
 if TYPE_CHECKING:
     import numpy as np
 
     from qconvert.validators.reading.decode import Bytes, Floats
 
-_LESS_ONE = "fp32 less 1"
 _NUMBERS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
@@ -204,7 +204,7 @@ def _less_one(data: Bytes, dtype: str) -> Floats:
 
 @lru_cache(maxsize=8)  # asked for each tensor
 def _stated(checkpoint: Checkpoint) -> StoredAs:
-    return stored_as(checkpoint.quantization_configs)
+    return stored_in(checkpoint)
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> bool:
@@ -220,18 +220,14 @@ def _read(checkpoint: Checkpoint, name: str) -> Form:
     kind, (rows, *inner) = stated.kinds[name], weight.type.shape
     halves = stated.halves.get(name, 0)
     layout, beside = LAYOUTS.get(kind), checkpoint.get(name + SECOND)
-    if beside is not None and layout is None and beside.type == weight.type:
+    if beside is not None and layout is None:
         width = weight.type.nbytes // max(1, weight.type.numel)
         columns = 2 * prod(inner)
         return Form(_NUMBERS[kind], weight, 0, rows, columns, beside=beside, unit=width)
     if layout is None:
         if name not in stated.plus_one:
             return Form(_NUMBERS[kind], weight, 0, rows, prod(inner), halves=halves)
-        if kind != "F32":
-            raise Unread(f"1 is added to numbers in {kind}")
-        return Form(_LESS_ONE, weight, 0, rows, prod(inner))
-    if len(inner) != 1 or weight.type.dtype != "U8" or inner[0] % layout.nbytes:
-        raise Unread(f"{weight.type} are no blocks of {layout.nbytes} bytes, as {kind} has them")
+        return Form(f"{_NUMBERS[kind]} less 1", weight, 0, rows, prod(inner))
     return Form(kind, weight, 0, rows, inner[0] // layout.nbytes * layout.columns, halves=halves)
 
 
@@ -239,8 +235,6 @@ def _stack(checkpoint: Checkpoint, name: str) -> Iterator[Form]:
     """The matrix of each expert in a stack, with rows of a second one by turns where there is one."""
     stated, weight, beside = _stated(checkpoint), checkpoint[name], checkpoint.get(name + SECOND)
     kind, layout, shape = stated.kinds[name], LAYOUTS.get(stated.kinds[name]), weight.type.shape
-    if beside is not None and beside.type != weight.type:
-        raise Unread(f"{beside.name} is {beside.type}, and {name} {weight.type}")
     experts, rows, columns = shape
     if layout is not None:
         columns = columns // layout.nbytes * layout.columns
@@ -271,7 +265,10 @@ SPEC = Spec(
     parts=(SECOND,),
     shape=_shape,
     encodings=(
-        Encoding(name=_LESS_ONE, bits=32, floats=_less_one),
+        *(
+            Encoding(name=f"{name} less 1", bits=DTYPE_BITS[dtype], floats=_less_one)
+            for dtype, name in _NUMBERS.items()
+        ),
         *(
             Encoding(
                 name=kind, bits=Fraction(8 * layout.nbytes, layout.columns),
