@@ -56,10 +56,11 @@ def relabel(**fields: Any) -> Pass:
     """Write the quantized weights of SRC in another form, without rounding a number.
 
     Codes stay the numbers that they are: AutoAWQ's, AutoRound's and GPTQ's become compressed-tensors', a
-    group for each scheme, and those of 4 bits AutoAWQ's; GPTQ's two versions become each other, NVFP4 goes between the dialects of modelopt and compressed-tensors, block FP8
-    between the names of DeepSeek and of compressed-tensors, and MXFP4 becomes block FP8 (--to fp8) or
-    NVFP4 (--to nvfp4; beside FP8 layers, as in DeepSeek-V4, runtimes need --input-scale then). What the
-    other form cannot hold ends the run, with the tensor's name.
+    group for each scheme, and those of 4 bits AutoAWQ's; GPTQ's two versions become each other. NVFP4
+    goes between the dialects of modelopt and compressed-tensors, block FP8 between the names of DeepSeek
+    and of compressed-tensors, and MXFP4 becomes block FP8 (--to fp8) or NVFP4 (--to nvfp4; beside FP8
+    layers, as in DeepSeek-V4, runtimes need --input-scale then). What the other form cannot hold ends
+    the run, with the tensor's name.
 
     \b
     Examples:
