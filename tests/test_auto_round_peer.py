@@ -21,7 +21,7 @@ pytestmark = pytest.mark.peer
 hf: Any = transformers
 
 KEPT = {"o_proj": {"bits": 16}, "model.layers.1.mlp.down_proj": {"bits": 16}}
-# Its `format`, what it is asked for, a label of `inspect`, and the least cosine with the model's weights.
+# Its `format`, what is asked for, a label of `inspect`, and the least cosine with the model's weights.
 WAYS: dict[str, tuple[str, dict[str, Any], str, float]] = {
     "auto_gptq": (
         "auto_round", {"bits": 4, "group_size": 32, "layer_config": KEPT}, "GPTQ INT4 g32", 0.99,
