@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,7 +189,7 @@ def encoded(family: str, encoding: str | Encoding) -> tuple[Model, dict[str, Arr
     how = ENCODINGS[encoding] if isinstance(encoding, str) else encoding
     model = FAMILIES[family]()
     model.config.pop("quantization_config", None)
-    model.config |= {"quantization_config": dict(how.block), **how.extra}
+    model.config |= {"quantization_config": deepcopy(dict(how.block)), **how.extra}
     tensors, meaning = {}, {}
     for name, value in model.tensors.items():
         if ".experts." not in name or not name.endswith(".weight"):

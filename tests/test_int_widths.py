@@ -219,6 +219,24 @@ def test_a_row_that_fills_no_word_has_the_columns_of_its_shape(bits: int, tmp_pa
     assert "weight_shape' states, [7, 70]" in done.err
 
 
+def test_a_shape_decides_where_words_and_scales_do_not(tmp_path: Path) -> None:
+    """One word of 4 bits: of 8 columns, whose scales are of another group than is stated, or of 4."""
+    model, _ = encoded("qwen3_moe", INTEGERS["packed, 3 bits"])
+    block = model.config["quantization_config"]
+    block["config_groups"]["group_0"]["weights"] |= {"num_bits": 4, "group_size": 4}
+    name = "model.layers.0.mlp.experts.0.toy"
+    model.config = {"model_type": "toy", "quantization_config": block}
+    parts, values = packed(4, group=4)(np.random.default_rng(3), 16, 4)
+    model.tensors = {f"{name}.{part}": one for part, one in parts.items()}
+    wanted = Tensor("BF16", (16, 4), rounded(values))
+    assert converted(model, tmp_path) == {f"{name}.weight": wanted}
+    parts, _ = packed(4, group=8)(np.random.default_rng(3), 16, 8)
+    model.tensors = {f"{name}.{part}": one for part, one in parts.items()}
+    done = run_cli("dequant", model.write(tmp_path / "other"), tmp_path / "refused", "--jobs", "1")
+    assert done.code == 1
+    assert "expected scales [16, 2]" in done.err
+
+
 def test_ragged_rows_are_no_gptq(tmp_path: Path) -> None:
     """Columns that fill no words: words of GPTQ's form lie along them."""
     model, _ = encoded("qwen3_moe", INTEGERS["packed, 3 bits"])

@@ -146,7 +146,8 @@ class DequantInts(FromProducts, EachRow):
     def __repr__(self) -> str:
         """Symmetric 4-bit codes in groups have the name of an op that they once had: fingerprints and
         journals hold it."""
-        if (self.bits, self.symmetric, self.g_idx) == (4, True, False) and self.group is not None:
+        plain = (self.bits, self.symmetric, self.g_idx, self.columns) == (4, True, False, None)
+        if plain and self.group is not None:
             return f"DequantInt4(group={self.group})"
         columns = "" if self.columns is None else f", columns={self.columns}"
         return (

@@ -39,28 +39,37 @@ def read_packed(plan: Plan, module: str) -> Read | None:
         raise PlanError(
             f"{order!r} exists, and the config states no actorder group: one of them is wrong"
         )
-    wide = None if scheme.group else _stated_columns(plan, codes, shape, scheme.bits)
+    wide = _stated_columns(plan, (codes, scale, shape), scheme)
     decoder = DequantInts(scheme.bits, scheme.group, scheme.symmetric, ordered, wide)
     taken = (*names, shape) if shape in plan.tensors else tuple(names)
     return stored(plan, names, decoder), taken
 
 
-def _stated_columns(plan: Plan, codes: str, shape: str, bits: int) -> int | None:
-    """Columns by a matrix's `weight_shape`; None: all that the words hold. It is not asked of a source
-    in a store, which would take a request for each matrix."""
-    packed, source = plan.tensors[codes].type, plan.checkpoint.get(shape)
-    stated = (
-        None if source is None or shape not in plan.tensors else plan.checkpoint.read_shape(source)
-    )
-    if stated is None or len(packed.shape) != 2:
+def _stated_columns(plan: Plan, names: tuple[str, str, str], scheme: IntScheme) -> int | None:
+    """Columns by a matrix's `weight_shape`, where words and scales do not say them alone; None: they do.
+    It is not asked of a source in a store, which would take a request for each matrix. `names` are those
+    of codes, scales and shape."""
+    packed, scale = (plan.tensors[n].type if n in plan.tensors else None for n in names[:2])
+    source = plan.checkpoint.get(names[2])
+    if packed is None or scale is None or len(packed.shape) != 2 or len(scale.shape) != 2:
+        return None
+    full, group = packed.shape[1] * WORD_BITS // scheme.bits, scheme.group
+    if group is not None:
+        fits = words(group * scale.shape[1], scheme.bits) == packed.shape[1]
+        if not fits or full % group or full == group * scale.shape[1]:
+            return None
+    stated = None
+    if source is not None and names[2] in plan.tensors:
+        stated = plan.checkpoint.read_shape(source)
+    if stated is None:
         return None
     rows, columns = stated
-    if (rows, words(columns, bits)) != packed.shape:
+    if (rows, words(columns, scheme.bits)) != packed.shape:
         raise PlanError(
-            f"{codes!r}: expected [{rows}, {words(columns, bits)}] for {bits} bits of the shape that "
-            f"{shape!r} states, {list(stated)}, found {packed}"
+            f"{names[0]!r}: expected [{rows}, {words(columns, scheme.bits)}] for {scheme.bits} bits of "
+            f"the shape that {names[2]!r} states, {list(stated)}, found {packed}"
         )
-    return None if columns * bits == packed.shape[1] * WORD_BITS else columns
+    return None if group is None and columns == full else columns
 
 
 def _zero_points(plan: Plan, name: str, scheme: IntScheme) -> list[str]:

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from qconvert.checkpoint.quantization_config import is_mxfp4, states_mxfp4, weights_of
+from qconvert.checkpoint.quantization_config import (
+    described,
+    is_mxfp4,
+    states_mxfp4,
+    weights_of,
+)
 from qconvert.core.errors import PlanError
 from qconvert.core.parameter_names import MX, MXFP4, MXFP4_BESIDE, MXFP4_PLAIN, MXFP4_STACKED
 from qconvert.core.versions import LLM_COMPRESSOR, SGLANG, TRANSFORMERS, VLLM
@@ -29,6 +34,10 @@ def read(plan: Plan, module: str) -> Read | None:
     if found is not None and found.type.dtype == "U8":
         said = weights_of(plan.checkpoint, module)
         known = any(states_mxfp4(c.block) for c in plan.checkpoint.quantization_configs)
+        if not known and said is not None and "algorithm" in said[0]:
+            raise PlanError(
+                f"weight {codes!r}: {said[1]} states {described(said[0])}, which is not read here"
+            )
         if not known and (said is None or not is_mxfp4(said[0])):
             raise PlanError(
                 f"weight {codes!r} is U8 without a global scale, so no NVFP4, and the config states no "

@@ -238,7 +238,7 @@ def auto_round_weights(block: Mapping[str, Any]) -> Weights:
             return {**_FLOAT8, "strategy": "block", "block_structure": size}
         return {**_FLOAT8, "strategy": "channel" if size == -1 else "tensor"}
     return {
-        "type": "int", "num_bits": bits, "strategy": "channel" if size == -1 else "group",
+        "type": kind, "num_bits": bits, "strategy": "channel" if size == -1 else "group",
         "group_size": size, "symmetric": block.get("sym") is not False, "actorder": None,
     }  # fmt: skip
 

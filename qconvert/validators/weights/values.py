@@ -30,23 +30,25 @@ if TYPE_CHECKING:
 # --- Rule for matrices whose scales may be below 0 ------------------------------------------------
 
 
+_ROUNDING = ("w4a16", "int8", "quantize")  # passes that make codes with scales
+
+
 def may_be_negative(manifest: Mapping[str, Any] | None, form: Form) -> bool:
     """Of a matrix that is stored so, in a folder with this manifest, or none. With offsets a range may
     begin at its largest number (MLX)."""
     codes = form.codes
     if form.offset is not None:
         return True
-    if codes is None or codes.signed:
+    if codes is None:
         return False
+    every = (manifest or {}).get("passes", ())
     if not codes.symmetric:  # symmetric codes of another form have AutoAWQ's zero points now
-        passes = (manifest or {}).get("passes", ())
-        return any(
-            one.get("name") == "relabel" and one["options"].get("to") == "awq" for one in passes
-        )
-    made = [step for step in (manifest or {}).get("passes", ()) if step.get("name") == "w4a16"]
-    if not made:
-        return True
-    if codes.bits != 4:
+        relabelled = (one for one in every if one.get("name") == "relabel")
+        return any(one["options"].get("to") == "awq" for one in relabelled)
+    if not any(step.get("name") in _ROUNDING for step in every):
+        return True  # AutoRound's may be, of any width
+    made = [step for step in every if step.get("name") == "w4a16"]
+    if codes.bits != 4 or codes.signed:
         return False
     said = (manifest or {}).get(CALIBRATION)
     if isinstance(said, dict) and said.get("signs") == "both" and said.get("scales") == "search":
