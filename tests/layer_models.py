@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from checkpoints import Model, Tensor
 from encoded_models import AWQ_NIBBLES, Array, Parts, mxfp4, mxfp8, stored
-from models import qwen3_moe
+from models import qwen3_moe, stacked
 
 Make = Callable[[np.random.Generator, int, int], tuple[Parts, Array]]
 
@@ -255,6 +255,27 @@ def quark(experts: str, attention: str | None = None) -> tuple[Model, dict[str, 
         "export": {"kv_cache_group": [], "pack_method": pack, "weight_format": "real_quantized"},
     }  # fmt: skip
     return model, meaning
+
+
+def stacked_fp8() -> Model:
+    """Stacks of experts in block FP8, where modelopt's table names each expert's matrices."""
+    model, at, table = stacked(), "model.layers.0.mlp.experts", dict[str, Any]()
+    for name in (f"{at}.gate_up_proj", f"{at}.down_proj"):
+        experts, rows, columns = model.tensors[name].shape
+        random = np.random.default_rng(zlib.crc32(name.encode()))
+        codes, _ = _fp8(random, experts * rows, columns)
+        model.tensors[name] = stored("F8_E4M3", codes.reshape(experts, rows, columns))
+        grid = experts, -(-rows // 128), -(-columns // 128)
+        model.tensors[f"{name}_scale_inv"] = stored("F32", _scales(random, *grid))
+        for expert in range(experts):
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                table[f"{at}.{expert}.{part}"] = {"quant_algo": "FP8_PB_WO"}
+    left = [n.removesuffix(".weight") for n, t in model.tensors.items() if t.dtype == "BF16"]
+    model.config["quantization_config"] = {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": left,
+        "kv_cache_quant_algo": None, "quantized_layers": table,
+    }  # fmt: skip
+    return model
 
 
 def plain() -> Model:

@@ -35,10 +35,11 @@ from qconvert.formats.int_packed.encode import encoder
 from qconvert.formats.int_packed.gptq import DequantGptq
 from qconvert.formats.int_packed.packers import KeepInt8, PackGptq, PackQuantized
 from qconvert.formats.mx.decode import DequantMxfp4, DequantMxfp4Columns
-from qconvert.formats.mx.encode import EncodeMx
+from qconvert.formats.mx.encode import EncodeMx, EncodeQuarkMxfp4
 from qconvert.formats.nvfp4.decode import DequantNvfp4
 from qconvert.formats.nvfp4.encode import PackNvfp4
 from qconvert.formats.nvfp4.scales import RowMaxima
+from qconvert.formats.quark.decode import DequantQuark
 from qconvert.ops import compiled
 from qconvert.ops.compiled import choice
 
@@ -162,6 +163,7 @@ ENCODERS = {
     ),
     "nvfp4 row maxima": Encoder(RowMaxima(), ("row_maxima",)),
     "mxfp4": Encoder(EncodeMx("mxfp4"), ("mxfp4_encode",), 1, 32),
+    "mxfp4 of Quark": Encoder(EncodeQuarkMxfp4("mxfp4"), ("mxfp4_encode",), 1, 32),
     "mxfp8": Encoder(EncodeMx("mxfp8"), ("mxfp8_encode",), 1, 32),
     "fp8 blocks": Encoder(EncodeFp8("fp8", (16, 24)), ("fp8_encode",)),
     "fp8 exponents": Encoder(EncodeFp8("fp8", (16, 24), True), ("fp8_encode",)),
@@ -524,6 +526,9 @@ def _decoders() -> Iterator[tuple[str, Decoder]]:
     loop = ("int8_decode",)
     yield "awq True", Decoder(DequantAwq(32, True, 5, 8), loop, (*words, ("I32", (2, 2))))
     yield "awq False", Decoder(DequantAwq(32, False, 5, 8), loop, words)
+    for signed, reorder in ((True, True), (False, False)):
+        own = DequantQuark(32, True, 5, 8, signed, reorder)
+        yield f"quark {signed}", Decoder(own, loop, (*words, ("I32", (2, 2))))
     bytes_ = (("I8", (16, 64)), by_row)
     yield "int8 bytes True", Decoder(DequantInt8(True), loop, bytes_)
     yield "int8 bytes False", Decoder(DequantInt8(False), loop, (*bytes_, ("I8", (16, 2))))
@@ -573,7 +578,8 @@ def test_every_op_with_a_loop_runs_in_it_here() -> None:
 
 
 def ops_with_loops() -> set[str]:
-    """Classes that run as ops do, from which `done` is reached by names of functions and classes."""
+    """Classes that run as ops do, from which `done` is reached by names of functions and classes; of
+    those that others derive from the dataclasses, which are ops themselves."""
     scopes = {dotted(name): _scope(dotted(name), tree) for name, tree in trees().items()}
 
     def reaches(at: tuple[str, str], seen: set[tuple[str, str]]) -> bool:
@@ -608,8 +614,15 @@ def ops_with_loops() -> set[str]:
         name
         for module, (_, own) in scopes.items()
         for name in own
-        if (module, name) not in bases and runs((module, name)) and reaches((module, name), set())
+        if ((module, name) not in bases or _is_dataclass(own[name]))
+        and runs((module, name))
+        and reaches((module, name), set())
     }
+
+
+def _is_dataclass(node: ast.AST) -> bool:
+    marks = node.decorator_list if isinstance(node, ast.ClassDef) else []
+    return any("dataclass" in ast.unparse(one) for one in marks)
 
 
 def _bases(node: ast.ClassDef) -> list[str]:

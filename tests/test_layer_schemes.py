@@ -14,7 +14,18 @@ import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, refused, run_cli
 from encoded_models import Array
-from layer_models import E8M0, MODELOPT, MXFP4, QUARK, mixed, of_quark, plain, quark, tensor_of
+from layer_models import (
+    E8M0,
+    MODELOPT,
+    MXFP4,
+    QUARK,
+    mixed,
+    of_quark,
+    plain,
+    quark,
+    stacked_fp8,
+    tensor_of,
+)
 from models import qwen3_moe
 from ops_harness import buffer, run_op
 
@@ -83,6 +94,19 @@ def test_a_table_names_modules_as_runtimes_do(
     table = block["quantized_layers"]
     block["quantized_layers"] = {spelled(module): entry for module, entry in table.items()}
     becomes_bf16(model, meaning, tmp_path)
+
+
+def test_a_stack_has_what_is_stated_of_all_its_experts(tmp_path: Path) -> None:
+    model = stacked_fp8()
+    source, out = model.write(tmp_path / "in"), tmp_path / "out"
+    assert errors(source) == []
+    done = run_cli("dequant", source, out)
+    assert done.code == 0, done.err
+    assert errors(out, "--against", source) == []
+    table = model.config["quantization_config"]["quantized_layers"]
+    table["model.layers.0.mlp.experts.1.up_proj"] = {"quant_algo": "FP8"}
+    said = refused("dequant", model.write(tmp_path / "odd"), tmp_path / "other")
+    assert "different FP8 schemes, and none of them covers" in said
 
 
 def test_the_table_of_modelopts_own_file_is_read(tmp_path: Path) -> None:

@@ -630,8 +630,8 @@ MUTANTS = (
     ),
     Mutant(
         "zero points one off", "relabel awq", "formats.int_packed.awq", "DequantAwq.integers",
-        "zero[:] = awq_rows(at, 0, codes.shape[0]).view(np.int8) - np.int8(MIDDLE)",
-        "zero[:] = awq_rows(at, 0, codes.shape[0]).view(np.int8) - np.int8(7)",
+        "zero[:] = self.unpacked(at, 0, codes.shape[0]).view(np.int8) - np.int8(MIDDLE)",
+        "zero[:] = self.unpacked(at, 0, codes.shape[0]).view(np.int8) - np.int8(7)",
     ),
     Mutant(
         "scales of other groups", "relabel awq to gptq", "formats.int_packed.awq",

@@ -17,7 +17,7 @@ from typing import Any
 from qconvert.checkpoint.auto_round import METHOD as AUTO_ROUND
 from qconvert.checkpoint.auto_round import auto_round_block
 from qconvert.checkpoint.checkpoint import QuantConfig
-from qconvert.core.names import with_fused_names
+from qconvert.core.names import experts_module, with_fused_names
 
 Weights = Mapping[str, Any]
 
@@ -96,12 +96,17 @@ def modelopt_weights(entry: Mapping[str, Any]) -> Weights:
 
 def _modelopt(config: QuantConfig, table: Mapping[str, Any]) -> LayerSchemes:
     """`quantized_layers`: names of modules, of what runtimes fuse them to, or of what they are in, as
-    files or as runtimes prefix them, or shell patterns of such names."""
+    files or as runtimes prefix them, or shell patterns of such names. Stacks of experts have the one
+    statement that is made of all experts of their layer."""
     known: dict[str, Weights] = {}
     alike: dict[str, Weights] = {}  # of the many entries of experts few differ
     for name, entry in table.items():
         if isinstance(entry, Mapping):
             known[name] = alike.setdefault(repr(entry), modelopt_weights(entry))
+    layers: dict[str, list[Weights]] = {}
+    for name, one in known.items():
+        if one not in (held := layers.setdefault(experts_module(name) or "", [])):
+            held.append(one)
     patterns = _Patterns([(name, one) for name, one in known.items() if set(name) & set("*?[")])
 
     def find(module: str) -> Weights | None:
@@ -110,7 +115,9 @@ def _modelopt(config: QuantConfig, table: Mapping[str, Any]) -> LayerSchemes:
                 if (found := known.get(name)) is not None:
                     return found
                 name = name.rpartition(".")[0]
-        return next((one for name in _spelled(module) if (one := patterns.find(name))), None)
+        found = next((one for name in _spelled(module) if (one := patterns.find(name))), None)
+        alike = (layers.get(experts_module(name) or "-", ()) for name in _spelled(module))
+        return found or next((one[0] for one in alike if len(one) == 1), None)
 
     return LayerSchemes(config, _once(alike.values()), find)
 

@@ -106,14 +106,14 @@ class DequantAwq(FromColumns):
         )  # fmt: skip
 
 
-def awq_rows(words: UInt32s, start: int, stop: int, places: Sequence[int] = PLACES) -> UInt8s:
+def awq_rows(words: UInt32s, start: int, stop: int, places: Sequence[int] | None = None) -> UInt8s:
     """Words [K, N / 8] -> codes of the rows [start, stop) of N, one a byte, [stop - start, K]. `places`:
-    the nibble of each of a word's eight rows."""
+    the nibble of each of a word's eight rows, by default AutoAWQ's."""
     import numpy as np
 
     first, last = start // WORD, -(-stop // WORD)
     part = np.ascontiguousarray(words[:, first:last].T)  # [words, K]
     codes = np.empty((last - first, WORD, words.shape[0]), np.uint8)
-    for column, place in enumerate(places):
+    for column, place in enumerate(places or PLACES):
         np.bitwise_and(part >> np.uint32(BITS * place), 15, out=codes[:, column], casting="unsafe")
     return codes.reshape(-1, words.shape[0])[start - first * WORD : stop - first * WORD]

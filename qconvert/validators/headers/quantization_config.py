@@ -36,7 +36,7 @@ from qconvert.validators.reading.quantization import (
     taken_block,
     targets,
 )
-from qconvert.validators.reading.stated_schemes import AUTO_ROUND, layer_table, spelled
+from qconvert.validators.reading.stated_schemes import AUTO_ROUND, Targets, layer_table, spelled
 
 # Sets that some runtimes fuse and others do not.
 _SETS = (
@@ -199,7 +199,8 @@ def _broken(config: QuantConfig, listed: Listed) -> Iterator[Finding]:
 
 def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) -> Iterator[Finding]:
     named = targets(config)
-    linear, tabled = _all_linear(config), layer_table(config) is not None
+    linear = _all_linear(config)
+    table = None if layer_table(config) is None else Targets.of(config)
     for module, weight in quantized.items():
         if listed.names(module):
             message = f"is quantized, but {config.where} lists {module!r} as left out"
@@ -207,7 +208,8 @@ def _left_out(config: QuantConfig, listed: Listed, quantized: dict[str, str]) ->
         elif (
             named is not None
             and not (linear and weight.endswith(".weight"))
-            and not any(map(named.names, spelled(module) if tabled else (module,)))
+            and not named.names(module)
+            and (table is None or table.find(module) is None)
         ):
             message = f"is quantized, but no target of {config.where} names {module!r}"
             yield Finding("QC034", "error", weight, message)

@@ -356,7 +356,15 @@ class Targets:
         for pattern, weights in self.patterns:
             if pattern.match(module):
                 return weights
+        if self.below and ".experts." in module:
+            return self._of_all_experts(module)
         return self.every
+
+    def _of_all_experts(self, stack: str) -> Weights | None:
+        """Statement about each expert of a layer, where it is one."""
+        begins = tuple(f"{n.partition('.experts.')[0]}.experts." for n in spelled(stack))
+        found = {repr(one): one for name, one in self.named.items() if name.startswith(begins)}
+        return found.popitem()[1] if len(found) == 1 else self.every
 
 
 def spelled(module: str) -> Iterable[str]:
