@@ -151,12 +151,14 @@ def joined(before: Mapping[str, Sequence[int]], found: Sequence[Compared]) -> di
 
 
 def noted(file: Path, found: Sequence[Compared]) -> None:
-    """Write the forms that agree into a table, and forget what was read of it. One that is as another
-    has none of its own."""
+    """Write the forms that agree into a table, and forget what was read of it; of one that is as
+    another, into that one."""
     table: dict[str, Any] = json.loads(file.read_bytes())
-    if "same_as" not in table:
-        file.write_text(written({**table, "agrees": joined(table.get("agrees", {}), found)}))
-        records.reread()
+    if "same_as" in table:
+        noted(file.with_stem(table["same_as"]), found)
+        return
+    file.write_text(written({**table, "agrees": joined(table.get("agrees", {}), found)}))
+    records.reread()
 
 
 def main(words: Sequence[str] | None = None) -> int:

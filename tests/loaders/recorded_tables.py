@@ -407,7 +407,7 @@ def _name(
         one = kind in ("merged", "merged_replicated") and len(module["outputs"]) == 1
         if shard is not None and not one:
             entry["shard"] = shard
-        if kind == "experts" and "*" not in source.rpartition(".experts.")[2]:
+        if kind == "experts" and "*" not in source.partition(".experts.")[2]:
             into = piece["into"][0]
             if into[1] - into[0] > 1:
                 entry |= {"stack": True, "transposed": piece["order"] == "transposed"}

@@ -44,6 +44,7 @@ _TOWER_HEADS: Mapping[str, Any] = {"vision_config": {"num_heads": 4}}
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "cohere2_moe": {"num_shared_experts": 1}, "gemma4_text": {"vocab_size_per_layer_input": 512},
     "axk1": {**_LATENT, "num_key_value_heads": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 64, "intermediate_size": 512, "state_size": 64},
     "glm4v": _TOWER_HEADS, "glm_ocr": _TOWER_HEADS,
 }  # fmt: skip
 

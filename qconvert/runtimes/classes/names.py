@@ -204,6 +204,8 @@ class RecordedNames:
             return self._of_cache(
                 self._attention(tensor), tensor, leaf, "fused" if fused else "linear"
             )
+        if name.stack and leaf == "weight":
+            return self._whole(name, numbers, tensor, stored)
         if module is not None and module.kind == "experts":
             return self._expert(name, tensor, numbers, leaf)
         if (
