@@ -36,7 +36,7 @@ from qconvert.validators.reading.quantization import (
     taken_block,
     targets,
 )
-from qconvert.validators.reading.stated_schemes import AUTO_ROUND, Targets, layer_table, spelled
+from qconvert.validators.reading.stated_schemes import AUTO_ROUND, Targets, layer_table
 
 # Sets that some runtimes fuse and others do not.
 _SETS = (
