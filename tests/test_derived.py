@@ -386,6 +386,9 @@ TOWER = "model.vision.layers.0"
 MADE_OF: dict[str, tuple[str, tuple[int, ...], list[str], list[str], list[str]]] = {
     "qkv": ("attn.q_proj.weight", (8, 8), ["Chunk"], ["qkv.weight"],
             ["q_proj.weight", "k_proj.weight", "v_proj.weight"]),
+    # Of parts of their own sizes, as Sarvam's `query_key_value` (transformers 5.24).
+    "grouped": ("attn.q_proj.weight", (8, 8), ["Split"], ["query_key_value"],
+                ["q_proj", "k_proj", "v_proj"]),
     "gate_up": ("mlp.gate_proj.weight", (8, 8), ["Chunk"], ["gate_up.weight"],
                 ["gate_proj.weight", "up_proj.weight"]),
     "experts": ("mlp.experts.gate_up_proj", (4, 16, 8), ["MergeModulelist", "Concatenate"],
