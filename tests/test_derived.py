@@ -421,3 +421,53 @@ def test_a_conversion_tells_no_kind_in_a_tower(form: str, language: bool) -> Non
     assert (told is Kind.VISION) is not language
     assert told.quantizable is language
     assert language or kind_of(parameter) is Kind.VISION
+
+
+def test_the_head_of_a_model_within_another() -> None:
+    """NemotronH_Omni_Reasoning_V3 (transformers 5.24) says that it has no head, and holds a model that
+    has one."""
+
+    def model(head: object) -> Any:
+        return SimpleNamespace(get_output_embeddings=lambda: head)
+
+    head, other = object(), object()
+    outer, inner, plain = model(None), model(head), object()
+    modules = {"": outer, "vision_model": plain, "language_model": inner}
+    assert transformers_class._head(outer, modules) is head
+    assert transformers_class._head(model(other), {"language_model": inner}) is other
+    assert transformers_class._head(outer, {"": outer}) is None
+
+
+@pytest.mark.big
+def test_a_number_that_the_class_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A projector published as `nn.Sequential` numbers it (`mlp1.1`), and its class names it."""
+    shape = {"mlp1.0.weight": (8,), "mlp1.1.weight": (8, 8)}
+    layer = "model.layers.{}.self_attn.o_proj.weight"
+    own = {"mlp1.0.weight": "projector.norm.weight", "mlp1.1.weight": "projector.linear_1.weight"}
+    owners = ("Model", "Attention", "Linear")
+    numbered = [layer.format(n) for n in (0, 1)]
+    parameters = {n: Parameter(n, (8, 8), owners, linear=True) for n in numbered}
+    for name, target in own.items():
+        parameters[target] = Parameter(target, shape[name], owners, linear=True, language=False)
+    config = SimpleNamespace(
+        model_type="own", get_text_config=lambda: SimpleNamespace(to_dict=dict)
+    )
+    found: Any = transformers_class.Class(
+        SimpleNamespace(config=config),
+        parameters,
+        {},
+        [],
+        [],
+        {"hidden_size": 8, "num_layers": 2},
+        None,
+    )
+    monkeypatch.setattr(transformers_class.Class, "read", lambda self, n: (own.get(n, n), None, 0))
+    monkeypatch.setattr(transformers_class.Class, "published", lambda self: [*own, *numbered])
+    monkeypatch.setattr(transformers_class, "build", lambda values: found.model)
+    monkeypatch.setattr(transformers_class, "read_class", lambda model: found)
+    monkeypatch.setattr(transformers_class, "why_not_run", lambda model: "")
+    answer = transformers_class.described({}, None)
+    assert answer["layers"] == {"mlp1.{L}": [0, 1], "model.layers.{L}.self_attn.o_proj": [0, 1]}
+    family = family_of(parsed(answer), [*own, *numbered])
+    index = role_index(family, {"num_hidden_layers": 2}, own)
+    assert index.unknown == ()

@@ -397,7 +397,10 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
         if one.routed and (unread_experts or unnamed):
             one, unread_experts = Kind.EXPERT_UNKNOWN, unread_experts or _UNNAMED
         read = found.read(name)[0]
-        layers = targets.get(parse(read).template, set()) if layer is not None else set()
+        layers: set[int] = set()
+        if layer is not None:
+            # The class may have no number where the published name has one (`mlp1.1`: `linear_1`).
+            layers = targets.get(parse(read).template) or {layer}
         tower = not found.parameters[read].language
         roles.setdefault(module, (one, tower, set()))[2].update(layers)
     ungated = is_ungated(found) and not unread_experts
