@@ -31,6 +31,8 @@ from qconvert.layouts.derived.kinds import Parameter, kind_of
 from qconvert.layouts.derived.transformers_class import kind
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
+from qconvert.validation.runner import Folder
+from qconvert.validators.headers.shapes import Shapes
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2,
@@ -471,3 +473,24 @@ def test_a_number_that_the_class_does_not_have(monkeypatch: pytest.MonkeyPatch) 
     family = family_of(parsed(answer), [*own, *numbered])
     index = role_index(family, {"num_hidden_layers": 2}, own)
     assert index.unknown == ()
+
+
+def test_tables_of_a_class_of_its_own_have_sizes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Molmo2 stores added words apart, and Dory a scale for each logit (transformers 5.24): no key of
+    a config states how many. A weight has the vocabulary's size."""
+    answer = {
+        "class": "Own", "model_type": "own", "keys": {}, "stacked_transposed": False,
+        "experts_unread": "", "not_on_cpus": "",
+        "modules": {"wte.embedding": "EMBEDDING 0", "wte.new_embedding": "EMBEDDING 0",
+                    "lm_head": "HEAD 0", "lm_head.logit_scale": "HEAD 0"},
+    }  # fmt: skip
+    monkeypatch.setattr(find, "derive", lambda config, names: family_of(parsed(answer), names))
+    shapes = {"wte.embedding": (32, 8), "wte.new_embedding": (4, 8), "lm_head.logit_scale": (32,)}
+    config = {"model_type": "own", "hidden_size": 8, "vocab_size": 32}
+    for rows, wrong in ((32, []), (16, ["lm_head.weight"])):
+        every = {**shapes, "lm_head.weight": (rows, 8)}
+        stored = {name: TensorType("BF16", shape) for name, shape in every.items()}
+        found = list(Shapes()(Folder(checkpoint(stored, config))))
+        assert [f.where for f in found if f.rule == "QC026"] == wrong
