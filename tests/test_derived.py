@@ -494,3 +494,14 @@ def test_tables_of_a_class_of_its_own_have_sizes_of_their_own(
         stored = {name: TensorType("BF16", shape) for name, shape in every.items()}
         found = list(Shapes()(Folder(checkpoint(stored, config))))
         assert [f.where for f in found if f.rule == "QC026"] == wrong
+
+
+@pytest.mark.parametrize("name", ["model.norm", "backbone.norm_f", "transformer.ln_f"])
+def test_the_last_norm_is_known_by_any_of_its_names(name: str) -> None:
+    """A stage of a split has it."""
+    answer = {
+        "class": "Own", "model_type": "own", "keys": {}, "stacked_transposed": False,
+        "experts_unread": "", "not_on_cpus": "", "modules": {name: "NORM 0"},
+    }  # fmt: skip
+    family = family_of(parsed(answer), [f"{name}.weight"])
+    assert [role.name for role in family.roles] == ["norm"]
