@@ -31,6 +31,8 @@ from qconvert.layouts.derived.kinds import Parameter, kind_of
 from qconvert.layouts.derived.transformers_class import kind
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
+from qconvert.validation.runner import Folder
+from qconvert.validators.headers.shapes import Shapes
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2,
@@ -386,6 +388,9 @@ TOWER = "model.vision.layers.0"
 MADE_OF: dict[str, tuple[str, tuple[int, ...], list[str], list[str], list[str]]] = {
     "qkv": ("attn.q_proj.weight", (8, 8), ["Chunk"], ["qkv.weight"],
             ["q_proj.weight", "k_proj.weight", "v_proj.weight"]),
+    # Of parts of their own sizes, as Sarvam's `query_key_value` (transformers 5.24).
+    "grouped": ("attn.q_proj.weight", (8, 8), ["Split"], ["query_key_value"],
+                ["q_proj", "k_proj", "v_proj"]),
     "gate_up": ("mlp.gate_proj.weight", (8, 8), ["Chunk"], ["gate_up.weight"],
                 ["gate_proj.weight", "up_proj.weight"]),
     "experts": ("mlp.experts.gate_up_proj", (4, 16, 8), ["MergeModulelist", "Concatenate"],
@@ -418,3 +423,85 @@ def test_a_conversion_tells_no_kind_in_a_tower(form: str, language: bool) -> Non
     assert (told is Kind.VISION) is not language
     assert told.quantizable is language
     assert language or kind_of(parameter) is Kind.VISION
+
+
+def test_the_head_of_a_model_within_another() -> None:
+    """NemotronH_Omni_Reasoning_V3 (transformers 5.24) says that it has no head, and holds a model that
+    has one."""
+
+    def model(head: object) -> Any:
+        return SimpleNamespace(get_output_embeddings=lambda: head)
+
+    head, other = object(), object()
+    outer, inner, plain = model(None), model(head), object()
+    modules = {"": outer, "vision_model": plain, "language_model": inner}
+    assert transformers_class._head(outer, modules) is head
+    assert transformers_class._head(model(other), {"language_model": inner}) is other
+    assert transformers_class._head(outer, {"": outer}) is None
+
+
+@pytest.mark.big
+def test_a_number_that_the_class_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A projector published as `nn.Sequential` numbers it (`mlp1.1`), and its class names it."""
+    shape = {"mlp1.0.weight": (8,), "mlp1.1.weight": (8, 8)}
+    layer = "model.layers.{}.self_attn.o_proj.weight"
+    own = {"mlp1.0.weight": "projector.norm.weight", "mlp1.1.weight": "projector.linear_1.weight"}
+    owners = ("Model", "Attention", "Linear")
+    numbered = [layer.format(n) for n in (0, 1)]
+    parameters = {n: Parameter(n, (8, 8), owners, linear=True) for n in numbered}
+    for name, target in own.items():
+        parameters[target] = Parameter(target, shape[name], owners, linear=True, language=False)
+    config = SimpleNamespace(
+        model_type="own", get_text_config=lambda: SimpleNamespace(to_dict=dict)
+    )
+    found: Any = transformers_class.Class(
+        SimpleNamespace(config=config),
+        parameters,
+        {},
+        [],
+        [],
+        {"hidden_size": 8, "num_layers": 2},
+        None,
+    )
+    monkeypatch.setattr(transformers_class.Class, "read", lambda self, n: (own.get(n, n), None, 0))
+    monkeypatch.setattr(transformers_class.Class, "published", lambda self: [*own, *numbered])
+    monkeypatch.setattr(transformers_class, "build", lambda values: found.model)
+    monkeypatch.setattr(transformers_class, "read_class", lambda model: found)
+    monkeypatch.setattr(transformers_class, "why_not_run", lambda model: "")
+    answer = transformers_class.described({}, None)
+    assert answer["layers"] == {"mlp1.{L}": [0, 1], "model.layers.{L}.self_attn.o_proj": [0, 1]}
+    family = family_of(parsed(answer), [*own, *numbered])
+    index = role_index(family, {"num_hidden_layers": 2}, own)
+    assert index.unknown == ()
+
+
+def test_tables_of_a_class_of_its_own_have_sizes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Molmo2 stores added words apart, and Dory a scale for each logit (transformers 5.24): no key of
+    a config states how many. A weight has the vocabulary's size."""
+    answer = {
+        "class": "Own", "model_type": "own", "keys": {}, "stacked_transposed": False,
+        "experts_unread": "", "not_on_cpus": "",
+        "modules": {"wte.embedding": "EMBEDDING 0", "wte.new_embedding": "EMBEDDING 0",
+                    "lm_head": "HEAD 0", "lm_head.logit_scale": "HEAD 0"},
+    }  # fmt: skip
+    monkeypatch.setattr(find, "derive", lambda config, names: family_of(parsed(answer), names))
+    shapes = {"wte.embedding": (32, 8), "wte.new_embedding": (4, 8), "lm_head.logit_scale": (32,)}
+    config = {"model_type": "own", "hidden_size": 8, "vocab_size": 32}
+    for rows, wrong in ((32, []), (16, ["lm_head.weight"])):
+        every = {**shapes, "lm_head.weight": (rows, 8)}
+        stored = {name: TensorType("BF16", shape) for name, shape in every.items()}
+        found = list(Shapes()(Folder(checkpoint(stored, config))))
+        assert [f.where for f in found if f.rule == "QC026"] == wrong
+
+
+@pytest.mark.parametrize("name", ["model.norm", "backbone.norm_f", "transformer.ln_f"])
+def test_the_last_norm_is_known_by_any_of_its_names(name: str) -> None:
+    """A stage of a split has it."""
+    answer = {
+        "class": "Own", "model_type": "own", "keys": {}, "stacked_transposed": False,
+        "experts_unread": "", "not_on_cpus": "", "modules": {name: "NORM 0"},
+    }  # fmt: skip
+    family = family_of(parsed(answer), [f"{name}.weight"])
+    assert [role.name for role in family.roles] == ["norm"]

@@ -3,6 +3,7 @@ the simulators of the runtimes answer where such a linear is packed all the same
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,34 @@ def test_a_calibration_solves_what_rounding_packs(family: str, tmp_path: Path) -
     backend = backend_for([plan])
     assert backend is not None
     assert set(backend.linears) == packed - drafts - experts
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "why"),
+    [
+        ("deepseek_v3", ["kv_b_proj"], r"each since sglang .* takes its `weight` apart"),
+        ("deepseek_v3", ["q_a_proj", "kv_a_proj_with_mqa"], r"each since sglang .* joins q_a_proj"),
+        ("deepseek_v3", ["self_attn.o_proj", "eh_proj"], "each since a draft layer's linears stay"),
+        ("qwen3_5_moe", ["in_proj_a", "in_proj_b"], "each since it has one row a head"),
+        ("qwen3_5_moe", ["attn.qkv", "mlp.linear_fc1"], "each since it is of a vision tower"),
+    ],
+)  # fmt: skip
+def test_a_plan_of_all_linears_names_what_stays(
+    family: str, modules: list[str], why: str, tmp_path: Path
+) -> None:
+    """With the reason, a note each; experts alone, or a linear that is ignored, need none."""
+    folder = published(family).write(tmp_path / "source")
+    made = planned(folder, ExpertsToW4A16(group_size=32, targets=("Linear",)))
+    notes = [note for note in made.log[-1].notes if re.search(why, note)]
+    assert len(notes) == 1
+    assert re.match(r"[\d,]+ linears? left as they are \(", notes[0])
+    for module in modules:
+        assert re.search(rf"[(., ]{module}[,)]", notes[0]), notes[0]
+    assert not any("embed_tokens" in n or "mlp.gate," in n for n in made.log[-1].notes)
+    named = tuple(f"re:.*{module}$" for module in modules)
+    for step in (ExpertsToW4A16(group_size=32),
+                 ExpertsToW4A16(group_size=32, targets=("Linear",), ignore=named)):  # fmt: skip
+        notes = [note for note in planned(folder, step).log[-1].notes if re.search(why, note)]
+        assert not any(
+            re.search(rf"[(., ]{module}[,)]", note) for note in notes for module in modules
+        )

@@ -12,15 +12,17 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.core.int_scheme import CodePacker
-from qconvert.core.names import split_parameter
+from qconvert.core.names import parse, split_parameter
 from qconvert.core.patterns import compiled
 from qconvert.core.roles import Kind, joined_with
+from qconvert.core.shown import count
 from qconvert.core.versions import SGLANG
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import code_parameters
 from qconvert.models.calibrated import Calibrated
 from qconvert.models.experts import check_not_computed, solved_by
+from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.plan.plan import Plan
 
 # --- Linear layers beside the routed experts, whose codes a calibration finds ---------------------
@@ -77,11 +79,13 @@ _FUSED_INPUT = (
     f"{SGLANG} joins q_a_proj and kv_a_proj_with_mqa while it loads them, their weight_shape too, "
     "which then has four numbers"
 )
+_ROW_A_HEAD = "it has one row a head, which is too few for a kernel"
 _WHY = {
     Kind.QUERY_DOWN: _FUSED_INPUT,
     Kind.KV_DOWN: _FUSED_INPUT,
     Kind.KV_UP: f"{SGLANG} takes its `weight` apart once it is loaded, and a packed one has none",
     Kind.GDN_QKVZ: f"{SGLANG} asks Qwen3-Next's fused inputs of linear attention for a `weight`",
+    **dict.fromkeys((Kind.GDN_BA, Kind.GDN_B, Kind.GDN_A, Kind.INDEXER_WEIGHTS), _ROW_A_HEAD),
     Kind.VISION: f"it is of a vision tower, which {SGLANG} builds unquantized (quant_config=None in "
     "models/qwen3_vl.py)",
 }
@@ -101,15 +105,42 @@ def skip_reason(
         kind = plan.role_index.kind(name)
         if kind.never_quantized:
             return f"{module}: no runtime loads such a matrix quantized"
-        if plan.family.is_mtp(name, dims):
-            return (
-                f"{module}: a draft layer's linears stay, as codes cost it more guesses than bytes"
-            )
-        if kind in kept:
+        if kind in kept and not plan.family.is_mtp(name, dims):
             return f"{module}: shared_experts says keep"
-        why = _WHY.get(kind, "no runtime is known to load it quantized")
+        why = _why(plan, name, kind)
         return f"{module}: {why}{_UNSEEN if calibrated and kind is Kind.VISION else ''}"
     return None
+
+
+def unquantizable(plan: Plan, known: Container[str], ignore: Iterable[str]) -> list[str]:
+    """Notes on the unquantized linears that no target takes, one a reason, with the names of their roles
+    or their own; `known` are modules and tensors that are taken, or left for a reason that is said, and
+    none that a pattern of `ignore` matches is named."""
+    found: dict[str, dict[str, int]] = {}
+    for name, output in plan.tensors.items():
+        module, parameter = split_parameter(name)
+        kind = plan.role_index.kind(name)
+        if parameter != "weight" or len(output.type.shape) != 2 or name in known or module in known:
+            continue
+        if output.type.dtype not in FLOAT_DTYPES or kind.never_quantized or kind.routed:
+            continue
+        if matches(module, ignore):
+            continue
+        place = plan.role_index.places.get(name)
+        role = place.role.module if place is not None else parse(module).template
+        modules = found.setdefault(_why(plan, name, kind), {})
+        modules[role] = modules.get(role, 0) + 1
+    return [
+        f"{count(sum(roles.values()), 'linear')} left as they are ({', '.join(roles)}), each since {why}"
+        for why, roles in found.items()
+    ]
+
+
+def _why(plan: Plan, name: str, kind: Kind) -> str:
+    """Why a linear's weight stays that a target names."""
+    if plan.family.is_mtp(name, plan.role_index.dims):
+        return "a draft layer's linears stay, as codes cost it more guesses than bytes"
+    return _WHY.get(kind, "no runtime is known to load it quantized")
 
 
 # Matrices that no runtime asks a quantization config about.

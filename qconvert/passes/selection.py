@@ -24,7 +24,13 @@ from qconvert.models.experts import (
     check_described,
     routed_experts,
 )
-from qconvert.models.linears import check_sets, matches, quantizable, skip_reason
+from qconvert.models.linears import (
+    check_sets,
+    matches,
+    quantizable,
+    skip_reason,
+    unquantizable,
+)
 from qconvert.models.skip_reasons import check_experts
 from qconvert.passes.replace_weights import sources_of
 from qconvert.plan.pass_options import EXPERTS, LINEAR
@@ -65,12 +71,14 @@ class Linear:
 class Selection:
     """The matrices that a pass quantizes: the routed experts (None: they stay), and other linears by
     module. `left` are linears that a target names and that stay, since their columns do not fit;
-    `shared` are those of shared experts that no target names, quantized with the routed ones."""
+    `shared` are those of shared experts that no target names, quantized with the routed ones; `unloaded`
+    are notes on linears that LINEAR names, and that no runtime loads quantized."""
 
     experts: Experts | None
     linears: Mapping[str, Linear]
     left: tuple[str, ...] = ()
     shared: frozenset[str] = frozenset()
+    unloaded: tuple[str, ...] = ()
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -133,7 +141,8 @@ class Selection:
         expected = self.experts.expected + len(self.shared) if self.experts and counted else None
         extra = self.experts.extra if self.experts and counted else ()
         matched = matrices + len(self.linears)
-        return LogEntry(name, options, matched, expected, tuple(notes), what, extra=extra)
+        notes = (*notes, *self.unloaded)
+        return LogEntry(name, options, matched, expected, notes, what, extra=extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +229,10 @@ def select(
     beside = more({*linears, *unwanted, *(everyone.taken if everyone is not None else ())})
     targets.check_found(plan, [*linears, *left, *beside], experts, calibrated=calibrated)
     check_sets({module: one.kind for module, one in linears.items()}, {**unwanted, **left})
-    return Selection(experts, {**linears, **beside}, tuple(left))
+    chosen = {**linears, **beside}
+    known = {*chosen, *left, *unwanted, *(everyone.taken if everyone is not None else ())}
+    unloaded = unquantizable(plan, known, targets.ignore) if LINEAR in targets.names else ()
+    return Selection(experts, chosen, tuple(left), unloaded=tuple(unloaded))
 
 
 def _routed(plan: Plan, targets: Sequence[str]) -> Experts | None:

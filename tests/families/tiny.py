@@ -23,7 +23,8 @@ SIZES: Mapping[str, Any] = {
     "out_hidden_size": 256, "num_position_embeddings": 64, "decoder_sparse_step": 1,
     "n_shared_experts": 1, "ffn_hidden_size": 512, "rotary_dim": 32, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "n_embd": 256, "n_layer": LAYERS, "n_head": 4,
-    "d_model": 256, "num_layers": LAYERS,
+    "d_model": 256, "num_layers": LAYERS, "text_hidden_size": 256, "adapter_in_dim": 256,
+    "adapter_out_dim": 256, "adapter_input_size": 256, "codebook_dim": 256,
 }  # fmt: skip
 
 
@@ -46,6 +47,12 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v3": {"head_dim": 32},
     "deepseek_v32": {"head_dim": 32, "num_key_value_heads": 4},
+    # Its config counts attention and MLP of a layer apart.
+    "dory": {
+        "num_hidden_layers": 8, "n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2,
+        "layer_types": [*["sliding_attention", "mlp"] * 3, "full_attention", "mlp"],
+    },
+    "dots3_note": {**_NO_LAYER, "num_key_value_heads": 4},
     "dots1": {"intermediate_size": 512, "num_experts_per_tok": 2},
     "gemma4_text": _NO_LAYER, "gemma4_unified": _NO_LAYER, "gemma4_unified_text": _NO_LAYER,
     "falcon_h1": {
@@ -58,6 +65,12 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "granitemoe": {"intermediate_size": 256},
     "granitemoehybrid": {
         "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "intermediate_size": 256,
+    },
+    "hy_v4_vl": {"rope_parameters": _rope([4, 6, 6])},
+    "inkling2": {"unpadded_vocab_size": 512},
+    "inkling2_loop": {
+        "unpadded_vocab_size": 512,
+        "loop_layer_index_start": 2, "loop_layer_index_end": 4, "n_layers_per_attn_res_block": 2,
     },
     "jamba": {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
@@ -74,6 +87,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 0, "qk_head_dim": 64, "head_dim": 32},
     "mamba2": {"num_heads": 8},
     "minimax_m2": {"intermediate_size": 256},
+    "mistral_large4": {"kv_source_layers": [*range(LAYERS)]},
     "mixtral": {"intermediate_size": 256},
     "nemotron_h": {"moe_shared_expert_intermediate_size": 256, "moe_latent_size": 128},
     "olmoe": {"intermediate_size": 256, "num_key_value_heads": 4},
@@ -112,6 +126,10 @@ def _small(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         elif key in LAYER_LISTS and isinstance(value, list):
             kinds = list(dict.fromkeys(value))  # every kind of layer that there is
             found[key] = [kinds[i % len(kinds)] for i in range(LAYERS)]
+        elif key == "vision_feature_layer" and isinstance(value, list):
+            found[key] = [min(layer, LAYERS - 1) for layer in value]
+        elif key == "per_layer_config" and isinstance(value, dict):
+            found[key] = {layer: one for layer, one in value.items() if int(layer) < LAYERS}
         elif key in ("moe_layers", "no_rope_layers", "transformers_version"):
             continue
         elif key in SIZES and value is not None and not isinstance(value, (bool, list)):

@@ -266,11 +266,7 @@ _NAMED = {
 def _role(name: str, module: Module) -> str:
     if module.tower:
         return f"vision.{name}"
-    if (
-        module.kind is Kind.NORM
-        and "{L}" not in name
-        and name.endswith((".norm", "norm", "norm_f"))
-    ):
+    if module.kind is Kind.NORM and "{L}" not in name and name.endswith(("norm", "norm_f", "ln_f")):
         return "norm"
     return _NAMED.get(module.kind, name)
 

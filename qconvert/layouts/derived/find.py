@@ -44,7 +44,7 @@ from qconvert.layouts.derived.description import (
 _SECONDS, _MOST_WAIT = 120, 3600
 # A class is built layer by layer, and its experts one by one in a few: no model has more.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 1024, 4096, 16 << 30
-_FORM = 5  # of the answers; those of another form are asked for anew
+_FORM = 6  # of the answers; those of another form are asked for anew
 _FAILED = "failed"  # the key of what is no answer, and is not kept
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"

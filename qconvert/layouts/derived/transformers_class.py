@@ -150,7 +150,7 @@ def read_class(model: Any) -> Class:
     experts = next((m for name, m in modules.items() if _holds_experts(name, m)), None)
     sizes = _sizes(text, experts, modules)
     try:
-        head, inputs = model.get_output_embeddings(), model.get_input_embeddings()
+        head, inputs = _head(model, modules), model.get_input_embeddings()
     except NotImplementedError as error:
         raise CannotBuild(f"{type(model).__name__} does not name its embeddings") from error
     decoder = _language(model, modules)
@@ -179,6 +179,14 @@ def read_class(model: Any) -> Class:
         [one for one in conversion if isinstance(one, WeightConverter)],
         sizes, experts,
     )  # fmt: skip
+
+
+def _head(model: Any, modules: Mapping[str, Any]) -> Any | None:
+    """The model's head; that of the model inside it, where a class around it has none of its own
+    (NemotronH_Omni_Reasoning_V3 holds a NemotronHForCausalLM)."""
+    inside = [m for m in modules.values() if m is not model and hasattr(m, "get_output_embeddings")]
+    heads = (m.get_output_embeddings() for m in (model, *inside))
+    return next((head for head in heads if head is not None), None)
 
 
 def _is_matrix_of_groups(module: Any) -> bool:
@@ -279,7 +287,8 @@ def kind(found: Class, name: str) -> Kind | None:
     if names == ["Concatenate"]:  # several published matrices, one below the other in the class
         module, _ = split_parameter(name)
         return kind_of(replace(parameter, name=module))
-    if names == ["Chunk"] and len(converter.target_patterns) > 1:
+    # In equal parts, or (Split) in parts of the targets' own sizes, as of fewer keys than queries.
+    if names in (["Chunk"], ["Split"]) and len(converter.target_patterns) > 1:
         both = {"gate_proj", "up_proj"}
         parts = {
             pattern.removesuffix(".weight").split(".")[-1] for pattern in converter.target_patterns
@@ -388,7 +397,10 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
         if one.routed and (unread_experts or unnamed):
             one, unread_experts = Kind.EXPERT_UNKNOWN, unread_experts or _UNNAMED
         read = found.read(name)[0]
-        layers = targets.get(parse(read).template, set()) if layer is not None else set()
+        layers: set[int] = set()
+        if layer is not None:
+            # The class may have no number where the published name has one (`mlp1.1`: `linear_1`).
+            layers = targets.get(parse(read).template) or {layer}
         tower = not found.parameters[read].language
         roles.setdefault(module, (one, tower, set()))[2].update(layers)
     ungated = is_ungated(found) and not unread_experts

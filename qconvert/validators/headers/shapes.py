@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.family import first_int, text_config
 from qconvert.core.names import is_scale, split_parameter
+from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, Need
 from qconvert.validators.formats.packed import ints_of
@@ -90,6 +91,8 @@ def _roles(checkpoint: Checkpoint) -> Iterator[Finding]:
         kind = checkpoint[name].type
         if place.role.name in _INTO_DRAFTS and kind.shape[-1:] == (2 * shape[-1],) and alone:
             continue  # EAGLE-3: hidden states and embeddings side by side
+        if not place.parameter and place.role.kind in (Kind.EMBEDDING, Kind.HEAD):
+            continue  # one of several of a class's own: Molmo2's new words, Dory's scales of logits
         if (spec := coded.get(name)) is not None:
             shape = spec.shape(checkpoint, name, shape)
         elif place.parameter == "bias":
