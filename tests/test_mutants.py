@@ -163,7 +163,7 @@ MUTANTS = (
     Mutant(
         "zero points of other rows", "amx of asymmetric", "formats.int_packed.decode",
         "DequantInts._products",
-        "unpacked(words.T, self.bits).T[:rows]", "unpacked(words.T, self.bits).T[:rows][::-1]",
+        "unpacked(at.T, self.bits, rows).T", "unpacked(at.T, self.bits, rows).T[::-1]",
     ),
     Mutant(
         "zero points added", "amx of asymmetric", "formats.int_packed.decode", "Products._multiply",
@@ -620,8 +620,8 @@ MUTANTS = (
         "zero = np.full_like(stored, _MIDDLE).astype(np.uint16)",
     ),
     Mutant(
-        "AutoAWQ in the order of GPTQ", "dequant awq", "formats.int_packed.awq", "PLACES",
-        "(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 1, 2, 3, 4, 5, 6, 7)",
+        "AutoAWQ in the order of GPTQ", "dequant awq", "formats.int_packed.awq", "awq_rows",
+        "enumerate(places or AWQ_PLACES)", "enumerate(range(WORD))",
     ),
     Mutant(
         "zero points of AutoAWQ less one", "dequant awq", "formats.int_packed.awq",

@@ -42,7 +42,7 @@ class Stored:
         return Stored(decoder, args, stop - start, self.columns)
 
     def as_stored(self, made: Output, codes: Shape) -> Output:
-        """What was decoded, a matrix in the shape of the stack whose codes have this one."""
+        """The decoded output; a matrix in the shape of the stack whose codes have this one."""
         if len(codes) < 3 or len(made.type.shape) > 2:
             return made
         return made.reshape((*codes[:-1], self.columns))

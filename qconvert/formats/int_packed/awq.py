@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 BITS = 4
 WORD = 32 // BITS
 MIDDLE = 1 << (BITS - 1)
-PLACES = AWQ_PLACES
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +113,6 @@ def awq_rows(words: UInt32s, start: int, stop: int, places: Sequence[int] | None
     first, last = start // WORD, -(-stop // WORD)
     part = np.ascontiguousarray(words[:, first:last].T)  # [words, K]
     codes = np.empty((last - first, WORD, words.shape[0]), np.uint8)
-    for column, place in enumerate(places or PLACES):
+    for column, place in enumerate(places or AWQ_PLACES):
         np.bitwise_and(part >> np.uint32(BITS * place), 15, out=codes[:, column], casting="unsafe")
     return codes.reshape(-1, words.shape[0])[start - first * WORD : stop - first * WORD]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qconvert.formats.int_packed.awq import MIDDLE, PLACES, WORD, DequantAwq, awq_rows
+from qconvert.formats.int_packed.awq import MIDDLE, WORD, DequantAwq, awq_rows
 
 if TYPE_CHECKING:
     from qconvert.core.arrays import UInt8s, UInt32s
@@ -33,5 +33,5 @@ class DequantQuark(DequantAwq):
 
     def unpacked(self, words: UInt32s, start: int, stop: int) -> UInt8s:
         """Words [K, N / 8] -> codes of the rows [start, stop) of N, plus 8 where they are signed."""
-        found = awq_rows(words, start, stop, PLACES if self.reorder else _IN_ORDER)
+        found = awq_rows(words, start, stop, None if self.reorder else _IN_ORDER)
         return found ^ found.dtype.type(MIDDLE) if self.signed else found

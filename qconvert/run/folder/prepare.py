@@ -154,7 +154,10 @@ def _linked_already(near: Path) -> frozenset[int]:
 
 def side_bytes(plan: Plan) -> int:
     """Size of the side files that travel along. Raises CheckpointError if one cannot be read."""
-    return sum(file_size(plan.checkpoint.real(name)) for name in plan.side_files)
+    source = plan.checkpoint
+    for name in plan.side_files:
+        source.real(name)  # some are made when they are asked for
+    return sum(file_size(source.root / name) for name in plan.side_files)
 
 
 def disk_bytes(ready: Prepared) -> int:
