@@ -28,7 +28,7 @@ ACTIVATIONS = (
 # codes; what msmodelslim computes of a weight and its inputs.
 NOTED = (
     "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "weight_format",
-    "quant_bias", "scale_bias", "input_offset",
+    "quant_bias", "scale_bias", "input_offset", "deq_scale",
 )  # fmt: skip
 
 # Last components that belong to a module's parameters in whatever format its weight is.

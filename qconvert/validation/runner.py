@@ -242,6 +242,7 @@ def validate_folder(
     be opened is a finding (QC001); a source, the GPU side `pair`, or the folder `draft` of a draft that
     was grafted to the source, that cannot be opened is the caller's error and raises CheckpointError."""
     from qconvert.checkpoint.open import open_source
+    from qconvert.checkpoint.torchao import translated
 
     if not out.exists():
         raise CheckpointError(f"{out}: no such folder")
@@ -269,7 +270,7 @@ def validate_folder(
         report.about["against"] = against
     report.about["level"] = request.level
     try:
-        here = Checkpoint.open(out, follow_links=follow_links)
+        here = translated(Checkpoint.open(out, follow_links=follow_links))
         if source is not None and source.reading is None:
             source = replace(source, asked=here.reading)  # which may be the manifest's word
         scheme = (here.manifest or {}).get(STATED_AS)

@@ -290,9 +290,12 @@ def _faults_int8(checkpoint: Checkpoint, name: str) -> Iterator[Finding]:
     kind, scale = checkpoint[name].type, checkpoint[f"{name}_scale"]
     if len(kind.shape) != 2:
         return
-    rows = kind.shape[0]
-    if scale.type.dtype not in INT_SCALES or scale.type.shape != (rows, 1):
-        message = f"expected a scale a row, [{rows}, 1], for {kind}, found {scale.type}"
+    rows, columns = kind.shape
+    stated = ints_of(checkpoint, name.removesuffix(".weight"))
+    groups = 1 if stated is None else stated.groups(columns)
+    if scale.type.dtype not in INT_SCALES or scale.type.shape != (rows, groups):
+        each = "a scale" if groups == 1 else f"{groups} scales"
+        message = f"expected {each} a row, [{rows}, {groups}], for {kind}, found {scale.type}"
         yield Finding("QC027", "error", scale.name, message)
 
 
