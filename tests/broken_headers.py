@@ -692,7 +692,7 @@ def _codes_of_another_format_than_stated(bench: Bench) -> Repo:
 @broken("QC097")
 def _a_method_that_nothing_judges(bench: Bench) -> Repo:
     def say(config: dict[str, Any]) -> None:
-        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+        config["quantization_config"] = {"quant_method": "hqq", "nbits": 4}
 
     return Repo(edit_config(bench.copy("moe_int4"), say))
 

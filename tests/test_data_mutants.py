@@ -424,11 +424,14 @@ MUTANTS = (
     Mutant("AWQ said of GPTQ", "gptq", "QC089", stated(quant_method="awq", bits=4, group_size=32)),
     # --- formats that nothing judges
     *(
-        Mutant(f"said to be of {method}", "blocks", "QC097", block(quant_method=method))
-        for method in ("bitsandbytes", "quark", "auto-round", "hqq", "torchao")
+        Mutant(f"said to be of {method}", "blocks", rule, block(quant_method=method))
+        for method, rule in (
+            ("bitsandbytes", "QC096"), ("quark", "QC035"), ("auto-round", "QC097"), ("hqq", "QC097"),
+            ("torchao", "QC097"),
+        )
     ),
     Mutant("a sparse format", "packed", "QC097", group(format="marlin-24")),
-    Mutant("three bits", "packed", "QC097", group(weights={"num_bits": 3})),
+    Mutant("three bits", "packed", "QC026", group(weights={"num_bits": 3})),
     Mutant("an algorithm of nobody's", "modelopt", "QC097", block(quant_algo="W4A8_AWQ")),
     Mutant("codes of no format", "bf16", "QC097", recast(".weight", "U16", only=Q)),
     Mutant("an AWQ scale lost", "awq", "QC088", lost(".scales", only=f"{E0}.up_proj")),
@@ -437,7 +440,7 @@ MUTANTS = (
         tensors(lambda t: t.update({f"{E0}.up_proj.qzeros": tensor("I32", 1, 1)})),
     ),
     Mutant("AWQ of another group size", "awq", "QC089", block(group_size=16)),
-    Mutant("AWQ words of another type", "awq", "QC089", recast(".qweight", "F32", only=E0)),
+    Mutant("AWQ words of another type", "awq", "QC097", recast(".qweight", "F32", only=E0)),
     Mutant("AWQ's kernel version", "awq", "QC097", block(version="gemv")),
     # --- files that are read first
     Mutant("one file beside the index", "bf16", "QC098", beside("model.safetensors")),

@@ -146,7 +146,6 @@ def test_shared_experts_follow_the_routed_ones_where_sglang_fuses(
     [
         ExpertsToW4A16(shared_experts="keep"),
         ToNvfp4("compressed-tensors", shared_experts="keep"),
-        ExpertsToW4A16(packing="gptq", shared_experts="keep"),
         ExpertsToW4A16(targets=("Linear",), shared_experts="keep"),
         ToNvfp4("compressed-tensors", targets=("Linear",), shared_experts="keep"),
         ExpertsToW4A16(ignore=("re:.*shared_expert.*",)),

@@ -81,13 +81,10 @@ def routed_experts(plan: Plan) -> Experts:
     is not read."""
     check_experts(plan, "use it as it is, or quantize other layers (w4a16 --targets Linear)")
     _check_dims(plan)
-    found, read = _found(plan)
+    found, read, used = _found(plan)
     kind_of = plan.role_index.kind
     of_experts = [name for name in plan.tensors if kind_of(name).routed]
-    inputs = {
-        name for name in read if name.endswith(".input_scale")
-    }  # msmodelslim's, which are used
-    stale = frozenset(name for name in of_experts if name.endswith(STALE) and name not in inputs)
+    stale = frozenset(name for name in of_experts if name.endswith(STALE) and name not in used)
     taken = read | stale
     _check_all_read(plan, of_experts, taken)
     drafts = _draft_layers(plan)
@@ -110,11 +107,13 @@ def _check_dims(plan: Plan) -> None:
 _Found = dict[tuple[int, int, str], Projection]
 
 
-def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
-    """Every matrix of an expert, and the tensors they are read from. Raises PlanError for one that is
-    stored twice, that the config does not count, or of another shape than it says."""
+def _found(plan: Plan) -> tuple[_Found, frozenset[str], set[str]]:
+    """Every matrix of an expert, the tensors that belong to them, and those of which they are computed.
+    Raises PlanError for one that is stored twice, that the config does not count, or of another shape
+    than it says."""
     found: _Found = {}
     read: set[str] = set()
+    used: set[str] = set()
     dims = plan.role_index.dims
     counted = dims.num_experts
     inputs = expert_inputs(plan.role_index, lambda name: plan.tensors[name].type)
@@ -134,10 +133,11 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str]]:
                 raise PlanError(_wrong_shape(plan, projection, name, wanted))
             found[key] = projection
             read.update(names)
+            used.update(names[: len(projection.weight.args)])
     if not found:
         check_names(plan)
         raise PlanError("no routed expert found, although the config counts some")
-    return found, frozenset(read)
+    return found, frozenset(read), used
 
 
 def _check_all_read(plan: Plan, of_experts: Iterable[str], known: Set[str]) -> None:
