@@ -187,7 +187,7 @@ def test_a_bad_value_is_a_usage_error(
         "fp8 s o --channel --block 128",
         "fp8 s o --channel --ue8m0",
         "relabel s o",
-        "relabel s o --to awq",
+        "relabel s o --to hqq",
         "relabel s o --to fp8 --nearest",
         "relabel s o --to nvfp4",
         "relabel s o --to fp8 --dialect modelopt",
@@ -290,7 +290,7 @@ def _meaning(option: click.Option) -> tuple[Any, ...]:
 
 
 # Of what is printed, and of what `quantize` writes: both are what a user would type.
-_MEANINGS = {"--format": 2}
+_MEANINGS = {"--format": 2, "--dialect": 2}
 
 
 @pytest.mark.parametrize("spelling", sorted(_options()))

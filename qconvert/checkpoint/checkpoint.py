@@ -463,14 +463,12 @@ class Checkpoint(Mapping[str, Source]):
 
     def read_shape(self, source: Source) -> tuple[int, int] | None:
         """The two integers of a tensor that holds a shape, which planning may read, too; None for one of
-        another type, and where no data is at hand: not written yet, or a request away. Raises
+        another type, and where no data is at hand: in memory, not written yet, or a request away. Raises
         CheckpointError if they cannot be read."""
         kind = {"I64": "<2q", "I32": "<2i"}.get(source.type.dtype)
-        if (
-            kind is None
-            or source.type.shape != (2,)
-            or self.shards[source.shard].remote is not None
-        ):
+        if kind is None or source.type.shape != (2,) or source.shard >= len(self.shards):
+            return None
+        if self.shards[source.shard].remote is not None:
             return None
         rows, columns = unpack(kind, self.read_small(source))
         return rows, columns
