@@ -1,4 +1,4 @@
-"""The table of docs/encodings.md is what commands make of each encoding (encodings_table.py writes it)."""
+"""The table of docs/encodings.md is what commands make (encodings_table.py writes it)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _ROWS = {one.split(" | ")[0].removeprefix("| "): one for one in _PAGE.splitlines
 
 def test_the_page_has_a_row_for_each_encoding() -> None:
     table = _PAGE.partition(head())[2]
-    assert [one.split(" | ")[0] for one in table.splitlines()] == [f"| {name}" for name in ENCODINGS]
+    assert [one.split(" | ")[0] for one in table.splitlines()] == [
+        f"| {name}" for name in ENCODINGS
+    ]
 
 
 @pytest.mark.parametrize("name", sampled(ENCODINGS, 8))

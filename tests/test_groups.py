@@ -211,18 +211,6 @@ def hqq() -> Model:
     return model
 
 
-def bitsandbytes() -> Model:
-    """Codes in bytes under the weight's own name, and what goes with them under names of its own."""
-    model = bf16_moe()
-    for name in [n for n in model.tensors if n.endswith("_proj.weight")]:
-        count = len(model.tensors[name].data) // 4
-        model.tensors[name] = tensor("U8", count, 1)
-        model.tensors[f"{name}.absmax"] = tensor("F32", 1)
-        model.tensors[f"{name}.quant_state.bitsandbytes__nf4"] = tensor("U8", 16)
-    model.config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    return model
-
-
 def torchao() -> Model:
     """A method that names no tensor otherwise than the model does."""
     model = bf16_moe()
@@ -234,9 +222,7 @@ def torchao() -> Model:
     return model
 
 
-@pytest.mark.parametrize(
-    "make", [hqq, bitsandbytes, torchao], ids=["hqq", "bitsandbytes", "torchao"]
-)
+@pytest.mark.parametrize("make", [hqq, torchao], ids=["hqq", "torchao"])
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 def test_of_a_method_that_is_not_read_nothing_is_proved(
     make: Any, known: bool, tmp_path: Path

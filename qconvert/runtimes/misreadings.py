@@ -89,8 +89,8 @@ def misread(runtime: str, config: Config, tensors: Tensors) -> Misread:
 def misread_of_ranks(runtime: str, ranks: int, config: Config, tensors: Tensors) -> Misread:
     """The same where each expert is divided among `ranks`: scales of integer codes of w1 and w3, which
     are put into the order of a single group where a rank has a single group of the columns of w2: the
-    sizes of w2 are handed over for those of w1 and w3 (vLLM 0.33, `fused_moe/oracle/int_wna16.py`, pull
-    request 50196; sglang 0.5.23, `hardware_backend/gpu/quantization/gptq_kernels.py`, `awq_kernels.py`).
+    sizes of w2 are handed over for those of w1 and w3 (vLLM, `fused_moe/oracle/int_wna16.py`, pull
+    request 50196; sglang, `hardware_backend/gpu/quantization/gptq_kernels.py`, `awq_kernels.py`).
     Seen with vLLM on two H200: a KL of 1.0 of the next token."""
     scales: dict[str, int] = {}  # groups of each row
     one_group = False

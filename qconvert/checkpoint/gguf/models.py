@@ -1,7 +1,7 @@
 """Models of GGUF files as transformers has them: config and names by architecture.
 
 Sources: gguf 0.19 (`constants.py`, names of tensors and keys), llama.cpp's `convert_hf_to_gguf.py` (what
-it changes: Llama's rows of q and k, Gemma's norms, experts in stacks), transformers 5.17
+it changes: Llama's rows of q and k, Gemma's norms, experts in stacks), transformers
 (`modeling_gguf_pytorch_utils.py`).
 """
 

@@ -1,7 +1,7 @@
 """Integer codes of compressed-tensors, packed or one a byte -> BF16: bf16((code - zero) * scale),
 rounded once.
 
-Format source: compressed-tensors 0.19, `compressors/pack_quantized/` and
+Format source: compressed-tensors, `compressors/pack_quantized/` and
 `quantization/lifecycle/forward_helpers.py` `_dequantize`. A row is a string of codes of 2 to 8 bits in
 32-bit words, the first in the lowest bits, each stored plus half its range; codes of 3, 5, 6 and 7 bits
 lie across words, and the last word may have room left. With BF16 scales this is what that project's
