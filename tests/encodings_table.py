@@ -138,13 +138,14 @@ def cell(source: Path, out: Path, words: tuple[str, ...]) -> str:
     if done.code:
         assert "Traceback" not in done.err
         return "no"
-    errors = errors_of(out, "--against", source)
+    # In full an AMX folder is run by kt-kernel, 3 s a row; whose codes it has is compared anyway.
+    errors = errors_of(out, "sample" if command == "amx" else "full", "--against", source)
     assert not errors, (words, errors)
     return "yes"
 
 
-def errors_of(folder: Path, *more: str | Path) -> list[dict[str, str]]:
-    judged = run_cli("validate", folder, "--level", "full", *more, "--json")
+def errors_of(folder: Path, level: str, *more: str | Path) -> list[dict[str, str]]:
+    judged = run_cli("validate", folder, "--level", level, *more, "--json")
     return [one for one in json.loads(judged.out)["findings"] if one["severity"] == "error"]
 
 
@@ -152,7 +153,7 @@ def row(name: str, folder: Path) -> list[str]:
     """The cells of one encoding. The source alone is judged, too."""
     one = ENCODINGS[name]
     source = one.write(folder / "source")
-    errors = errors_of(source) if source.is_dir() else []  # a GGUF file is judged as a source alone
+    errors = errors_of(source, "full") if source.is_dir() else []  # a GGUF file is judged as a source alone
     assert not errors, errors
     cells = [cell(source, folder / f"out{at}", words) for at, words in enumerate(COMMANDS.values())]
     return [name, "yes", *cells, one.written, one.compared]
