@@ -153,7 +153,8 @@ def row(name: str, folder: Path) -> list[str]:
     """The cells of one encoding. The source alone is judged, too."""
     one = ENCODINGS[name]
     source = one.write(folder / "source")
-    errors = errors_of(source, "full") if source.is_dir() else []  # a GGUF file is judged as a source alone
+    # A GGUF file is judged as a source alone.
+    errors = errors_of(source, "full") if source.is_dir() else []
     assert not errors, errors
     cells = [cell(source, folder / f"out{at}", words) for at, words in enumerate(COMMANDS.values())]
     return [name, "yes", *cells, one.written, one.compared]
