@@ -40,9 +40,15 @@ from qconvert.ops.cast import DequantTo
 from qconvert.validators.formats.gguf import block_floats
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def cache(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers are made anew; what is known of classes is kept for all tests, since it takes 10 s."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
 
 
 def as_bf16(values: Array) -> bytes:
