@@ -7,7 +7,7 @@ formats/registry.py. Validators decode with code of their own (validators/readin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import Shape, TensorType, TypesOf
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Value, inferred
+from qconvert.core.names import split_parameter
 from qconvert.ops.rowwise import Decoder, RowOp
 from qconvert.plan.plan import Plan
 
@@ -89,15 +90,13 @@ class Format:
         contradicts the config.
     order: forms with a lower one are asked first; those of other packages before all.
     mark: a parameter that says alone that a module is in this format, be its codes missing.
-    alone: the quant_method of its configs, which state no other format: a weight of it that stays where
-        others are encoded becomes BF16.
     encode: the op that makes it, BF16 [N, K] -> tensors in the order of `parameters`, row by row. None:
         it has a pass of its own, or is only read.
     config_group: compressed-tensors' group of the config for these targets.
     check: raises PlanError for a plan whose weights it should not be made of.
     notes, expert_notes: for plans: what loads it, and its routed experts.
-    every: all tensors of a plan that this format must be decoded from, weights or not, by name, where a
-        checkpoint is in it as a whole: none of them stays as it is beside other weights.
+    unmixed: all tensors of a plan in this format, weights or not, by name, where no config states it
+        beside another one: what stays of them where others are encoded becomes BF16.
     label: how a tensor under one of `parameters` is shown, if its dtype is one of `codes` and does not
         say what is stored ("INT4 g128 (packed)"), from folder, module and parameter; None for another's.
         Without it codes are shown by `title`, where the second parameter is.
@@ -112,13 +111,12 @@ class Format:
     read: Callable[[Plan, str], Read | None] | None = None
     order: int = 50
     mark: str = ""
-    alone: str = ""
     encode: Callable[[], RowOp] | None = None
     config_group: Callable[[Iterable[str]], dict[str, Any]] | None = None
     check: Callable[[Plan], None] | None = None
     notes: tuple[str, ...] = ()
     expert_notes: tuple[str, ...] = ()
-    every: Callable[[Plan], Iterable[tuple[str, Read]]] | None = None
+    unmixed: Callable[[Plan], Iterable[tuple[str, Read]]] | None = None
     label: Callable[[FolderTensors, str, str], str | None] | None = None
 
     def labelled(self, folder: FolderTensors, module: str, parameter: str) -> str | None:
@@ -133,6 +131,23 @@ def as_matrix(output: Output) -> Output:
     """A stack of matrices as one, their rows below one another."""
     shape = output.type.shape
     return output if len(shape) < 3 else output.reshape((prod(shape[:-1]), shape[-1]))
+
+
+def weights_of_method(
+    method: str, read: Callable[[Plan, str], Read | None]
+) -> Callable[[Plan], Iterable[tuple[str, Read]]]:
+    """`Format.unmixed` of a format whose codes are under the name of the weight, in folders whose config
+    states this quant_method."""
+
+    def unmixed(plan: Plan) -> Iterator[tuple[str, Read]]:
+        if all(config.method != method for config in plan.checkpoint.quantization_configs):
+            return
+        for name in plan.tensors:
+            module, parameter = split_parameter(name)
+            if parameter == "weight" and (found := read(plan, module)) is not None:
+                yield name, found
+
+    return unmixed
 
 
 def stored(

@@ -141,37 +141,30 @@ def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:
         yield module, found
 
 
-def of_whole_checkpoints(plan: Plan) -> Iterator[tuple[str, Read]]:
-    """Tensors of a plan, by name, that stay in no folder as they are stored: see `Format.every`. Raises
-    PlanError for one that does not fit."""
-    for one in formats().values():
-        if one.every is not None:
-            yield from one.every(plan)
+def unmixed(plan: Plan) -> Iterator[tuple[str, Read]]:
+    """Tensors of a plan, by name, whose format no config states beside another: see `Format.unmixed`.
+    Raises PlanError for one that does not fit."""
+    for form in formats().values():
+        if form.unmixed is not None:
+            yield from form.unmixed(plan)
 
 
 def decoded_beside(plan: Plan, others: Mapping[str, Output]) -> tuple[dict[str, Output], list[str]]:
-    """Tensors that stay where others are encoded, of these weights in BF16 whose format no config states
-    beside another; and what was noted beside such weights, which leaves. Raises PlanError as their
-    formats do."""
-    methods = {config.method for config in plan.checkpoint.quantization_configs}
+    """Tensors that stay where others are encoded, the unmixed ones in BF16; and what was noted beside
+    such weights, which leaves. Raises PlanError as their formats do."""
     found, noted = dict(others), list[str]()
-    for form in formats().values():
-        if form.alone not in methods or form.read is None:
+    for name, (stored, names) in unmixed(plan):
+        if name not in others or stored.decoder is None:
             continue
-        for name, output in others.items():
-            module, parameter = split_parameter(name)
-            if parameter != form.parameters[0] or (own := form.read(plan, module)) is None:
-                continue
-            stored, names = own
-            assert stored.decoder is not None
-            (made,) = apply(stored.decoder, *stored.args)
-            beside = [f"{module}.{part}" for part in (*NOTED, *ACTIVATIONS)]
-            used = names[: len(stored.args)]
-            extra = {*names, *(one for one in beside if one in others)}.difference(used)
-            for part in (*used, *extra):
-                found.pop(part, None)
-            found[f"{module}.weight"] = stored.as_stored(made, output.type.shape)
-            noted += sorted(extra)
+        module, _ = split_parameter(name)
+        beside = (f"{module}.{part}" for part in (*NOTED, *ACTIVATIONS))
+        used = names[: len(stored.args)]
+        extra = {*names, *(one for one in beside if one in others)}.difference(used)
+        for part in (*used, *extra):
+            found.pop(part, None)
+        (made,) = apply(stored.decoder, *stored.args)
+        found[name] = stored.as_stored(made, others[name].type.shape)
+        noted += sorted(extra)
     return found, noted
 
 

@@ -20,7 +20,7 @@ from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_reading, fp8_scale_name, fp8_scheme_of
 from qconvert.formats.mx.format import stacks
-from qconvert.formats.registry import encoded, of_whole_checkpoints
+from qconvert.formats.registry import encoded, unmixed
 from qconvert.ops.cast import DequantTo
 from qconvert.ops.rowwise import Decoder, FloatDecoder, with_overflow
 from qconvert.passes.replace_weights import replace_weights, sources_of
@@ -58,7 +58,7 @@ class Dequant:
             for module, (stored, names) in encoded(plan)
             if stored.decoder is not None
         }
-        for name, (stored, names) in of_whole_checkpoints(plan):
+        for name, (stored, names) in unmixed(plan):
             others.setdefault(name, (name, stored, names))
         taken = {name for _, _, names in others.values() for name in names}
         stacked = {names[0]: (stem, names) for stem, names in stacks(plan).items()}

@@ -19,9 +19,8 @@ from qconvert.checkpoint.checkpoint import (
 from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.core.errors import PlanError
 from qconvert.core.family import without_quantization
-from qconvert.core.graph import Output, Source, apply
+from qconvert.core.graph import Output, Source
 from qconvert.formats.nvfp4.format import hf_quant_config
-from qconvert.formats.registry import of_whole_checkpoints
 from qconvert.plan.plan import Calibrating, LogEntry, Plan
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def replace_weights(
     dialect, and msmodelslim's description in place of its. `dropped` are rules by source tensor,
     `dropped_files` rules by side file, of which only those count that exist. `digest` is that of the
     calibration `calibrate`, which runs the model of `plan`, and solves `linears` beside the routed
-    experts. Of a checkpoint that is encoded as a whole what is left is decoded."""
+    experts."""
     from qconvert.samples.request import FACT as CALIBRATION
     from qconvert.samples.request import fact as calibration_fact
 
@@ -75,7 +74,7 @@ def replace_weights(
         facts[CALIBRATION] = calibration_fact(calibrate, digest)
     return plan.logged(
         entry,
-        tensors=_decoded(plan, tensors),
+        tensors=tensors,
         config=config,
         dropped={**plan.dropped, **dropped},
         side_files=tuple(name for name in plan.side_files if name not in rules),
@@ -84,18 +83,6 @@ def replace_weights(
         facts=facts,
         calibration=calibration,
     )
-
-
-def _decoded(plan: Plan, tensors: Mapping[str, Output]) -> Mapping[str, Output]:
-    """The tensors, of which none is left in an encoding that only its own block describes (a GGUF
-    file's)."""
-    found = dict(tensors)
-    for name, (stored, names) in of_whole_checkpoints(plan):
-        if stored.decoder is not None and tensors.get(name) == plan.tensors[name]:
-            found[name] = apply(stored.decoder, *stored.args)[0]
-            for other in names[1:]:
-                found.pop(other, None)
-    return found
 
 
 def sources_of(plan: Plan, names: Iterable[str], rule: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from qconvert.checkpoint.checkpoint import ASCEND, Checkpoint
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.parameter_names import ASCEND as PARTS
-from qconvert.formats.base import FolderTensors, Format, Read, stored
+from qconvert.formats.base import FolderTensors, Format, Read, stored, weights_of_method
 from qconvert.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:
 
 
 FORMAT = Format(
-    name="msmodelslim", title="msmodelslim", parameters=PARTS, mark=PARTS[2], alone=ASCEND,
+    name="msmodelslim", title="msmodelslim", parameters=PARTS, mark=PARTS[2],
+    unmixed=weights_of_method(ASCEND, read),
     codes=("I8",), cut=(1, "group"), order=18,
     equals="msmodelslim 26.1 (q - offset) * scale", read=read, label=_label,
 )  # fmt: skip

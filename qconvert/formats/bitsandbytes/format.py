@@ -11,7 +11,7 @@ from qconvert.core.errors import CheckpointError, PlanError
 from qconvert.core.graph import Output
 from qconvert.core.json_text import parse_object
 from qconvert.core.parameter_names import BNB4, BNB8
-from qconvert.formats.base import FolderTensors, Format, Read, stored
+from qconvert.formats.base import FolderTensors, Format, Read, stored, weights_of_method
 from qconvert.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -144,12 +144,12 @@ _EQUALS = "bitsandbytes 0.50"
 FORMATS = (
     Format(
         name="bitsandbytes-4bit", title="bitsandbytes 4-bit", parameters=BNB4, mark=BNB4[1],
-        alone=_METHOD, codes=("U8",), cut=(0, 0), order=16,
+        unmixed=weights_of_method(_METHOD, read_4bit), codes=("U8",), cut=(0, 0), order=16,
         equals=f"{_EQUALS} dequantize_4bit", read=read_4bit, label=_label_4bit,
     ),
     Format(
         name="bitsandbytes-int8", title="bitsandbytes INT8", parameters=BNB8, mark=BNB8[1],
-        alone=_METHOD, codes=("I8",), cut=(1, 0), order=17,
+        unmixed=weights_of_method(_METHOD, read_int8), codes=("I8",), cut=(1, 0), order=17,
         equals=f"{_EQUALS} int8_vectorwise_dequant", read=read_int8,
     ),
 )  # fmt: skip

@@ -45,7 +45,7 @@ def _stored(plan: Plan, name: str) -> Stored:
     return Stored(decoder, (output,), rows, kind.numel // max(1, rows))
 
 
-def every(plan: Plan) -> Iterator[tuple[str, Read]]:
+def unmixed(plan: Plan) -> Iterator[tuple[str, Read]]:
     """All tensors of a GGUF file that no folder holds as they are: blocks, numbers in F32 as it has
     them, rows in another order. Raises PlanError for one that does not fit its type."""
     for name in _stated(plan.checkpoint).kinds:
@@ -61,6 +61,6 @@ def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:
 FORMATS = (
     Format(
         name="gguf", title="GGUF", parameters=("weight", "_proj"), codes=("U8",), cut=(1, 0), order=5,
-        equals="gguf 0.19 quants.py", read=read, every=every, label=_label,
+        equals="gguf 0.19 quants.py", read=read, unmixed=unmixed, label=_label,
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 from qconvert.checkpoint.mlx_config import MLX, mlx_scheme, states_mlx
 from qconvert.core.errors import PlanError
 from qconvert.core.parameter_names import MLX as PARTS
-from qconvert.formats.base import FolderTensors, Format, Read, as_matrix, stored
+from qconvert.formats.base import FolderTensors, Format, Read, as_matrix, stored, weights_of_method
 from qconvert.plan.plan import Plan
 
 # Families of which mlx-lm stores other numbers than transformers (`models/qwen3_next.py`, `qwen3_5.py`,
@@ -62,7 +62,8 @@ def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:
 
 
 FORMAT = Format(
-    name="mlx", title="MLX", parameters=PARTS, mark=PARTS[1], alone=MLX, codes=("U32",),
+    name="mlx", title="MLX", parameters=PARTS, mark=PARTS[1],
+    unmixed=weights_of_method(MLX, read), codes=("U32",),
     cut=(1, "group"), order=15,
     equals="mlx 0.32 mlx.core.dequantize", read=read, label=_label,
 )  # fmt: skip
