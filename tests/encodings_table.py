@@ -6,7 +6,6 @@ judged by `validate --level full` against its source.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ import layer_models
 import mlx_models
 import test_torchao
 from checkpoints import Model, run_cli
+from dequantized import errors
 from int_models import INTEGERS
 from test_module_rules import SOURCES
 
@@ -114,7 +114,7 @@ def _rows() -> dict[str, Encoding]:
         rows[f"bitsandbytes, {named}"] = Encoding(made, "bitsandbytes")
     for kind in ascend_models.KINDS:
         made = _model(partial(ascend_models.ascend_model, kind))
-        written = "`int8 --dialect msmodelslim`" if kind == "W8A8_DYNAMIC" else ""
+        written = "`int8 --msmodelslim`" if kind == "W8A8_DYNAMIC" else ""
         rows[f"msmodelslim, {kind}"] = Encoding(made, hand, written)
     for form in test_torchao.FORMS:
         rows[f"torchao, {form}"] = Encoding(partial(_torchao, form), "torchao")
@@ -131,22 +131,17 @@ ENCODINGS: Mapping[str, Encoding] = _rows()
 
 
 def cell(source: Path, out: Path, words: tuple[str, ...]) -> str:
-    """What a command makes of a source: `yes` where the folder is judged sound beside it, `no` where the
-    command refuses. Raises AssertionError for a folder that is not sound."""
+    """The outcome of a command on a source: `yes` where its folder is judged sound beside it, `no` where
+    the command refuses. Raises AssertionError for a folder that is not sound."""
     command, *more = words
     done = run_cli(command, source, out, *more, "--jobs", "1")
     if done.code:
         assert "Traceback" not in done.err
         return "no"
     # In full an AMX folder is run by kt-kernel, 3 s a row; whose codes it has is compared anyway.
-    errors = errors_of(out, "sample" if command == "amx" else "full", "--against", source)
-    assert not errors, (words, errors)
+    found = errors(out, "--against", source, level="sample" if command == "amx" else "full")
+    assert not found, (words, found)
     return "yes"
-
-
-def errors_of(folder: Path, level: str, *more: str | Path) -> list[dict[str, str]]:
-    judged = run_cli("validate", folder, "--level", level, *more, "--json")
-    return [one for one in json.loads(judged.out)["findings"] if one["severity"] == "error"]
 
 
 def row(name: str, folder: Path) -> list[str]:
@@ -154,8 +149,7 @@ def row(name: str, folder: Path) -> list[str]:
     one = ENCODINGS[name]
     source = one.write(folder / "source")
     # A GGUF file is judged as a source alone.
-    errors = errors_of(source, "full") if source.is_dir() else []
-    assert not errors, errors
+    assert not source.is_dir() or errors(source) == []
     cells = [cell(source, folder / f"out{at}", words) for at, words in enumerate(COMMANDS.values())]
     return [name, "yes", *cells, one.written, one.compared]
 

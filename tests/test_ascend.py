@@ -10,9 +10,9 @@ from pathlib import Path
 import models
 import numpy as np
 import pytest
-import torch
-from ascend_models import KINDS, Array, ascend_model, encode, tensor
+from ascend_models import KINDS, ascend_model, encode, tensor
 from checkpoints import Model, Tensor, read_tensors, run_cli
+from dequantized import bf16, converted, refused, rules
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
@@ -24,35 +24,6 @@ every = pytest.mark.parametrize("kind", KINDS)
 LINEAR = "model.layers.1.self_attn.q_proj"
 DESCRIPTION = "quant_model_description.json"
 DYNAMIC, STATIC, PACKED = "W8A8_DYNAMIC", "W8A8", "W4A8_DYNAMIC"
-
-
-def bf16(values: Array) -> Tensor:
-    found = torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16()
-    return Tensor("BF16", values.shape, found.view(torch.uint8).numpy().tobytes())
-
-
-def converted(model: Model, folder: Path, *more: str) -> dict[str, Tensor]:
-    """What `dequant` makes, which `validate --level full` finds nothing wrong with."""
-    source, out = model.write(folder / "source"), folder / "out"
-    done = run_cli("dequant", source, out, "--jobs", "1", *more)
-    assert done.code == 0, done.err
-    judged = run_cli("validate", out, "--level", "full", "--against", source, "--json")
-    report = json.loads(judged.out)
-    assert judged.code == 0, [one for one in report["findings"] if one["severity"] == "error"]
-    return read_tensors(out)
-
-
-def refused(model: Model, folder: Path) -> str:
-    done = run_cli("dequant", model.write(folder / "source"), folder / "out", "--jobs", "1")
-    assert done.code == 1, done.out
-    return done.err
-
-
-def rules(model: Model, folder: Path) -> set[str]:
-    """Rules of the errors that `validate` finds in a source."""
-    judged = run_cli("validate", model.write(folder / "source"), "--level", "full", "--json")
-    findings = json.loads(judged.out)["findings"]
-    return {one["rule"] for one in findings if one["severity"] == "error"}
 
 
 def stating(model: Model, **more: object) -> None:
@@ -258,7 +229,7 @@ def _ordinary() -> Model:
 def _written(folder: Path, model: Model, *more: str) -> Path:
     out = folder / "out"
     source = model.write(folder / "source")
-    done = run_cli("int8", source, out, "--dialect", "msmodelslim", "--jobs", "1", *more)
+    done = run_cli("int8", source, out, "--msmodelslim", "--jobs", "1", *more)
     assert done.code == 0, done.err
     assert "read by vllm-ascend (its quantization `ascend`)" in done.err
     judged = run_cli("validate", out, "--level", "full", "--against", source)
@@ -305,7 +276,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_fp8_layers_cannot_stay(tmp_path: Path) -> None:
     model = models.qwen3_moe("fp8")
-    args = ("--dialect", "msmodelslim", "--targets", "experts")
+    args = ("--msmodelslim", "--targets", "experts")
     said = run_cli("int8", model.write(tmp_path / "s"), tmp_path / "o", *args)
     assert said.code == 1
     assert "msmodelslim's description has no place for it" in said.err

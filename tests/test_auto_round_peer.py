@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import read_tensors, run_cli
-from test_encodings import as_torch
+from dequantized import as_torch
 
 pytestmark = pytest.mark.peer
 hf: Any = transformers
@@ -73,7 +73,7 @@ class NoTokenizer:
 def exported(
     kind: str, asked: dict[str, Any], folder: Path
 ) -> tuple[Path, dict[str, torch.Tensor]]:
-    """What auto-round writes of a small model, and that model's linears."""
+    """A folder that auto-round writes of a small model, and that model's linears."""
     config = hf.Qwen3Config(
         vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False,

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Tensor, read_tensors, run_cli
+from dequantized import as_torch
 from encoded_models import AWQ_NIBBLES, encoded
 from int_models import INTEGERS, mixed, qweight
 from ops_harness import buffer, run_op
-from test_encodings import as_torch
 from test_relabel import in_bf16, refused, relabelled
 from test_w4a16 import ordinary
 
@@ -31,7 +31,7 @@ from qconvert.formats.int_packed.packers import PackAwq, PackGptq
 
 
 def written(source: Path, out: Path, *more: str) -> dict[str, Tensor]:
-    """What `w4a16` makes, which `validate --level full` finds nothing wrong with."""
+    """Tensors that `w4a16` makes, in which `validate --level full` finds no error."""
     done = run_cli("w4a16", source, out, "--rtn", "--asymmetric", "--jobs", "1", *more)
     assert done.code == 0, done.err
     judged = run_cli("validate", out, "--level", "full", "--against", source, "--json")

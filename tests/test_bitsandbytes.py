@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bitsandbytes_models import SCHEMES, Array, Scheme, bnb_model, encode, tensor
+from bitsandbytes_models import SCHEMES, Scheme, bnb_model, encode, tensor
 from checkpoints import Model, Tensor, read_tensors, run_cli
+from dequantized import bf16, converted, refused, rules
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
@@ -24,35 +25,6 @@ every = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 LINEAR = "model.layers.1.self_attn.q_proj"
 STATE = f"{LINEAR}.weight.quant_state.bitsandbytes__nf4"
 NF4 = Scheme("nf4", 64, nested=True)
-
-
-def bf16(values: Array) -> Tensor:
-    found = torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16()
-    return Tensor("BF16", values.shape, found.view(torch.uint8).numpy().tobytes())
-
-
-def converted(model: Model, folder: Path, *more: str) -> dict[str, Tensor]:
-    """What `dequant` makes, which `validate --level full` finds nothing wrong with."""
-    source, out = model.write(folder / "source"), folder / "out"
-    done = run_cli("dequant", source, out, "--jobs", "1", *more)
-    assert done.code == 0, done.err
-    judged = run_cli("validate", out, "--level", "full", "--against", source, "--json")
-    report = json.loads(judged.out)
-    assert judged.code == 0, [one for one in report["findings"] if one["severity"] == "error"]
-    return read_tensors(out)
-
-
-def refused(model: Model, folder: Path) -> str:
-    done = run_cli("dequant", model.write(folder / "source"), folder / "out", "--jobs", "1")
-    assert done.code == 1, done.out
-    return done.err
-
-
-def rules(model: Model, folder: Path) -> set[str]:
-    """Rules of the errors that `validate` finds in a source."""
-    judged = run_cli("validate", model.write(folder / "source"), "--level", "full", "--json")
-    findings = json.loads(judged.out)["findings"]
-    return {one["rule"] for one in findings if one["severity"] == "error"}
 
 
 @every

@@ -29,7 +29,7 @@ from qconvert.formats.amx.encode import Amx
 from qconvert.formats.fp8.decode import DequantFp8
 from qconvert.formats.fp8.encode import EncodeFp8
 from qconvert.formats.fp8.tensor import EncodeFp8Tensor
-from qconvert.formats.int_packed.awq import DequantAwq
+from qconvert.formats.int_packed.awq import DequantAwq, DequantQuark
 from qconvert.formats.int_packed.decode import DequantInt8, DequantInts
 from qconvert.formats.int_packed.encode import encoder
 from qconvert.formats.int_packed.gptq import DequantGptq
@@ -39,7 +39,6 @@ from qconvert.formats.mx.encode import EncodeMx, EncodeQuarkMxfp4
 from qconvert.formats.nvfp4.decode import DequantNvfp4
 from qconvert.formats.nvfp4.encode import PackNvfp4
 from qconvert.formats.nvfp4.scales import RowMaxima
-from qconvert.formats.quark.decode import DequantQuark
 from qconvert.ops import compiled
 from qconvert.ops.compiled import choice
 

@@ -33,13 +33,13 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, ran, read_tensors
+from dequantized import as_torch
 from encoded_models import awq, mxfp4, stored
 from families import tiny
 from families.loading import logits
 from models import FP8_BLOCK
 from safetensors.torch import save_file
 from sampled import sampled
-from test_encodings import as_torch
 
 from qconvert.formats.nvfp4.format import group_config
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, run_cli
+from dequantized import as_torch, converted, rounded
 from encoded_models import ENCODINGS, FAMILIES, Array, encoded, gpt_oss, near
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,24 +25,6 @@ from qconvert.formats.mx.decode import DequantMxfp4, DequantMxfp4Columns
 
 every = pytest.mark.parametrize("encoding", ENCODINGS)
 families = pytest.mark.parametrize("family", FAMILIES)
-
-
-def rounded(values: Array) -> bytes:
-    """float64 -> bf16, once: the oracle's products have at most 24 bits, so float32 holds them."""
-    assert np.array_equal(values, values.astype(np.float32))
-    found = torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16()
-    return found.view(torch.uint8).numpy().tobytes()
-
-
-def converted(model: Model, folder: Path, *more: str) -> dict[str, Tensor]:
-    """What `dequant` makes, which `validate --level full` finds nothing wrong with."""
-    source, out = model.write(folder / "source"), folder / "out"
-    done = run_cli("dequant", source, out, "--jobs", "1", *more)
-    assert done.code == 0, done.err
-    judged = run_cli("validate", out, "--level", "full", "--against", source, "--json")
-    report = json.loads(judged.out)
-    assert judged.code == 0, [one for one in report["findings"] if one["severity"] == "error"]
-    return read_tensors(out)
 
 
 @families
@@ -124,14 +107,6 @@ def test_a_nan_exponent_is_refused() -> None:
 
 
 # --- peers -------------------------------------------------------------------------------------
-
-
-def as_torch(value: Tensor) -> torch.Tensor:
-    kinds = {
-        "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8,
-        "I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn,
-    }  # fmt: skip
-    return torch.frombuffer(bytearray(value.data), dtype=kinds[value.dtype]).reshape(value.shape)
 
 
 def _scheme(model: Model) -> Any:

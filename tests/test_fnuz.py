@@ -3,7 +3,6 @@ in float64 (biases 8 and 16, 0x80 is NaN)."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, refused, run_cli
+from dequantized import errors
 from models import qwen3_moe
 from ops_harness import buffer, run_op
 
@@ -82,11 +82,6 @@ def model_of(dtype: str, **block: str) -> Model:
             model.tensors[name] = Tensor(dtype, value.shape, data)
     model.config["quantization_config"] = {**model.config["quantization_config"], **block}
     return model
-
-
-def errors(*arguments: str | Path) -> list[dict[str, str]]:
-    report = json.loads(run_cli("validate", *arguments, "--level", "full", "--json").out)
-    return [one for one in report["findings"] if one["severity"] == "error"]
 
 
 @kinds

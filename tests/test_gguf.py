@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import bf16_moe, ran, read_tensors, refused, run_cli
+from dequantized import bf16
 from gguf_files import (
     ARCHITECTURES,
     CODED,
@@ -51,13 +52,8 @@ def cache(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
 
 
-def as_bf16(values: Array) -> bytes:
-    found = torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16()
-    return found.view(torch.uint8).numpy().tobytes()
-
-
 def converted(file: Path, out: Path, *words: str) -> dict[str, Any]:
-    """What a command makes, which `validate --level full` finds nothing wrong with."""
+    """Tensors that a command makes, in which `validate --level full` finds no error."""
     command, *more = words or ("dequant",)
     ran(command, file, out, "--jobs", "1", *more)
     judged = run_cli("validate", out, "--level", "full", "--against", file, "--json")
@@ -83,7 +79,7 @@ def test_any_blocks_are_what_gguf_reads(kind: str, count: int, limit: int | None
     wanted = meaning(kind, data)
     stored = buffer(TensorType("U8", data.shape), data.tobytes())
     (found,), _ = run_op(DequantGguf(kind), [stored], limit)
-    assert found == as_bf16(wanted)
+    assert found == bf16(wanted).data
     (exact,), _ = run_op(DequantTo(DequantGguf(kind), "F32"), [stored], limit)
     assert exact == wanted.tobytes()
     assert np.array_equal(block_floats(kind, data.reshape(-1), "U8"), wanted.reshape(-1))
@@ -154,7 +150,7 @@ def test_a_power_beyond_bf16_is_refused() -> None:
     data[1, :2] = 252, 0x07
     stored = buffer(TensorType("U8", data.shape), data.tobytes())
     (found,), _ = run_op(DequantGguf("MXFP4"), [stored])  # 6 * 2^125
-    assert found == as_bf16(meaning("MXFP4", data))
+    assert found == bf16(meaning("MXFP4", data)).data
     data[1, 0] = 253
     stored = buffer(TensorType("U8", data.shape), data.tobytes())
     with pytest.raises(RowError, match="row 1 holds NaN or infinity"):
@@ -165,7 +161,7 @@ def test_a_power_beyond_bf16_is_refused() -> None:
 
 
 def _wanted(made: GgufModel) -> dict[str, bytes]:
-    return {name: as_bf16(values) for name, values in made.means.items()}
+    return {name: bf16(values).data for name, values in made.means.items()}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -209,7 +205,7 @@ def test_two_stacks_part_by_part(kind: str, limit: int | None) -> None:
     ins = [buffer(TensorType("U8", one.shape), one.tobytes()) for one in pair]
     (found,), _ = run_op(DequantGgufStack(kind), ins, limit)
     wanted = np.stack([meaning(kind, one) for one in pair], axis=2).reshape(5, 14, -1)
-    assert found == as_bf16(wanted.swapaxes(1, 2))
+    assert found == bf16(wanted.swapaxes(1, 2)).data
     with pytest.raises(PlanError, match="expected two tensors alike"):
         DequantGgufStack(kind).infer(ins[0].type, TensorType("U8", (5, 8, 3)))
     with pytest.raises(PlanError, match="expected a stack of matrices"):
@@ -229,7 +225,7 @@ def test_numbers_in_f32(tmp_path: Path) -> None:
     "words", [("int8",), ("w4a16", "--rtn", "--targets", "Linear", "--group-size", "32")]
 )
 def test_a_file_is_quantized_in_one_read(words: tuple[str, ...], tmp_path: Path) -> None:
-    """What stays unquantized is decoded."""
+    """Linears that stay unquantized are decoded."""
     made = model("llama", "Q4_1")
     file = made.write(tmp_path / "model.gguf")
     found = converted(file, tmp_path / "out", *words)
@@ -260,7 +256,7 @@ def test_norms_in_other_types(tmp_path: Path) -> None:
     found = converted(made.write(tmp_path / "m.gguf"), tmp_path / "out")
     name = "model.norm.weight"
     stored = made.stored["output_norm.weight"][1]
-    assert found[name].data == as_bf16(stored.astype(np.float32) - np.float32(1))
+    assert found[name].data == bf16(stored.astype(np.float32) - np.float32(1)).data
 
 
 def test_only_gguf_files_are_read_so(tmp_path: Path) -> None:

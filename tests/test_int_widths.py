@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Tensor, read_tensors, run_cli
+from dequantized import as_torch, converted, rounded
 from encoded_models import FAMILIES, encoded
 from int_models import INTEGERS, packed, qweight
 from ops_harness import buffer, run_op
-from test_encodings import as_torch, converted, rounded
 from test_relabel import in_bf16, refused, relabelled
 
 from qconvert.core.dtypes import TensorType

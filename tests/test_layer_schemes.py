@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, refused, run_cli
+from dequantized import errors, rounded
 from encoded_models import Array
 from layer_models import (
     E8M0,
@@ -32,18 +33,6 @@ from ops_harness import buffer, run_op
 from qconvert.core.dtypes import TensorType
 from qconvert.formats.mx.encode import EncodeQuarkMxfp4
 from qconvert.formats.mx.format import quark_config
-
-
-def rounded(values: Array) -> bytes:
-    """float64 -> bf16, once."""
-    assert np.array_equal(values, values.astype(np.float32))
-    found = torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16()
-    return found.view(torch.uint8).numpy().tobytes()
-
-
-def errors(*arguments: str | Path) -> list[dict[str, str]]:
-    report = json.loads(run_cli("validate", *arguments, "--level", "full", "--json").out)
-    return [one for one in report["findings"] if one["severity"] == "error"]
 
 
 def becomes_bf16(model: Model, meaning: Mapping[str, Array], folder: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, run_cli
+from dequantized import converted, refused, rules
 from mlx_models import (
     KINDS,
     SCHEMES,
@@ -31,30 +32,6 @@ from qconvert.formats.mlx.decode import DequantMlx
 every = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 LINEAR = "model.layers.1.self_attn.q_proj"
 G4 = Scheme("affine", 4, 64, "BF16")
-
-
-def converted(model: Model, folder: Path, *more: str) -> dict[str, Tensor]:
-    """What `dequant` makes, which `validate --level full` finds nothing wrong with."""
-    source, out = model.write(folder / "source"), folder / "out"
-    done = run_cli("dequant", source, out, "--jobs", "1", *more)
-    assert done.code == 0, done.err
-    judged = run_cli("validate", out, "--level", "full", "--against", source, "--json")
-    report = json.loads(judged.out)
-    assert judged.code == 0, [one for one in report["findings"] if one["severity"] == "error"]
-    return read_tensors(out)
-
-
-def refused(model: Model, folder: Path) -> str:
-    done = run_cli("dequant", model.write(folder / "source"), folder / "out", "--jobs", "1")
-    assert done.code == 1, done.out
-    return done.err
-
-
-def rules(model: Model, folder: Path) -> set[str]:
-    """Rules of the errors that `validate` finds in a source."""
-    judged = run_cli("validate", model.write(folder / "source"), "--level", "full", "--json")
-    findings = json.loads(judged.out)["findings"]
-    return {one["rule"] for one in findings if one["severity"] == "error"}
 
 
 @every
@@ -116,7 +93,7 @@ def test_modules_have_schemes_of_their_own(tmp_path: Path) -> None:
     "command", [("w4a16", "--rtn", "--group-size", "32"), ("fp8", "--channel")]
 )
 def test_it_is_quantized_in_one_read(command: tuple[str, ...], tmp_path: Path) -> None:
-    """What is no target becomes BF16: no other config has a place for MLX's codes."""
+    """Linears that are no target become BF16: no other config has a place for MLX's codes."""
     model, meaning = with_stacks(G4)
     source, out = model.write(tmp_path / "source"), tmp_path / "out"
     done = run_cli(command[0], source, out, *command[1:], "--jobs", "1")

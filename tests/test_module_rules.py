@@ -13,9 +13,9 @@ import encoded_models
 import numpy as np
 import pytest
 from checkpoints import Model, Tensor, run_cli
+from dequantized import converted, rounded
 from encoded_models import Array, Parts
 from int_models import auto_round_block, gptq_block, mixed, qweight
-from test_encodings import converted, rounded
 from test_relabel import in_bf16, refused, relabelled
 
 from qconvert.checkpoint.auto_round import auto_round_block as read_block

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Model, Tensor, read_tensors, run_cli
+from dequantized import as_torch
 from encoded_models import NVFP4_SCALARS, encoded, gpt_oss, near, nvfp4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_harness import buffer, run_op
-from test_encodings import as_torch
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RowError, RunError

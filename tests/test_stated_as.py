@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import edit_json, read_tensors, refused, run_cli
+from dequantized import errors
 from encoded_models import encoded
 from layer_models import mixed, plain, quark
 from models import qwen3_moe
@@ -59,11 +60,6 @@ def _made(case: str, folder: Path) -> tuple[Path, Path]:
         return out
 
     return _written(write, folder)
-
-
-def errors(*arguments: str | Path) -> list[dict[str, str]]:
-    report = json.loads(run_cli("validate", *arguments, "--level", "full", "--json").out)
-    return [one for one in report["findings"] if one["severity"] == "error"]
 
 
 def read_alike(whole: Path, stripped: Path, scheme: str, folder: Path) -> None:

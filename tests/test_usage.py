@@ -290,7 +290,7 @@ def _meaning(option: click.Option) -> tuple[Any, ...]:
 
 
 # Of what is printed, and of what `quantize` writes: both are what a user would type.
-_MEANINGS = {"--format": 2, "--dialect": 2}
+_MEANINGS = {"--format": 2}
 
 
 @pytest.mark.parametrize("spelling", sorted(_options()))

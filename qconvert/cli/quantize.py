@@ -88,20 +88,19 @@ def mx(bits: Literal["4", "8"], quark: bool, **fields: Any) -> Pass:
 
 @conversion(
     LINEAR_TARGETS, SHARED_EXPERTS, TP, KV_SCALE,
-    click.option(
-        "--dialect", type=click.Choice(["compressed-tensors", "msmodelslim"]),
-        default="compressed-tensors", show_default=True,
-        help="Names and config: compressed-tensors', or msmodelslim's W8A8_DYNAMIC for Ascend NPUs.",
+    rare(
+        "--msmodelslim", is_flag=True,
+        help="Write W8A8_DYNAMIC under msmodelslim's names and description, for Ascend NPUs.",
     ),
 )  # fmt: skip
-def int8(**fields: Any) -> Pass:
+def int8(msmodelslim: bool, **fields: Any) -> Pass:
     """Quantize all linear layers of SRC, or its routed experts, to INT8 for INT8 activations (W8A8).
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a scale a row, in
     compressed-tensors' int-quantized form. They equal llm-compressor's for the same weights in BF16,
     byte for byte. Activations are scaled by token, by the runtime. (`w4a16 --bits 8` is packed, for BF16
-    activations.) sglang loads no experts so. `quantize` is the same with --ignore. --dialect
-    msmodelslim writes the same codes with quant_model_description.json, for vllm-ascend.
+    activations.) sglang loads no experts so. `quantize` is the same with --ignore.
+    --msmodelslim writes the same codes with quant_model_description.json, for vllm-ascend.
 
     \b
     Examples:
@@ -111,7 +110,10 @@ def int8(**fields: Any) -> Pass:
     """
     from qconvert.passes.quantize import ToInt8
 
-    return ToInt8(**fields)
+    dialect: Literal["compressed-tensors", "msmodelslim"] = (
+        "msmodelslim" if msmodelslim else "compressed-tensors"
+    )
+    return ToInt8(dialect=dialect, **fields)
 
 
 @conversion(

@@ -346,7 +346,7 @@ DRAFT = ".draft"
 
 
 def is_draft(model: str) -> bool:
-    """Whether a model is the draft that a checkpoint holds."""
+    """Tell whether a model is the draft that a checkpoint holds."""
     return model.endswith(DRAFT)
 
 
@@ -408,7 +408,7 @@ def made(folders: Path, model: str, command: str) -> list[Path]:
 
 
 def _converted(source: Path, model: str, command: str) -> list[Path]:
-    """What one command makes of a folder."""
+    """Folders that one command makes of a model."""
     if command == "as saved":
         return [source]
     words, out = command.split(), source.with_name(f"{source.name} {command}")

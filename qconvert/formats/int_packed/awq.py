@@ -116,3 +116,29 @@ def awq_rows(words: UInt32s, start: int, stop: int, places: Sequence[int] | None
     for column, place in enumerate(places or AWQ_PLACES):
         np.bitwise_and(part >> np.uint32(BITS * place), 15, out=codes[:, column], casting="unsafe")
     return codes.reshape(-1, words.shape[0])[start - first * WORD : stop - first * WORD]
+
+
+# --- Quark ----------------------------------------------------------------------------------------
+
+# amd-quark 0.13, `torch/utils/pack.py` (`Pack_4_bits`): zero points [groups, N / 8]; with pack_method
+# `order` a word's first nibble is of its first output, the next of the next. vLLM (`quark/utils.py`,
+# `canonicalize_quark_packed_int4`) makes AutoAWQ's words of them.
+_IN_ORDER = tuple(range(WORD))
+
+
+@dataclass(frozen=True, slots=True)
+class DequantQuark(DequantAwq):
+    """weight, weight_scale in BF16, F16 or F32, and where there are `zeros` weight_zero_point -> BF16
+    [count, K]: rows [first, first + count) of the weight [N, K]. `signed`: codes and zero points are in
+    two's complement; `reorder`: they lie as AutoAWQ's.
+
+    Raises PlanError where dtypes or shapes do not fit, RowError where a scale is NaN or infinite.
+    """
+
+    signed: bool
+    reorder: bool
+
+    def unpacked(self, words: UInt32s, start: int, stop: int) -> UInt8s:
+        """Words [K, N / 8] -> codes of the rows [start, stop) of N, plus 8 where they are signed."""
+        found = awq_rows(words, start, stop, None if self.reorder else _IN_ORDER)
+        return found ^ found.dtype.type(MIDDLE) if self.signed else found

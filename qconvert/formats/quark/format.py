@@ -61,8 +61,7 @@ def _decoder(said: Mapping[str, Any], args: list[Output]) -> Decoder:
         from qconvert.formats.int_packed.decode import DequantInt8
 
         return DequantInt8(not zeros)
-    from qconvert.formats.int_packed.awq import WORD
-    from qconvert.formats.quark.decode import DequantQuark
+    from qconvert.formats.int_packed.awq import WORD, DequantQuark
 
     shape = args[0].type.shape
     rows = WORD * shape[1] if len(shape) == 2 else 1
