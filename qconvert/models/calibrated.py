@@ -15,6 +15,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import RunError
 from qconvert.core.graph import Apply, Buffer
 from qconvert.core.int_scheme import CodePacker
+from qconvert.formats.fp8.kv_scales import MAXIMA, KvScales
 from qconvert.ops.base import Uncut
 from qconvert.ops.rowwise import RowOp, lost_at
 from qconvert.plan.units import Compute, Unit
@@ -27,7 +28,8 @@ class Calibrated(Uncut):
     `layer`, `expert` and `kind` (gate_proj, up_proj, down_proj) say which matrix it is; `expert` is None
     for a linear layer beside the routed experts, whose `kind` is its module in the checkpoint. `request`
     is a digest of the calibration's data and settings, so that another calibration is another plan.
-    Raises PlanError as the decoder and the packers do.
+    With `KvScales` the results are scales of a layer's KV cache, there are no arguments, and `kind` is
+    the module of attention. Raises PlanError as the decoder and the packers do.
     """
 
     decoder: RowOp | None
@@ -45,8 +47,15 @@ class Calibrated(Uncut):
         return f"layer {self.layer}: {self.kind} of expert {self.expert}"
 
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        if self.of_cache:
+            return self.packers[0].infer(MAXIMA)
         decoded = args[0] if self.decoder is None else self.decoder.infer(*args)[0]
         return tuple(kind for packer in self.packers for kind in packer.infer(decoded))
+
+    @property
+    def of_cache(self) -> bool:
+        """Return whether it gives scales of a KV cache."""
+        return self.packers == (KvScales(),)
 
     @property
     def several(self) -> bool:
@@ -56,7 +65,9 @@ class Calibrated(Uncut):
         return self.loss_of(frozenset(range(len(self.infer(*args)))), *args)
 
     def loss_of(self, ports: Set[int], *args: TensorType) -> str | None:
-        return lost_at(ports, self.decoder, self.packers, args, ", calibrated")
+        return (
+            lost_at(ports, self.decoder, self.packers, args, ", calibrated") if args else None
+        )  # of a cache
 
     def run(
         self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview

@@ -15,7 +15,7 @@ from qconvert.core.roles import Kind
 from qconvert.formats.base import Stored
 from qconvert.formats.registry import code_parameters, read_matrix, read_of_stack
 from qconvert.models.calibrated import Calibrated
-from qconvert.models.skip_reasons import check_experts
+from qconvert.models.skip_reasons import DESCRIBE, check_experts
 from qconvert.plan.plan import ELSEWHERE, Plan, check_names
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -71,26 +71,56 @@ class Experts:
         def own(names: Iterable[str]) -> frozenset[str]:
             return frozenset(name for name in names if not family.is_mtp(name, dims))
 
+        extra = set(self.extra)
         projections = tuple(p for p in self.projections if not p.draft)
-        return Experts(projections, own(self.taken), own(self.stale), *_expected(plan, projections))
+        drafts = sum(p.draft and p.module not in extra for p in self.projections)
+        beyond = tuple(p.module for p in projections if p.module in extra)
+        return Experts(
+            projections, own(self.taken), own(self.stale), self.expected - drafts, beyond
+        )
+
+    def of_layers(self, plan: Plan, layers: Set[int]) -> Experts:
+        """Those of some layers, as `Projection.layer` numbers them; all of these are expected."""
+
+        def own(names: Iterable[str]) -> frozenset[str]:
+            return frozenset(name for name in names if expert_layer(plan, name) in layers)
+
+        projections = tuple(p for p in self.projections if p.layer in layers)
+        extra = set(self.extra)
+        beyond = tuple(p.module for p in projections if p.module in extra)
+        expected = len(projections) - len(beyond)
+        return Experts(projections, own(self.taken), own(self.stale), expected, beyond)
 
 
-def routed_experts(plan: Plan) -> Experts:
-    """Find every routed expert of a plan. Raises PlanError for a family that layouts/ has not, a
-    dense model, a matrix that is missing, of another shape than the config says, or in a form that
-    is not read."""
+def expert_layer(plan: Plan, name: str) -> int | None:
+    """The number of the layer of a routed expert's tensor, as `Projection.layer` counts; None for
+    another tensor."""
+    place = plan.role_index.places.get(name)
+    if place is None or place.layer is None or not place.role.kind.routed:
+        return None
+    dims = plan.role_index.dims
+    later = place.layer < dims.num_layers and plan.family.is_mtp(name, dims)
+    return place.layer + (dims.num_layers if later else 0)
+
+
+def routed_experts(plan: Plan, settled: Set[str] = frozenset()) -> Experts:
+    """Find every routed expert of a plan but those of `settled` modules, which an earlier step has
+    quantized, whole layers of them. Raises PlanError for a family that layouts/ has not, a dense model,
+    a matrix that is missing, of another shape than the config says, or in a form that is not read."""
     check_experts(plan, "use it as it is, or quantize other layers (w4a16 --targets Linear)")
     _check_dims(plan)
-    found, read, used = _found(plan)
-    kind_of = plan.role_index.kind
-    of_experts = [name for name in plan.tensors if kind_of(name).routed]
+    names = [name for name in plan.tensors if plan.role_index.kind(name).routed]
+    of_settled = {name for name in names if settled and split_parameter(name)[0] in settled}
+    done = {layer for name in of_settled if (layer := expert_layer(plan, name)) is not None}
+    found, read, used = _found(plan, of_settled)
+    of_experts = [name for name in names if name not in of_settled]
     stale = frozenset(name for name in of_experts if name.endswith(STALE) and name not in used)
     taken = read | stale
     _check_all_read(plan, of_experts, taken)
-    drafts = _draft_layers(plan)
-    _check_complete(plan, found, drafts)
+    drafts = [layer for layer in _draft_layers(plan) if layer not in done]
+    _check_complete(plan, found, drafts, done)
     projections = tuple(found[key] for key in sorted(found))
-    return Experts(projections, taken, stale, *_expected(plan, projections, drafts))
+    return Experts(projections, taken, stale, *_expected(plan, projections, drafts, done))
 
 
 def _check_dims(plan: Plan) -> None:
@@ -107,10 +137,10 @@ def _check_dims(plan: Plan) -> None:
 _Found = dict[tuple[int, int, str], Projection]
 
 
-def _found(plan: Plan) -> tuple[_Found, frozenset[str], set[str]]:
-    """Every matrix of an expert, the tensors that belong to them, and those of which they are computed.
-    Raises PlanError for one that is stored twice, that the config does not count, or of another shape
-    than it says."""
+def _found(plan: Plan, but: Set[str]) -> tuple[_Found, frozenset[str], set[str]]:
+    """Every matrix of an expert, the tensors that belong to them, and those of which they are computed;
+    `but` are tensors to leave out. Raises PlanError for one that is stored twice, that the config does
+    not count, or of another shape than it says."""
     found: _Found = {}
     read: set[str] = set()
     used: set[str] = set()
@@ -119,7 +149,7 @@ def _found(plan: Plan) -> tuple[_Found, frozenset[str], set[str]]:
     inputs = expert_inputs(plan.role_index, lambda name: plan.tensors[name].type)
     intermediate = dims.moe_intermediate_size
     for name, place in plan.role_index.places.items():
-        if place.role.kind not in _READ:
+        if place.role.kind not in _READ or name in but:
             continue
         for projection, names in _read(plan, name, place):
             key = projection.layer, projection.expert, projection.kind
@@ -153,12 +183,12 @@ def _check_all_read(plan: Plan, of_experts: Iterable[str], known: Set[str]) -> N
             )
 
 
-def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
-    """Raise PlanError for a layer, an expert or a matrix that is missing."""
+def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int], done: Set[int]) -> None:
+    """Raise PlanError for a layer that is not `done`, an expert or a matrix that is missing."""
     dims = plan.role_index.dims
     layers = dict.fromkeys((layer, p.draft) for (layer, _, _), p in found.items())
     for layer in dims.groups.get("moe", ()):
-        if (layer, False) not in layers:
+        if (layer, False) not in layers and layer not in done:
             raise PlanError(f"layer {layer}: its experts are missing")
     kinds = projections_of(plan)
     for layer, _ in layers:
@@ -174,12 +204,15 @@ def _check_complete(plan: Plan, found: _Found, drafts: Iterable[int]) -> None:
 
 
 def _expected(
-    plan: Plan, found: Sequence[Projection], drafts: Sequence[int] = ()
+    plan: Plan,
+    found: Sequence[Projection],
+    drafts: Sequence[int] = (),
+    done: Set[int] = frozenset(),
 ) -> tuple[int, tuple[str, ...]]:
-    """Return how many matrices the experts of all the config's layers have, and of these draft layers,
-    and the modules of those found that are in no such layer."""
+    """Return how many matrices the experts of all the config's layers have that are not `done`, and of
+    these draft layers, and the modules of those found that are in no such layer."""
     dims = plan.role_index.dims
-    layers = {*dims.groups.get("moe", ()), *drafts}
+    layers = {*dims.groups.get("moe", ()), *drafts} - done
     expected = len(layers) * dims.num_experts * len(projections_of(plan))
     return expected, tuple(p.module for p in found if p.layer not in layers)
 
@@ -197,7 +230,7 @@ def check_described(plan: Plan) -> None:
             f"{plan.family.undescribed}: no file in layouts/ says which of its tensors are linear "
             "layers that runtimes load quantized, and qconvert quantizes no others (an embedding or a "
             "router in their place would load and generate garbage); copy, dequant, diff and validate "
-            "work; see CONTRIBUTING.md, a model family"
+            f"work; {DESCRIBE}"
         )
 
 

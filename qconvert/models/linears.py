@@ -7,7 +7,7 @@ What runtimes do was read in sglang and vLLM.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
@@ -89,14 +89,21 @@ _WHY = {
     Kind.VISION: f"it is of a vision tower, which {SGLANG} builds unquantized (quant_config=None in "
     "models/qwen3_vl.py)",
 }
+WhyOther = Callable[[str], str]
 _UNSEEN = "; nor could it be calibrated, because samples hold no images: nothing goes through it"
 
 
 def skip_reason(
-    plan: Plan, target: str, *, calibrated: bool, kept: Container[Kind] = ()
+    plan: Plan,
+    target: str,
+    why_other: WhyOther,
+    *,
+    calibrated: bool,
+    kept: Container[Kind] = (),
 ) -> str | None:
     """Why no linear that a target matches is quantized, with the first of them; None where it matches
-    none. `kept` are shared experts where they shall be kept. Raises PlanError for an invalid pattern."""
+    none. `why_other`: why one of no known purpose is not; `kept` are shared experts where they shall be
+    kept. Raises PlanError for an invalid pattern."""
     dims = plan.role_index.dims
     for name, output in plan.tensors.items():
         module, parameter = split_parameter(name)
@@ -107,12 +114,14 @@ def skip_reason(
             return f"{module}: no runtime loads such a matrix quantized"
         if kind in kept and not plan.family.is_mtp(name, dims):
             return f"{module}: shared_experts says keep"
-        why = _why(plan, name, kind)
+        why = _why(plan, name, kind, why_other)
         return f"{module}: {why}{_UNSEEN if calibrated and kind is Kind.VISION else ''}"
     return None
 
 
-def unquantizable(plan: Plan, known: Container[str], ignore: Iterable[str]) -> list[str]:
+def unquantizable(
+    plan: Plan, known: Container[str], ignore: Iterable[str], why_other: WhyOther
+) -> list[str]:
     """Notes on the unquantized linears that no target takes, one a reason, with the names of their roles
     or their own; `known` are modules and tensors that are taken, or left for a reason that is said, and
     none that a pattern of `ignore` matches is named."""
@@ -128,7 +137,7 @@ def unquantizable(plan: Plan, known: Container[str], ignore: Iterable[str]) -> l
             continue
         place = plan.role_index.places.get(name)
         role = place.role.module if place is not None else parse(module).template
-        modules = found.setdefault(_why(plan, name, kind), {})
+        modules = found.setdefault(_why(plan, name, kind, why_other), {})
         modules[role] = modules.get(role, 0) + 1
     return [
         f"{count(sum(roles.values()), 'linear')} left as they are ({', '.join(roles)}), each since {why}"
@@ -136,11 +145,11 @@ def unquantizable(plan: Plan, known: Container[str], ignore: Iterable[str]) -> l
     ]
 
 
-def _why(plan: Plan, name: str, kind: Kind) -> str:
+def _why(plan: Plan, name: str, kind: Kind, why_other: WhyOther) -> str:
     """Why a linear's weight stays that a target names."""
     if plan.family.is_mtp(name, plan.role_index.dims):
         return "a draft layer's linears stay, as codes cost it more guesses than bytes"
-    return _WHY.get(kind, "no runtime is known to load it quantized")
+    return _WHY.get(kind) or why_other(split_parameter(name)[0])
 
 
 # Matrices that no runtime asks a quantization config about.

@@ -12,8 +12,10 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.names import parse, split_parameter, with_fused_names
 from qconvert.core.roles import SHARED
+from qconvert.core.versions import SGLANG
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import code_parameters
+from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.plan.plan import Plan
 
 _VISION = "visual"
@@ -48,9 +50,47 @@ def expert_targets(paths: Iterable[str]) -> list[str]:
     return [rf"re:.*{escape(path)}\..*" for path in paths]
 
 
-def all_experts(paths: Iterable[str]) -> list[str]:
-    """The same with the module that holds them, for lists of what is left."""
-    return [rf"re:.*{escape(path)}(\..*)?$" for path in paths]
+def all_experts(paths: Iterable[str], begin: str = ".*") -> list[str]:
+    """The same with the module that holds them, for lists of what is left; `begin` is the pattern of how
+    names begin."""
+    return [rf"re:{begin}{escape(path)}(\..*)?$" for path in paths]
+
+
+def expert_beginnings(plan: Plan, modules: Iterable[str]) -> list[str]:
+    """Patterns of how names of the layers begin whose routed experts these are (modules or tensors):
+    `.*` where they are those of every layer but draft layers. Runtimes put other names before `layers`,
+    and draft layers that are numbered on from the model's own have a name of their own in sglang. Raises
+    PlanError for a part of the layers of a class that asks for experts by less than their layer."""
+    every = _owners(plan, (n for n in plan.tensors if plan.role_index.kind(n).routed))
+    mine = _owners(plan, modules)
+    dims = plan.role_index.dims
+    of_drafts = {one for one in every if plan.family.is_mtp(f"{one}.x", dims)}
+    if mine >= every - of_drafts:
+        return [".*"]
+    if plan.family.name in _WITHOUT_LAYERS:
+        raise PlanError(
+            f"{SGLANG} asks for experts of {plan.family.name} without their layer, so that no config "
+            "tells one layer's from another's: quantize the experts of all layers, or of none"
+        )
+    found, drafts = list[str](), sorted(mine & of_drafts)
+    numbers = sorted(int(one.rpartition(".")[2]) for one in mine - of_drafts)
+    if numbers:
+        but = "".join(f"(?!{escape(prefix)})" for prefix in plan.family.mtp)
+        found.append(rf"{but}.*\.layers\.(?:{'|'.join(map(str, numbers))})")
+    if drafts:
+        found += [escape(one) for one in drafts]
+        if any(".layers." in one and not one.startswith(plan.family.mtp) for one in drafts):
+            found.append(escape(_NUMBERED_ON[:-1]))
+    return found
+
+
+def _owners(plan: Plan, names: Iterable[str]) -> set[str]:
+    """The layers whose experts these are, by the names of their modules."""
+    found: set[str] = set()
+    for name in names:
+        parted = (name.partition(path) for path in plan.family.expert_paths)
+        found |= {before for before, here, _ in parted if here}
+    return found
 
 
 def experts_of_class(plan: Plan) -> list[str]:
@@ -98,14 +138,17 @@ def ignored(
     layers too, are packed; `drafts_too`: other linears of draft layers are, too."""
     role_index, dims = plan.role_index, plan.role_index.dims
     paths = plan.family.expert_paths
-    found, kept = [], False
+    found, kept = [], list[str]()
     towers: dict[str, None] = {}
     for name, output in others.items():
         place = role_index.places.get(name)
-        if place is not None and place.role.name.startswith("vision."):
+        if place is not None and place.role.vision:
             towers[tower_of(name)] = None
-        if role_index.kind(name).routed and not experts:
-            kept = True
+        routed = role_index.kind(name).routed
+        # Those that stay where others are packed: of the model's own layers, and in numbers.
+        beside = output.type.dtype in FLOAT_DTYPES and _is_matrix(plan, name, output)
+        if routed and (not experts or (beside and not plan.family.is_mtp(name, dims))):
+            kept.append(name)
             continue
         if not name.endswith(".weight") or len(output.type.shape) != 2:
             continue
@@ -134,7 +177,8 @@ def ignored(
         found.append(_DRAFT_ATTENTION)
     found += [rf"re:.*{escape(tower)}\..*" for tower in towers]
     if kept:
-        found += all_experts(paths)
+        begins = expert_beginnings(plan, kept)
+        found += [entry for begin in begins for entry in all_experts(paths, begin)]
     return found
 
 
@@ -158,7 +202,7 @@ def with_runtime_names(
         place = plan.role_index.places.get(f"{module}.weight")
         if family.is_mtp(f"{module}.weight", plan.role_index.dims):
             continue
-        if place is not None and place.role.name.startswith("vision."):
+        if place is not None and place.role.vision:
             continue
         own = family.class_names.get(parse(module).template, "")
         more = [own.replace("{L}", _layer(module))] if own else []
@@ -373,7 +417,7 @@ def ignored_globs(plan: Plan, others: OutputsByName, quantized: Collection[str])
         above = module.rpartition(".")[0]
         if draft is not None:
             found |= dict.fromkeys(_draft_globs(draft))
-        elif place is not None and place.role.name.startswith("vision."):
+        elif place is not None and place.role.vision:
             tower = tower_of(name)
             found[f"{module.partition(tower)[0]}{tower}*"] = None
             found |= {f"{other}*": None for other in renamed_towers([name])}
@@ -396,7 +440,7 @@ def ignored_linears(plan: Plan, others: OutputsByName) -> list[str]:
     tower whose linears runtimes name otherwise."""
     names = [name for name, output in others.items() if _is_matrix(plan, name, output)]
     places = plan.role_index.places
-    towers = [n for n in names if n in places and places[n].role.name.startswith("vision.")]
+    towers = [n for n in names if n in places and places[n].role.vision]
     linears = [split_parameter(name)[0] for name in names]
     found = with_runtime_names(plan, others, [*linears, *tied_head(plan)])
     return [*found, *renamed_towers(towers)]

@@ -12,15 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qconvert.core.family import (
-    Config,
-    Dims,
-    Family,
-    Role,
-    first_int,
-    generic_dims,
-    text_config,
-)
+from qconvert.core.family import Config, Dims, Family, Role, first_int, generic_dims, text_config
 from qconvert.core.names import apart_experts, layer_template, parse, split_parameter
 from qconvert.core.roles import SHARED, Kind
 
@@ -95,6 +87,9 @@ class Module:
         return cls(Kind[kind], int(layers), bool(tower))
 
 
+_BUFFER = Module(Kind.BUFFER, 0, tower=False)
+
+
 @dataclass(frozen=True)
 class Description:
     """A class of transformers. `modules` are its modules by name template; `keys` are the config's keys
@@ -167,6 +162,8 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
         for name, module in modules.items()
     )
     kinds = {name: module.kind for name, module in modules.items() if not module.tower}
+    buffers = {parse(name).template for name in names if is_computed(name)} - modules.keys()
+    own += tuple(Role(name, name, Kind.BUFFER, _group(name, _BUFFER), True) for name in buffers)
     joins = numbered_on(kinds, names)
     on = tuple(
         replace(r, name=f"mtp.{r.name}", layers=_of_draft(r.layers)) for r in own if r.layers
@@ -206,7 +203,8 @@ def family_of(description: Description, names: Iterable[str]) -> Family:
     family = replace(family, class_names=_class_names(description, there))
     stated = _stated(family, description) if description.layers else {}
     groups = {**_found(family, names), **stated}
-    return replace(family, dims=_dims(description, groups, numbered_on=bool(joins)))
+    counted = {r.layers for r in family.roles if not r.name.startswith(("mtp.", "vision."))}
+    return replace(family, dims=_dims(description, groups, counted, numbered_on=bool(joins)))
 
 
 def _class_names(description: Description, there: Collection[str]) -> Mapping[str, str]:
@@ -302,12 +300,16 @@ def _found(family: Family, names: Iterable[str]) -> Mapping[str, tuple[int, ...]
 
 
 def _dims(
-    description: Description, groups: Mapping[str, tuple[int, ...]], *, numbered_on: bool
+    description: Description,
+    groups: Mapping[str, tuple[int, ...]],
+    counted: Collection[str],
+    *,
+    numbered_on: bool,
 ) -> Callable[[Config], Dims]:
-    """`groups`: layers by group, of drafts too; `numbered_on`: theirs follow the model's own, and a
-    group of either has all that were counted."""
-    # Configs that list the kinds of their layers need not count them.
-    own = [n for group, found in groups.items() for n in found if not _draft(group)]
+    """`groups`: layers by group, of drafts and towers too; `counted`: those of the text model;
+    `numbered_on`: layers of drafts follow the model's own, and a group of either has all that were
+    counted."""
+    own = [n for group, found in groups.items() for n in found if group in counted]
     layers = max(own, default=-1) + 1
 
     def dims(config: Config) -> Dims:
@@ -363,12 +365,17 @@ def without_prefix(description: Description) -> Description:
     return replace(description, modules=bare)
 
 
+def is_computed(name: str) -> bool:
+    """Return whether it is a buffer that classes compute, and that old repos hold all the same."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
 def unresolved(description: Description, names: Iterable[str], layers: int) -> list[str]:
     """A name of each module template that the description lacks, drafts left out."""
     found: dict[str, str] = {}
     for name in names:
         template, layer, _ = parse(name)
-        if is_draft(template) or (layer is not None and layer >= layers > 0):
+        if is_draft(template) or is_computed(name) or (layer is not None and layer >= layers > 0):
             continue
         if not described(description, template):
             found.setdefault(template, name)

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -21,6 +22,7 @@ from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.extras import pip_line
 from qconvert.core.family import (
     Config,
+    Dims,
     Family,
     answering,
     families,
@@ -48,6 +50,7 @@ _FORM = 6  # of the answers; those of another form are asked for anew
 _FAILED = "failed"  # the key of what is no answer, and is not kept
 _FOREIGN = "its tensors have no name that its class in transformers has"
 _MODULE = "qconvert.layouts.derived.transformers_class"
+_MODEL_TYPE = re.compile(r"\w[\w.-]*", re.ASCII)  # a file's name, and no path
 _ROW = re.compile(r'\("([\w.-]+)", "(\w+)"\)')  # of transformers' tables: model_type, class
 
 
@@ -58,9 +61,36 @@ def family_for(config: Config, names: Iterable[str]) -> Family:
     names = list(names)
     family = answering(config)
     if family is not None and family.describes(names):
-        return family
+        return _with_towers(family, config, names)
     derived = derive(config, names)
     return derived if isinstance(derived, Family) else generic(names, derived)
+
+
+def _with_towers(family: Family, config: Config, names: list[str]) -> Family:
+    """The family of a text model with the towers of the class that holds it, where that is another one:
+    MiniCPM-V holds Qwen3.5."""
+    if config.get("model_type") in family.model_types:
+        return family
+    strange = {parse(name).template for name in names if not family.candidates(name)[0]}
+    derived = derive(config, names) if strange else ""
+    if isinstance(derived, str):
+        return family
+    towers = [
+        role
+        for role in derived.roles
+        if role.vision and any(split_parameter(template)[0] == role.module for template in strange)
+    ]
+    if not towers:
+        return family
+    dims, more = family.dims, derived.dims
+
+    def both(config: Config) -> Dims:
+        own, groups = dims(config), more(config).groups
+        return replace(
+            own, groups={**{r.layers: groups.get(r.layers, ()) for r in towers}, **own.groups}
+        )
+
+    return replace(family, roles=(*family.roles, *towers), dims=both)
 
 
 def derive(config: Config, names: Iterable[str]) -> Family | str:
@@ -81,11 +111,12 @@ def derive(config: Config, names: Iterable[str]) -> Family | str:
     return family_of(found, names)
 
 
-def class_of(config: Config, names: Iterable[str]) -> Description | str:
-    """The description of the class that transformers has for a config, or why there is none. It says
-    nothing of the `names`, which may be another class's."""
+def class_of(config: Config, names: Iterable[str], *, built: bool = False) -> Description | str:
+    """The description of the class that transformers has for a config, or why there is none; `built`
+    for this very config, not for its class's usual sizes. It says nothing of the `names`, which may be
+    another class's."""
     kind = str(config.get("model_type", ""))
-    return _shipped(kind) or _asked(config, list(names))
+    return (None if built else _shipped(kind)) or _asked(config, list(names))
 
 
 def architecture(name: str) -> tuple[str, str]:
@@ -138,7 +169,7 @@ def _any(description: Description, names: Iterable[str]) -> bool:
 
 @lru_cache(maxsize=8)
 def _shipped(model_type: str) -> Description | None:
-    if not model_type.replace("_", "").isalnum():
+    if _MODEL_TYPE.fullmatch(model_type) is None:
         return None
     file = resources.files("qconvert.layouts.derived").joinpath("classes", f"{model_type}.json")
     return parsed(parse_object(file.read_bytes(), file)) if file.is_file() else None

@@ -41,6 +41,7 @@ _BIASES = (
     f"its experts interleave the rows of gate and up, and have biases, which {SGLANG} and {VLLM} "
     "do not load beside FP8 experts"
 )
+_INTERLEAVED = "its experts interleave the rows of gate and up"
 _UNNAMED = "its experts are stored under another name than `experts`"
 _GATE_FIRST = re.compile(r"gate, up = .*\.chunk\(2, dim=-1\)")
 _SILU = ("SiLU", "SiLUActivation", "silu")
@@ -296,7 +297,8 @@ def kind(found: Class, name: str) -> Kind | None:
         if parts == both and len(converter.target_patterns) == 2:
             return Kind.GATE_UP
         return Kind.QKV if parts == {"q_proj", "k_proj", "v_proj"} else Kind.LINEAR
-    return Kind.LINEAR if parameter.linear else stacked
+    # A head stays one whose padding is cut off (Inkling 2).
+    return Kind.LINEAR if parameter.linear and not stacked.never_quantized else stacked
 
 
 def _is_transposed(experts: Any) -> bool:
@@ -331,10 +333,16 @@ def why_not_read(found: Class) -> str:
         held = dict(experts.named_parameters(recurse=False)).keys()
         return "" if held == {"up_proj", "down_proj"} else "its experts have no gate projection"
     if not experts.is_concatenated:
-        return _BIASES if experts.has_bias else "its experts interleave the rows of gate and up"
+        return _BIASES if experts.has_bias else _INTERLEAVED
     if experts.has_bias:
         return "its experts have biases"
     return ""
+
+
+def _beside_matrices(experts: Any) -> list[str]:
+    """Names of other parameters that an expert computes with: Muse-Spark has a norm after down."""
+    matrices = ("gate_up_proj", "up_proj", "down_proj")
+    return [name for name, _ in experts.named_parameters() if name not in matrices]
 
 
 def is_ungated(found: Class) -> bool:
@@ -354,6 +362,8 @@ def why_not_on_cpus(found: Class) -> str:
         return why_not_read(found)
     if is_ungated(found):
         return UNGATED
+    if more := _beside_matrices(experts):
+        return f"its experts have {', '.join(more)} beside gate, up and down"
     if not is_marked(experts):
         # Llama 4 scales what goes into an expert, LongCat's zero experts give their input back.
         return f"{type(experts).__name__} computes its experts in a way of its own"
@@ -408,7 +418,8 @@ def described(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[st
     if ungated:  # no command makes or reads a stack of `up_proj`
         unknown = [name for name in unknown if "{E}" in name]
     if not unread_experts and unknown:
-        unread_experts = _NOT_THREE
+        operations = [type(op).__name__ for one in found.converters for op in one.operations]
+        unread_experts = _INTERLEAVED if "Interleave" in operations else _NOT_THREE
     sets: list[set[int]] = [set()]
     stated = model.config.get_text_config().to_dict()
     experts = found.experts
@@ -450,6 +461,8 @@ def _not_run(found: Class, unread_experts: str) -> dict[str, str]:
         return {"not_run": UNGATED}
     if found.experts is not None and not is_marked(found.experts):
         return {"not_run": f"{type(found.experts).__name__} does not mark what its experts take"}
+    if found.experts is not None and (more := _beside_matrices(found.experts)):
+        return {"not_run": f"its experts have {', '.join(more)} beside gate, up and down"}
     why = why_not_run(found.model)
     return {"not_run": why} if why else {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.roles import EXPERT_COUNTS
@@ -113,18 +114,42 @@ def _kinds(
     """The kind of each layer."""
     inside = f"{container}.*"
     places = {one.source.partition(".*")[0] for one in record.names if one.to.startswith(inside)}
-    met: dict[int, set[str]] = {layer: set() for layer in layers}
-    for name in tensors:
-        for place in places:
-            if name.startswith(f"{place}."):
-                number, _, rest = name[len(place) + 1 :].partition(".")
-                if number.isdecimal() and int(number) in met:
-                    inner = _of_any_form(pattern_of(rest))
-                    met[int(number)] |= {inner, inner.rpartition(".")[0]}
+    met = _in_layers(_Names(tensors), tuple(f"{place}." for place in sorted(places)))
     return {
-        layer: _kind(found, variants, layer, f"{container}.{layer}", sizes)
-        for layer, found in met.items()
+        layer: _kind(met.get(layer, set()), variants, layer, f"{container}.{layer}", sizes)
+        for layer in layers
     }
+
+
+class _Names:
+    """The tensors of a folder, as an argument that is remembered: by what object they are."""
+
+    def __init__(self, tensors: Mapping[str, TensorType]) -> None:
+        self.tensors = tensors
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Names) and self.tensors is other.tensors
+
+    def __hash__(self) -> int:
+        return id(self.tensors)
+
+
+# Each size that is simulated asks for the same: of 91,991 names it took 1.1 of 7.3 CPU s.
+@lru_cache(maxsize=2)
+def _in_layers(names: _Names, places: tuple[str, ...]) -> Mapping[int, set[str]]:
+    """The names in each layer below some places, with those of their modules."""
+    met: dict[int, set[str]] = {}
+    for name in names.tensors:
+        if not name.startswith(places):
+            continue
+        for place in places:
+            if name.startswith(place):
+                number, _, rest = name[len(place) :].partition(".")
+                if number.isdecimal() and len(number) < 7:
+                    met.setdefault(int(number), set()).add(_of_kind(rest))
+    for found in met.values():
+        found.update([inner.rpartition(".")[0] for inner in found])
+    return met
 
 
 def _of_any_form(inner: str) -> str:
@@ -133,6 +158,7 @@ def _of_any_form(inner: str) -> str:
     return inner if found is None else inner[: found.end()]
 
 
+@lru_cache(maxsize=1 << 16)
 def _of_kind(name: str) -> str:
     return _of_any_form(pattern_of(name))
 

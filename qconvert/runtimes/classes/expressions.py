@@ -18,6 +18,8 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv,
 }  # fmt: skip
 _MOST = 1 << 31
+# The number of a layer may be counted from the last one.
+_FROM_THE_END = "_feature_layer"
 
 
 class Sizes:
@@ -107,7 +109,8 @@ class Sizes:
 
 
 def _number(key: str, value: object) -> int:
-    if type(value) is not int or not 1 <= value <= _MOST:
+    least = -_MOST if key.endswith(_FROM_THE_END) else 1
+    if type(value) is not int or not least <= value <= _MOST:
         raise NotSimulated(f"config.json states no {key} that a model has")
     return value
 

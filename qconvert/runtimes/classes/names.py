@@ -8,7 +8,7 @@ there is no such parameter was tried in it, too (`Record.outcome`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -62,9 +62,8 @@ class RecordedNames:
         if found is not None:
             return self._whole(*found, tensor, stored)
         base, _, leaf = pattern.rpartition(".")
-        found = self._name(base, parts[:-1])
-        if found is not None:
-            return self._of_module(*found, tensor, stored)
+        if places := [*self._named(base, parts[:-1])]:
+            return tuple(t for one in places for t in self._of_module(*one, tensor, stored))
         if pattern in self._passed or pattern.startswith(self._starts):
             return PASSED
         if self._is_of_another_stage(tensor):
@@ -166,22 +165,29 @@ class RecordedNames:
         return tuple(one[:-1] for one in self.record.passed if one.endswith(".*")) or ("\0",)
 
     def _name(self, pattern: str, parts: Sequence[str]) -> tuple[Name, list[int]] | None:
-        """The destination of a pattern, in the kind of layer that it is of, and the numbers in it."""
+        """The first destination of a pattern."""
+        return next(self._named(pattern, parts), None)
+
+    def _named(self, pattern: str, parts: Sequence[str]) -> Iterator[tuple[Name, list[int]]]:
+        """The destinations of a pattern, in the kind of layer that it is of, and the numbers in it: a
+        class may copy its embeddings to a head."""
+        met = set[str]()
         for one in self._sources.get(pattern, ()):
             numbers = captured(one.source, parts)
-            if numbers is None:
+            if numbers is None or one.to in met:
                 continue
             at = self.built.layers.container(one.to)
             if at and not numbers:  # what a draft's first layer takes from the model
                 numbers = [self.built.layers.numbers[at].start]
             layer = numbers[0] if at else None
             if layer is not None and layer not in self.built.layers.numbers[at]:
-                return None
+                return
             if layer is not None and layer not in self.built.layers.owns[at]:
-                return one, numbers
+                yield one, numbers
+                return
             if self.built.layers.has(at, layer, one.variants):
-                return one, numbers
-        return None
+                met.add(one.to)
+                yield one, numbers
 
     def _elsewhere(self, name: Name, numbers: Sequence[int], parameter: str) -> bool:
         """Tell whether a tensor is of a module that another stage builds."""
@@ -229,7 +235,7 @@ class RecordedNames:
                 for target in self._there(parameter, tensor, leaf, place, shard)
             ]
         if module is not None and module.kind == "replicated" and module.parts:
-            return self._joined(name, parameter, tensor, leaf, stored)
+            return self._joined(parameter, tensor, leaf, stored)
         return self._there(parameter, tensor, leaf, place, _part(name), _turned(name, stored))
 
     def _keeps_blocks(self, name: Name, module: Module | None, parameter: str) -> bool:
@@ -268,9 +274,7 @@ class RecordedNames:
         found = self._there(parameter, tensor, "weight", "fused", shard, codes.shape)
         return [replace(target, beside=other[0]) for target in found]
 
-    def _joined(
-        self, name: Name, parameter: str, tensor: str, leaf: str, stored: TensorType
-    ) -> Found:
+    def _joined(self, parameter: str, tensor: str, leaf: str, stored: TensorType) -> Found:
         """Nothing for the first of two tensors that a class concatenates, both for the second."""
         other = self.waiting.pop(parameter, None)
         if other is None:

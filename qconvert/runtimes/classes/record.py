@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from qconvert.checkpoint.quantization_config import Entries
 from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
@@ -218,6 +219,13 @@ class Record:
         several = any(size > 1 for sizes in (at, *plain) for size in sizes)
         return setting.tp in at or (setting.tp > 1 and several)
 
+    def agreed_in_parts(self, parts: Collection[tuple[str, ...]], setting: Setting) -> bool:
+        """Tell whether the loader was asked about each part of a mixture, by any of its forms, and about
+        some mixture: which group a module has follows from names alone, whatever the group says."""
+        mixed = any(MIXED in form for form in self.agrees)
+        each = (any(self.agreed(form, setting) for form in forms) for forms in parts)
+        return mixed and bool(parts) and all(each)
+
 
 def holds(condition: Condition, sizes: Sizes) -> bool:
     """Tell whether flags of the config have the values of a condition."""
@@ -254,8 +262,10 @@ def check_form(
     record: Record, config: Config, tensors: Mapping[str, TensorType], setting: Setting
 ) -> None:
     """Raise NotSimulated for a form in which the loader was not seen to do what the table says."""
-    form = Tensors.of(tensors).once("form", config, form_of)
-    if not record.agreed(form, setting):
+    tensors = Tensors.of(tensors)
+    form = tensors.once("form", config, form_of)
+    parts = tensors.once("parts", config, parts_of)
+    if not record.agreed(form, setting) and not record.agreed_in_parts(parts, setting):
         at = f"{form}, {count(setting.pp, 'stage')}" if setting.pp > 1 else form
         raise NotSimulated(f"not tried with {at}: --loader PYTHON asks it")
 
@@ -393,20 +403,47 @@ def _name(table: Mapping[str, Any]) -> Name:
 def form_of(config: Config, tensors: Mapping[str, TensorType]) -> str:
     """The form of a folder as tables list those that were tried: the quantization that its config
     states, which kinds of modules have codes, and whether experts are in stacks."""
-    experts = {name: type for name, type in tensors.items() if ".experts." in name}
     scaled = [name for name in tensors if name.rpartition(".")[2] in _SCALES]
     held = [
-        *(["linears"] if any(name not in experts for name in scaled) else []),
-        *(["experts"] if any(name in experts for name in scaled) else []),
-    ]
-    beside = [
-        *(["stacks"] if any(len(type.shape) > 2 for type in experts.values()) else []),
-        *(["scales of a cache"] if any(name.endswith(KV_SCALES) for name in tensors) else []),
+        *(["linears"] if any(_EXPERTS not in name for name in scaled) else []),
+        *(["experts"] if any(_EXPERTS in name for name in scaled) else []),
     ]
     text = _method(block_of(config)) + (f" of {' and '.join(held)}" if held else "")
-    return text + (f" with {' and '.join(beside)}" if beside else "")
+    return text + _beside(tensors)
 
 
+def parts_of(config: Config, tensors: Mapping[str, TensorType]) -> tuple[tuple[str, ...], ...]:
+    """The parts of a mixture in compressed-tensors' form: of each group, and each kind of modules that
+    it covers, the forms of folders that are so throughout. () for all else."""
+    block = block_of(config) or {}
+    groups = block.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) < 2 or "linear_fp8_config" in block:
+        return ()
+    entries = Entries.of({target: key for key, one in groups.items() for target in one["targets"]})
+    found = dict[tuple[str, str], None]()
+    for name in tensors:
+        module, _, parameter = name.rpartition(".")
+        if parameter in _SCALES and (key := entries.find(module)) is not None:
+            found[key, "experts" if _EXPERTS in name else "linears"] = None
+    beside = _beside(tensors)
+    parts = []
+    for key, kind in found:
+        whole = {**block, "config_groups": {key: groups[key]}}
+        whole["format"] = groups[key].get("format") or block.get("format")
+        text = _method(whole)
+        parts.append(tuple(f"{text} of {held}{beside}" for held in (kind, "linears and experts")))
+    return tuple(parts)
+
+
+def _beside(tensors: Mapping[str, TensorType]) -> str:
+    stacks = any(_EXPERTS in name and len(type.shape) > 2 for name, type in tensors.items())
+    caches = any(name.endswith(KV_SCALES) for name in tensors)
+    found = [*(["stacks"] if stacks else []), *(["scales of a cache"] if caches else [])]
+    return f" with {' and '.join(found)}" if found else ""
+
+
+MIXED = " + "  # between the groups of a mixture
+_EXPERTS = ".experts."
 # Parameters of which a quantized module has one.
 _SCALES = ("weight_scale", "weight_scale_inv", "scales")
 
@@ -421,8 +458,8 @@ def _method(block: Config | None) -> str:
         return f"modelopt {block.get('quant_algo')}"
     if method == "mxfp4":
         return method
-    if method == "gptq":
-        return f"gptq of {block.get('bits')} bits"
+    if method in ("gptq", "awq"):
+        return f"{method} of {block.get('bits')} bits"
     groups = block.get("config_groups")
     found = dict.fromkeys(
         _group(Group(group["weights"], group.get("input_activations") or None, group.get("format")))
@@ -430,7 +467,7 @@ def _method(block: Config | None) -> str:
         if isinstance(group, Mapping) and is_group(group)
     )
     beside = ["linear_fp8_config"] if "linear_fp8_config" in block else []
-    return f"{method} {' + '.join([*found, *beside])} in {block.get('format')}"
+    return f"{method} {MIXED.join([*found, *beside])} in {block.get('format')}"
 
 
 def _group(group: Group) -> str:
