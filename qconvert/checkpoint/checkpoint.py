@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from struct import unpack
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import xxhash
 
 from qconvert.checkpoint.hub_cache import cached_folder, parse_repo
 from qconvert.checkpoint.mlx_config import MLX, experts_apart
 from qconvert.checkpoint.prepared import says_prepared
+from qconvert.checkpoint.ranks import is_of_ranks, part_name, ranks_of
 from qconvert.checkpoint.reading import Reading, of_manifest, read_family, stated
 from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
 from qconvert.checkpoint.stated_as import as_stated
@@ -41,7 +42,7 @@ from qconvert.core.links import (
     reading,
     resolved,
 )
-from qconvert.core.manifest_keys import DRAFT, parse_manifest
+from qconvert.core.manifest_keys import DRAFT, RANK, parse_manifest
 from qconvert.core.names import parse
 from qconvert.core.roles import Kind
 from qconvert.core.shown import count
@@ -52,6 +53,7 @@ WORK_DIR = ".qconvert"
 REPAIR_DIR = ".qconvert-repair"
 MANIFEST = "qconvert.json"
 RECEIPT = "qconvert.receipt.jsonl"
+SIGNATURE = "model.sig"  # of hub/signing.py, made when all else is
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
 # Side files are copied unless denied by name: an unknown processor file must not be lost. Denied
@@ -62,7 +64,8 @@ DENIED_SUFFIXES = (
     ".gguf", ".onnx", ".onnx_data", ".npz", ".npy", ".tflite", ".ot", ".partial", ".incomplete",
 )  # fmt: skip
 # An adapter's weights are not copied either: with its config transformers would look for them.
-DENIED_PATHS = frozenset({INDEX, MANIFEST, RECEIPT, "config.json", "adapter_config.json"})
+ADAPTER_CONFIG = "adapter_config.json"
+DENIED_PATHS = frozenset({INDEX, MANIFEST, RECEIPT, SIGNATURE, "config.json", ADAPTER_CONFIG})
 # The Hub's own files, and files that may hold tokens.
 DENIED_NAMES = frozenset({".gitattributes", ".env"})
 _DENIED_FOLDERS = frozenset({".git", ".cache", "__pycache__", ".ipynb_checkpoints"})
@@ -194,9 +197,12 @@ class Checkpoint(Mapping[str, Source]):
         return id(self)
 
     @classmethod
-    def open(cls, where: str | Path, *, follow_links: bool = False) -> Checkpoint:
+    def open(
+        cls, where: str | Path, *, follow_links: bool = False, config_name: str = "config.json"
+    ) -> Checkpoint:
         """Open a folder, one .safetensors file, or a repo in the local Hub cache (ORG/NAME, with
-        @REVISION, hf:// before it, or both). `follow_links` lets links point out of the folder.
+        @REVISION, hf:// before it, or both). `follow_links` lets links point out of the folder. An
+        adapter's config has another name, and need not exist.
 
         Raises UsageError for a name that is empty or not a repo id, and CheckpointError for anything
         invalid: see qconvert.checkpoint.safetensors, and here: a missing or
@@ -204,8 +210,10 @@ class Checkpoint(Mapping[str, Source]):
         in two shards, an index and headers that disagree, a link out of the folder.
         """
         root, only = _locate(where)
-        config_bytes = _read_needed(root, "config.json", SMALL, follow_links=follow_links)
-        config = parse_object(config_bytes, root / "config.json")
+        config_bytes = b"{}"
+        if config_name == "config.json" or os.path.lexists(root / config_name):
+            config_bytes = _read_needed(root, config_name, SMALL, follow_links=follow_links)
+        config = parse_object(config_bytes, root / config_name)
         files, index, warnings = _shard_files(root, only, follow_links=follow_links)
         weight_map = index.weight_map if index is not None else None
         shards: list[Shard] = []
@@ -213,6 +221,7 @@ class Checkpoint(Mapping[str, Source]):
         metadata: dict[str, str] = {}
         digest = sha256()
         mirrored = mirrored_at(root)
+        ranks = ranks_of(file.name for file in files) if only is None else {}
         for number, file in enumerate(files):
             name = file.relative_to(root).as_posix()
             # A file that the user named may be a link, as a folder may.
@@ -227,13 +236,14 @@ class Checkpoint(Mapping[str, Source]):
                 shards.append(Shard(file, header.file_size, 0, 0, 0, real, mirrored.remote(name)))
             metadata.update(header.metadata)
             for entry in header.entries:
-                if entry.name in sources:
-                    other = shards[sources[entry.name].shard].path.name
+                own = part_name(entry.name, ranks.get(file.name))
+                if own in sources:
+                    other = shards[sources[own].shard].path.name
                     raise CheckpointError(
-                        f"tensor {entry.name!r} is in both {other} and {file.name}; "
+                        f"tensor {own!r} is in both {other} and {file.name}; "
                         "remove the shard that does not belong"
                     )
-                sources[entry.name] = Source(entry.name, entry.type, number, entry.offset)
+                sources[own] = Source(own, entry.type, number, entry.offset)
             if weight_map is not None:
                 _check_shard_against_index(file, root, header, weight_map)
         if weight_map is not None:
@@ -349,7 +359,7 @@ class Checkpoint(Mapping[str, Source]):
         the head and MTP layers in the last. A draft's folder must hold its layers and what it shares. A
         folder of experts for CPU kernels need hold none of them, because a family describes none of its
         tensors."""
-        if "amx" in (self.manifest or {}):
+        if "amx" in (self.manifest or {}) or RANK in (self.manifest or {}):
             return []
         # A layer whose experts were prepared for TensorRT-LLM's kernels stores them under other names.
         ends = (".experts.w13_weight", ".experts.w13_weight_packed") if self.says_prepared else ()
@@ -517,6 +527,29 @@ def imports_of(shards: Sequence[Shard]) -> tuple[str, ...]:
     return tuple(sorted({name for store in stores for name in store.imports}))
 
 
+C = TypeVar("C", bound=Checkpoint)
+
+
+def extended(
+    kind: type[C],
+    model: Checkpoint,
+    shards: Sequence[Shard],
+    sources: Mapping[str, Source],
+    digests: Iterable[str],
+    **changes: Any,
+) -> C:
+    """A checkpoint as a class that adds to it: `shards` of other folders behind its own, the `sources`
+    in them, and hashes of those folders."""
+    digest = sha256("".join((model.header_digest, *digests)).encode()).hexdigest()
+    inherited = {each.name: getattr(model, each.name) for each in fields(Checkpoint)}
+    added = {
+        "shards": (*model.shards, *shards),
+        "sources": {**model.sources, **sources},
+        "header_digest": digest,
+    }
+    return kind(**{**inherited, **added, **changes})
+
+
 def as_they_are(shards: Sequence[Shard]) -> tuple[Shard, ...]:
     """Shards as they are now. Raises CheckpointError if one cannot be read."""
     stores = {shard.remote.store for shard in shards if shard.remote is not None}
@@ -612,6 +645,9 @@ def _shard_files(
     """The files to read, the index where there is one, and warnings."""
     if only is not None:
         return [only], None, []
+    of_ranks = sorted(root.glob("*-TP-*.safetensors")) if is_of_ranks(root) else []
+    if of_ranks and not os.path.lexists(root / INDEX):
+        return of_ranks, None, []
     if os.path.lexists(root / INDEX):
         raw = _read_needed(
             root, INDEX, index_limit(root, follow_links=follow_links), follow_links=follow_links
@@ -633,7 +669,14 @@ def _shard_files(
                 raise CheckpointError(
                     f"{root / INDEX} names {name}, which is missing; the download is incomplete"
                 )
+            if of_ranks and file not in of_ranks:
+                raise CheckpointError(
+                    f"{root / INDEX} names {name}, and weights are in files of ranks (*-TP-*); remove "
+                    "what does not belong there"
+                )
             files.append(file)
+        if of_ranks:  # the index has one place for a name, and ranks have a file each
+            return of_ranks, None, []
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         return files, _Index(weight_map, total), []
     found = sorted(root.glob("*.safetensors"))

@@ -16,10 +16,9 @@ from typing import ClassVar
 
 from qconvert.checkpoint.hub_cache import PINNED, Repo, parse_repo
 from qconvert.checkpoint.store import StoredObject
-from qconvert.client.http import library
 from qconvert.client.listing import HubFile, commit_at, files_of
 from qconvert.client.ranges import ranges_of
-from qconvert.client.retries import READING, HubRefused, client, patiently
+from qconvert.client.retries import READING, HubRefused, client, library, patiently
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.links import open_inside, reading
 

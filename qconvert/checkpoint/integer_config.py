@@ -65,8 +65,11 @@ def _check_read(config: QuantConfig, wanted: IntFormat) -> None:
     for key in _NOT_READ:
         if config.block.get(key):
             raise PlanError(f"{config.where}: integer weights with a {key} are not supported")
-    form = config.block.get("format", wanted)
-    if form not in (wanted, _MIXED):
+    form, groups = config.block.get("format", wanted), config.block.get("config_groups")
+    # Of a mixture each group states its own.
+    each = groups.values() if isinstance(groups, Mapping) else ()
+    own = [group.get("format") for group in each if isinstance(group, Mapping)]
+    if form not in (wanted, _MIXED) and wanted not in own:
         raise PlanError(
             f"{config.where}: expected integer weights in format {wanted}, found {form!r}"
         )

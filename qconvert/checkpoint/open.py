@@ -8,22 +8,25 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import (
+    ADAPTER_CONFIG,
     INDEX,
     RECEIPT,
     WORK_DIR,
     Checkpoint,
     Shard,
+    extended,
     index_limit,
 )
 from qconvert.checkpoint.gguf.header import SUFFIX
 from qconvert.checkpoint.gguf.source import open_gguf
 from qconvert.checkpoint.hub_cache import Repo, cached_folder, parse_repo, snapshot
+from qconvert.checkpoint.ranks import is_of_ranks
 from qconvert.checkpoint.receipt import parse_receipt
 from qconvert.checkpoint.store import is_url, named, store_of
 from qconvert.checkpoint.torchao import translated
@@ -48,6 +51,11 @@ def open_stages(folder: Path, *, follow_links: bool = False) -> Checkpoint:
     CheckpointError if stages are missing, belong to different splits, or disagree about a shared
     tensor."""
     folders = stage_folders(folder)
+    if not folders and any(folder.glob("rank-*-of-*")):
+        raise CheckpointError(
+            f"{folder}: holds ranks that were cut for vLLM, which are not joined to a checkpoint; "
+            "use the one that they were cut from"
+        )
     if not folders:
         raise CheckpointError(f"{folder}: expected folders named stage-NN-of-NN, found none")
     for path in folders:
@@ -190,7 +198,7 @@ def named_repo(where: str | Path) -> Repo | None:
 def _is_finished(snapshot: Path) -> bool:
     """Return whether a snapshot in the client's cache has its config and every file of weights that its
     index, or the shards' names, speak of. Of one that is broken otherwise, who opens it says so."""
-    if not (snapshot / "config.json").exists():
+    if not any((snapshot / name).exists() for name in ("config.json", ADAPTER_CONFIG)):
         counts = [_STAGE.fullmatch(path.name) for path in stage_folders(snapshot)]
         return bool(counts) and all(n is not None and int(n[1]) == len(counts) for n in counts)
     try:
@@ -198,6 +206,8 @@ def _is_finished(snapshot: Path) -> bool:
         index = parse_object(read_inside(snapshot, INDEX, limit), snapshot / INDEX)
     except FileNotFoundError:
         shards = [path.name for path in snapshot.glob("*.safetensors")]
+        if is_of_ranks(snapshot):
+            return False  # how many files each rank has is not in their names
         of = [int(found[1]) for name in shards if (found := _SHARD.search(name))]
         return bool(shards) and all(count == len(of) for count in of)
     except CheckpointError:
@@ -257,23 +267,16 @@ def grafted(model: Checkpoint, draft: Checkpoint) -> Grafted:
         )
     used = sorted({draft[name].shard for name in names})
     place = {number: len(model.shards) + at for at, number in enumerate(used)}
-    sources = {
-        **model.sources,
-        **{name: replace(draft[name], shard=place[draft[name].shard]) for name in names},
-    }
     config = _counting(model.config, draft)
-    inherited = {each.name: getattr(model, each.name) for each in fields(Checkpoint)}
-    digest = sha256(f"{model.header_digest}{draft.header_digest}".encode()).hexdigest()
-    return Grafted(
-        **{
-            **inherited,
-            "shards": (*model.shards, *(draft.shards[number] for number in used)),
-            "sources": sources,
-            "config": config,
-            "config_bytes": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
-            "header_digest": digest,
-            "warnings": (*model.warnings, *draft.warnings),
-        },
+    return extended(
+        Grafted,
+        model,
+        [draft.shards[number] for number in used],
+        {name: replace(draft[name], shard=place[draft[name].shard]) for name in names},
+        [draft.header_digest],
+        config=config,
+        config_bytes=(json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
+        warnings=(*model.warnings, *draft.warnings),
         draft=draft,
         names=frozenset(names),
     )

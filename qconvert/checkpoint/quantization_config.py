@@ -141,9 +141,9 @@ def groups_of(checkpoint: Checkpoint) -> tuple[Groups | LayerSchemes, ...]:
         if config.method != "compressed-tensors":
             continue
         groups = list(config_groups(config))
-        targets = {t: weights for names, weights in groups for t in _texts(names)}
+        targets = {t: weights for names, weights in groups for t in texts(names)}
         try:
-            ignore = Entries.of(dict.fromkeys(_texts(config.block.get("ignore")), True))
+            ignore = Entries.of(dict.fromkeys(texts(config.block.get("ignore")), True))
             every = tuple(weights for _, weights in groups)
             found.append(Groups(config, Entries.of(targets), ignore, every))
         except PlanError as error:
@@ -161,7 +161,8 @@ def weights_of(checkpoint: Checkpoint, module: str) -> tuple[Mapping[str, Any], 
     return None
 
 
-def _texts(value: Any) -> Iterable[str]:
+def texts(value: Any) -> Iterable[str]:
+    """The strings of a list in a config; none of what is no list."""
     return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
 
 

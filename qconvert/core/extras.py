@@ -12,7 +12,7 @@ from typing import Literal
 
 from qconvert.core.errors import PlanError, QConvertError
 
-Extra = Literal["calibrate", "kernels", "fast", "ray", "s3", "gguf", "all"]
+Extra = Literal["calibrate", "kernels", "fast", "ray", "s3", "gguf", "sign", "all"]
 
 # An extra's packages by the names they are imported by, those that tell whether it is there.
 EXTRAS: Mapping[Extra, tuple[str, ...]] = {
@@ -22,6 +22,7 @@ EXTRAS: Mapping[Extra, tuple[str, ...]] = {
     "ray": ("ray",),
     "s3": ("fsspec", "s3fs"),
     "gguf": ("torch", "transformers", "gguf"),
+    "sign": ("cryptography",),
 }
 # What an extra's packages bring along: compressed-tensors and datasets are llm-compressor's.
 _ALONG: Mapping[str, Extra] = {

@@ -93,6 +93,11 @@ class Role:
     def per_expert(self) -> bool:
         return "{E}" in self.module
 
+    @property
+    def vision(self) -> bool:
+        """Tell whether it is a part of a tower, of images or sound, beside the text model."""
+        return self.name.startswith("vision.")
+
 
 class Place(NamedTuple):
     """Place of a tensor: its role, layer, expert and parameter ("" for a bare parameter)."""
@@ -316,6 +321,8 @@ class RoleIndex:
             layers = sorted({layer for layer, _ in seen if layer is not None})
         else:
             layers = self.dims.groups.get(role.layers, ()) if role.layers else (None,)
+        if role.per_expert and role.vision:
+            return []  # the config's count is of the text model; layers of a tower may differ (Dots 3)
         experts: Iterable[int | None] = range(self.dims.num_experts) if role.per_expert else (None,)
         return [(layer, expert) for layer in layers for expert in experts]
 
@@ -358,6 +365,8 @@ class RoleIndex:
             for role in self.family.roles
             if role.name in self.present or not role.optional
             for parameter in (self.present.get(role.name) or self._usual_parameter(role))
+            if parameter != "bias"
+            or not role.module.endswith(".{L}")  # of a list of unlike modules
             for name in self.missing(role, parameter)
         ]
 
@@ -544,6 +553,8 @@ def generic_dims(config: Config) -> Dims:
     """Dims as far as the common config keys go, for families without a description."""
     text = text_config(config)
     layers = first_int(text, "num_hidden_layers", "n_layer", "num_layers")
+    if not layers:  # transformers 5.24 lists the kinds of Nemotron-H's layers instead
+        layers = len(list_of(text, "layers_block_type"))
     mtp = first_int(text, "num_nextn_predict_layers", "mtp_num_hidden_layers")
     return Dims(
         hidden_size=first_int(text, "hidden_size", "n_embd", "d_model"),

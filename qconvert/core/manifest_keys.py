@@ -21,6 +21,10 @@ Check = Callable[[Any], bool]
 LASTING_FACTS = ("gdn_groups", "draft")
 # The fact of a folder that holds draft layers without their model.
 DRAFT = "draft"
+# The fact of a folder that holds the parameters of one tensor-parallel rank.
+RANK = "rank"
+# Adapters that became a part of the weights.
+MERGED = "merge"
 # What `qconvert eval --write` notes of a finished folder; no conversion writes it.
 EVALUATION = "evaluation"
 
@@ -118,7 +122,10 @@ _AMX = _with(
         "intermediate_size": _is_count, "experts": _is_count,
         "layers": lambda value: _is_counts(value) and bool(value),
     },
-    {"rounding": _is_text},
+    {
+        "rounding": _is_text,
+        "cut_from": _with({"numa": _is_counts}, {"source": _is_text, "source_sample": _is_text}),
+    },
 )  # fmt: skip
 
 _EVALUATION = _with(
@@ -132,7 +139,15 @@ _EVALUATION = _with(
                 "kl_error": lambda value: value is None or _is_number(value),
             }
         ),
-    }
+    },
+    {
+        "task": _with(
+            {
+                "questions": _is_count,
+                "accuracy": _with({"repo": _is_number, "source": _is_number}),
+            }
+        ),
+    },
 )  # fmt: skip
 
 _NEEDED = frozenset({"identity", "passes", "dropped", "dropped_files"})
@@ -159,11 +174,19 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
     ),
     "stated_as": (_is_text, "a string"),
     "stage": (_STAGE, "an object with number, of, partition, layers and environment"),
+    RANK: (
+        _with({"number": _is_count, "of": _is_count, "ep": _is_count}, {"folder": _is_text}),
+        "an object with number, of and ep",
+    ),
     "amx": (_AMX, "an object with method, numa, sizes, experts and layers"),
     DRAFT: (_with({"shared": _is_texts}), "an object with the names that it shares with its model"),
     "pair": (
         _with({}, {"side": _is_text, "id": _is_text, "repo": _is_text}),
         "an object of strings",
+    ),
+    MERGED: (
+        _list(_with({"name": _is_text, "digest": _is_text, "scale": _is_number})),
+        "a list of adapters, each with name, digest and scale",
     ),
     "calibration": (_is_object, "an object"),
     EVALUATION: (_EVALUATION, "an object with data, samples, errors of hidden states, and logits"),
@@ -174,6 +197,6 @@ _KEYS: Mapping[str, tuple[Check, str]] = {
     ),
     "tp_sizes": (_is_counts, "a list of counts"),
     "input_scale": (_is_number, "a number"),
-    "kv_scale": (_is_number, "a number"),
+    "kv_scale": (lambda v: v == "calibrated" or _is_number(v), "a number or calibrated"),
     "input_maxima": (_values(_is_text), "an object of strings"),
 }

@@ -14,6 +14,8 @@ from enum import Enum, auto
 
 # Keys of configs that count routed experts, the usual ones first.
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+# Beside one, in the config of a model that has few of its experts (advise/options.py): their number.
+ALL_EXPERTS = "qconvert_all_experts"
 
 
 class Kind(Enum):
@@ -79,6 +81,9 @@ class Kind(Enum):
     EXPERT_UNKNOWN = auto()  # part of routed experts, not described
 
     LINEAR = auto()  # a linear layer of another purpose
+    # One that a runtime's class builds by its quantization config, as into and out of a convolution.
+    MIXER_IN = auto()
+    MIXER_OUT = auto()
     DRAFT_JOIN = auto()  # of draft (MTP) layers: two hidden states to one, [hidden, 2 hidden]
     VISION = auto()  # a matrix of a vision tower or of its projector
 
@@ -134,7 +139,7 @@ _ROUTED = frozenset((*_APART, *_STACKED, Kind.EXPERT_UNKNOWN))
 _BY_COLUMNS = frozenset(
     (
         Kind.OUTPUT, Kind.GDN_OUTPUT, Kind.DOWN, Kind.SHARED_DOWN, Kind.EXPERT_DOWN,
-        Kind.STACKED_DOWN,
+        Kind.STACKED_DOWN, Kind.MIXER_OUT,
     )
 )  # fmt: skip
 _BY_ROWS = frozenset(
@@ -143,7 +148,7 @@ _BY_ROWS = frozenset(
         Kind.GATE_UP, Kind.QUERY_UP, Kind.KV_UP,
         Kind.GDN_QKVZ, Kind.GDN_QKV, Kind.GDN_Z, Kind.GDN_BA, Kind.GDN_B, Kind.GDN_A, Kind.GATE,
         Kind.UP, Kind.SHARED_GATE, Kind.SHARED_UP, Kind.EXPERT_GATE, Kind.EXPERT_UP,
-        Kind.STACKED_GATE_UP, Kind.STACKED_GATE, Kind.STACKED_UP,
+        Kind.STACKED_GATE_UP, Kind.STACKED_GATE, Kind.STACKED_UP, Kind.MIXER_IN,
     )
 )  # fmt: skip
 _QUANTIZABLE = frozenset(
@@ -151,7 +156,7 @@ _QUANTIZABLE = frozenset(
         Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.QKV, Kind.GATE_UP, Kind.OUTPUT,
         Kind.QUERY_UP, Kind.GDN_QKVZ, Kind.GDN_QKV,
         Kind.GDN_Z, Kind.GDN_OUTPUT, Kind.GATE, Kind.UP, Kind.DOWN, Kind.SHARED_GATE, Kind.SHARED_UP,
-        Kind.SHARED_DOWN, *_APART, *_STACKED,
+        Kind.SHARED_DOWN, Kind.MIXER_IN, Kind.MIXER_OUT, *_APART, *_STACKED,
     )
 )  # fmt: skip
 # Read in the dtype they have, or too small for a kernel: gates of linear attention have one row a head,

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Any, TextIO
 
 from qconvert.core.own_process import unheard
@@ -20,7 +25,27 @@ from qconvert.core.shown import message, printable
 # `##vso[...]`, TeamCity `##teamcity[...]`.
 _AT_START = re.compile(r"^( *):(?=:)")
 _ANYWHERE = re.compile(r"#(?=#[A-Za-z]*\[)")
+_said = False  # since the command began
 _LINES = 2048  # lines that are written at a time: a dump has as many as a model has tensors
+
+
+@contextmanager
+def sign_of_life(text: str, seconds: float = 0.8) -> Iterator[None]:
+    """Within this a text is shown on a terminal's stderr if nothing else was by then: a large model is
+    read for seconds. By a signal, since a thread would be there when workers are forked."""
+    global _said
+    _said = False
+    ours = threading.current_thread() is threading.main_thread() and sys.stderr.isatty()
+    if not ours:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, lambda *_: None if _said else say(text, err=True))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def shown_line(text: str) -> str:
@@ -36,15 +61,30 @@ def say(*lines: str, err: bool = False) -> None:
 
 
 def say_all(lines: Iterable[str], *, err: bool = False) -> None:
-    """Show many lines."""
+    """Show many lines: on a terminal at most as long as its own, broken between words; elsewhere as
+    they are."""
+    stream = sys.stderr if err else sys.stdout
+    width = get_terminal_size().columns if stream.isatty() else 0
     batch: list[str] = []
     for line in lines:
-        batch.append(shown_line(line))
+        shown = shown_line(line)
+        batch.extend(_wrapped(shown, width) if 0 < width < len(shown) else (shown,))
         if len(batch) == _LINES:
             _write("\n".join([*batch, ""]), err=err)
             batch.clear()
     if batch:
         _write("\n".join([*batch, ""]), err=err)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """Parts of a line, those after the first behind its label or two deeper than it begins."""
+    label = re.match(r"(?:[a-z]+ {2,}| *)", line)
+    assert label is not None
+    indent = " " * (label.end() if line[:1].strip() else label.end() + 2)
+    return wrap(
+        line, max(width, 40), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
+        drop_whitespace=True,
+    ) or [line]  # fmt: skip
 
 
 def say_error(text: str, command: str = "qconvert") -> None:
@@ -86,6 +126,8 @@ def _safe_json(text: str) -> str:
 
 
 def _write(text: str, *, err: bool) -> None:
+    global _said
+    _said = True
     stream: TextIO = sys.stderr if err else sys.stdout
     encoding = stream.encoding or "utf-8"
     # A log in ASCII shows an escape for a character that it cannot encode.

@@ -35,6 +35,7 @@ RELEASES = {
     "llmcompressor": Release("llm-compressor", "0.14"),
     "nvidia-modelopt": Release("modelopt", "0.47.0"),
     "kt-kernel": Release("kt-kernel", "0.7.2"),
+    "model-signing": Release("model-signing", "1.1.1"),
     "huggingface_hub": Release("huggingface_hub", "1.33"),
 }
 SGLANG, VLLM, TRANSFORMERS = (RELEASES[name] for name in ("sglang", "vllm", "transformers"))

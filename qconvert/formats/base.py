@@ -7,7 +7,7 @@ formats/registry.py. Validators decode with code of their own (validators/readin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
@@ -69,9 +69,13 @@ class FolderTensors:
 
     def once(self, ask: Callable[[Checkpoint], T]) -> T:
         """An answer that the checkpoint's config gives, asked for once for all tensors."""
-        if ask not in self._known:
-            self._known[ask] = ask(self.checkpoint)
-        found: T = self._known[ask]
+        return self.kept(ask, lambda: ask(self.checkpoint))
+
+    def kept(self, key: Hashable, find: Callable[[], T]) -> T:
+        """An answer for a key, found once for all tensors."""
+        if key not in self._known:
+            self._known[key] = find()
+        found: T = self._known[key]
         return found
 
 

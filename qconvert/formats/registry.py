@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 from qconvert.checkpoint.quantization_config import described, weights_of
 from qconvert.core.discovery import FORMATS, discover, formats_of, modules_within
@@ -82,13 +82,25 @@ def label(folder: FolderTensors, name: str, dtype: str) -> str:
     if dtype not in OF_CODES:
         return dtype
     module, _, parameter = name.rpartition(".")
-    known = _labelled()
-    for form in known.get(parameter) or known[""]:
-        if dtype in form.codes:
-            found = form.labelled(folder, module, parameter)
-            if found is not None:
-                return found
+    for form in folder.kept((parameter, dtype), partial(_candidates, folder, parameter, dtype)):
+        found = form.labelled(folder, module, parameter)
+        if found is not None:
+            return found
     return dtype
+
+
+def _candidates(folder: FolderTensors, parameter: str, dtype: str) -> Sequence[Format]:
+    """Formats that a tensor may be in by its name, its dtype, and what other tensors the folder has: a
+    plan of Kimi-K2 asks 276,000 times."""
+    known = _labelled()
+    ends = folder.kept("ends", lambda: {name.rpartition(".")[2] for name in folder.tensors})
+
+    def has_second(form: Format) -> bool:
+        second = form.parameters[1] if len(form.parameters) > 1 else "_"
+        return second.startswith("_") or second.rpartition(".")[2] in ends
+
+    forms = known.get(parameter) or known[""]
+    return [form for form in forms if dtype in form.codes and has_second(form)]
 
 
 def read_matrix(plan: Plan, module: str) -> Read:

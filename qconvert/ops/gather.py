@@ -192,3 +192,27 @@ def _runs(whole: TensorType, order: Order, limit: int) -> Iterator[tuple[int, in
 def _rows(kind: TensorType, start: int, stop: int, divisor: int = 1) -> tuple[int, TensorType]:
     start, stop = start // divisor, stop // divisor
     return start * kind.row_nbytes, kind.with_rows(stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Order of `halves` matrices side by side: the rows of each in turn, so that [halves * R, C] is
+    [R, halves * C] of them."""
+
+    halves: int
+
+    @property
+    def tile(self) -> int:
+        return self.halves
+
+    def width(self, columns: int) -> int:
+        return columns
+
+    def index(self, columns: int) -> NDArray[np.intp]:
+        import numpy as np
+
+        return np.arange(self.halves)
+
+    def gather(self, halves: Sequence[Tiles], result: Tiles, spare: Tiles) -> None:
+        for number, half in enumerate(halves):
+            result[:, number] = half[:, 0]

@@ -14,9 +14,10 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from qconvert.core.dtypes import TensorType, ceil_div
-from qconvert.core.errors import RowError
+from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Op, Output, Part, aligned, whole
 from qconvert.core.int_scheme import CodePacker
+from qconvert.ops.base import Exact, array
 from qconvert.ops.transpose import Columns
 
 if TYPE_CHECKING:
@@ -103,6 +104,36 @@ class EachRow:
             else:
                 taken.append(arg)
         return self, tuple(taken)
+
+
+@dataclass(frozen=True, slots=True)
+class Share(EachRow, Exact):
+    """Matrix [N, K] of any type -> the columns of share `share` of `of` equal ones, [N, K / of]. Raises
+    PlanError for columns that cannot be shared in whole bytes."""
+
+    share: int
+    of: int
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        (matrix,) = args
+        if len(matrix.shape) != 2 or matrix.shape[1] % self.of or matrix.row_nbytes % self.of:
+            raise PlanError(
+                f"expected a matrix with columns in {self.of} equal shares, found {matrix}"
+            )
+        return (TensorType(matrix.dtype, (matrix.shape[0], matrix.shape[1] // self.of)),)
+
+    def scratch(self, *args: TensorType) -> int:
+        return 0
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        rows, width = ins[0].type.shape[0], outs[0].type.row_nbytes
+        lines = array(ins[0].data, np.uint8, (rows, self.of, width))
+        array(outs[0].data, np.uint8, (rows, width))[:] = lines[:, self.share]
+        return {}
 
 
 def _cut(

@@ -12,13 +12,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from qconvert.checkpoint.checkpoint import Checkpoint, Shard, shard_of
 from qconvert.checkpoint.gguf.header import SUFFIX, GgufHeader, read_gguf
@@ -27,13 +28,13 @@ from qconvert.checkpoint.reading import stated
 from qconvert.core import own_process
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.extras import lacking
-from qconvert.core.links import SMALL, resolved
+from qconvert.core.json_text import parse_object
+from qconvert.core.links import SMALL, read_regular, resolved
 from qconvert.core.shown import count, shortened
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _TEMPLATE = "chat_template.jinja"
-_MODULE = "qconvert.checkpoint.gguf.tokenizer"
 _MOST_WAIT = 1800
 # Of the user's cache.
 _FOLDER = "gguf"
@@ -162,7 +163,7 @@ def _make_tokenizer(file: Path, folder: Path, names: Sequence[str]) -> None:
         # Alone in a folder: transformers would read a config.json beside it.
         (scratch / f"model{SUFFIX}").symlink_to(file.resolve())
         start = own_process.python(
-            "-m", _MODULE, str(scratch), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=""
+            "-m", __name__, str(scratch), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=""
         )
         done = subprocess.run(
             **start,
@@ -188,3 +189,38 @@ def _make_tokenizer(file: Path, folder: Path, names: Sequence[str]) -> None:
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+# Words, numbers and spaces: what tokenizers cut in different places.
+_PROBE = "The 3 quick  foxes,\n  don't jump: 12345.678 \u00e9\u4e2d"
+
+
+def write_tokenizer(folder: str) -> None:
+    """Write the tokenizer of `model.gguf` into its folder, where it reads texts as transformers reads
+    them with the file. Raises what transformers does."""
+    from transformers import AutoTokenizer
+
+    made: Any = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
+    made.save_pretrained(folder)
+    file = Path(folder, "tokenizer_config.json")
+    config = parse_object(read_regular(file), file)
+    config.pop("local_files_only", None)  # of this process, which asks no hub
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    texts = [_PROBE, made.decode(list(range(0, len(made), 1 + len(made) // 1000)))]
+    if not _is_same(folder, made, texts):
+        # Some classes build their own model of the vocabulary and leave that of tokenizer.json.
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        if not _is_same(folder, made, texts):
+            raise ValueError("what it saves reads texts otherwise")
+
+
+def _is_same(folder: str, made: Any, texts: Iterable[str]) -> bool:
+    from transformers import AutoTokenizer
+
+    saved = AutoTokenizer.from_pretrained(folder)
+    return all(saved.encode(text) == made.encode(text) for text in texts)
+
+
+if __name__ == "__main__":
+    write_tokenizer(sys.argv[1])

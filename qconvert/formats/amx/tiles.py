@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 K_BLOCK = 3584  # columns beyond which rows stay together in blocks of STEP
-_TILE_ROWS = 32
+TILE_ROWS = 32
+CELL_BYTES = 2048  # of a K step of a tile of rows: two halves of 16 rows, 64 bytes each
 
 # Elements worked on at a time. Of 2^15 to 2^18 this measured best, for either method and rounding: in
 # smaller tiles the cost of numpy's calls shows more than what larger ones lose to the caches.
@@ -23,7 +24,7 @@ _TILE_ELEMENTS = 1 << 18
 
 def tile(rows: int, columns: int) -> tuple[int, int]:
     """Rows packed at once, which are whole tiles, and rows computed at once, which divide those."""
-    tall = min(rows, _TILE_ROWS * max(1, _TILE_ELEMENTS // (_TILE_ROWS * columns)))
+    tall = min(rows, TILE_ROWS * max(1, _TILE_ELEMENTS // (TILE_ROWS * columns)))
     some = min(tall, max(1, _TILE_ELEMENTS // columns))
     return tall, some
 
@@ -80,12 +81,12 @@ def place(method: Method, lines: Bytes, target: Bytes, top: int, rows: int, colu
         np.copyto(goal.reshape(-1, steps, 2, 16, 16), source.transpose(0, 3, 1, 4, 2))
         return
     for number in range(source.shape[0]):
-        row = top + number * _TILE_ROWS
+        row = top + number * TILE_ROWS
         block = row // step * step
         for first in range(0, steps, per_block):
             count = min(per_block, steps - first)
             at = block * row_bytes + (step * first + (row - block) * count) * width
-            goal = target[at : at + _TILE_ROWS * count * width].view(np.int32)
+            goal = target[at : at + TILE_ROWS * count * width].view(np.int32)
             np.copyto(
                 goal.reshape(count, 2, 16, 16),
                 source[number, :, :, first : first + count].transpose(2, 0, 3, 1),

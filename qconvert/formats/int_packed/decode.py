@@ -521,7 +521,6 @@ def group_of_columns(g_idx: Buffer, groups: int) -> Int32s:
 
 
 def exact_scales(scale: Buffer) -> Float32s:
-    """Scales as float32, exactly."""
     import numpy as np
 
     if scale.type.dtype == "BF16":

@@ -19,8 +19,7 @@ from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Buffer, Part, aligned
 from qconvert.core.int_scheme import Codes, IntScheme, Packer, Signs
 from qconvert.formats.int_packed.packers import PackQuantized
-from qconvert.formats.int_packed.scales import EPS, held, round_any
-from qconvert.formats.int_packed.search import search_rows, searched
+from qconvert.formats.int_packed.search import EPS, held, round_any, search_rows, searched
 from qconvert.ops.base import array
 from qconvert.ops.cast import NOT_FINITE, decode, matrix_to_quantize
 from qconvert.ops.compiled import done

@@ -9,27 +9,30 @@ lowest bits. compressed-tensors packs codes along K and zero points along N; GPT
 codes [K, N] packed along K, zero points [groups, N] packed along N. GPTQ's first version
 (`checkpoint_format: gptq`) stores each zero point less one, so it has no room for zero; the second
 (`gptq_v2`) stores it as it is.
+
+Integer codes from one form to another: compressed-tensors', GPTQ's two and AutoAWQ's. Nothing is
+rounded: codes, zero points and scales are the same numbers in other places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
-from qconvert.core.graph import Buffer
+from qconvert.core.graph import Buffer, aligned
 from qconvert.core.int_scheme import Codes, IntScheme, Packer, words
 from qconvert.core.parameter_names import AWQ, INT8, PACKED
-from qconvert.ops.base import array
-from qconvert.ops.cast import round_to_bf16
+from qconvert.formats.int_packed.decode import IntDecoder
+from qconvert.ops.base import Exact, Uncut, array
+from qconvert.ops.cast import TILE_ELEMENTS, round_to_bf16
 from qconvert.ops.compiled import done
 from qconvert.ops.ints import bit_string
 
 if TYPE_CHECKING:
     from qconvert.core.arrays import Float32s, Int8s, UInt32s
-
 
 Packing = Literal["compressed-tensors", "gptq", "gptq-v2", "awq"]
 
@@ -103,13 +106,8 @@ class KeepInt8:
     """compressed-tensors' int-quantized form (0.19, `compressors/naive_quantized/`): weight I8 [N, K],
     weight_scale BF16 [N, 1]."""
 
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        return INT8[:2]
-
-    @property
-    def row_step(self) -> int:
-        return 1
+    suffixes: ClassVar[tuple[str, ...]] = INT8[:2]
+    row_step: ClassVar[int] = 1
 
     def scheme_of(self, columns: int) -> IntScheme:
         return INT8_ROWS
@@ -141,17 +139,11 @@ class PackGptq:
 
     scheme: IntScheme
     version: Literal[1, 2] = 1
+    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
+    row_step: ClassVar[int] = 0  # rows of the matrix are columns here
 
     def scheme_of(self, columns: int) -> IntScheme:
         return self.scheme
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        return ("qweight", "qzeros", "scales", "g_idx")
-
-    @property
-    def row_step(self) -> int:
-        return 0  # rows of the matrix are columns here
 
     def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
         rows, columns, groups = _cut(self.scheme, weight)
@@ -191,9 +183,7 @@ class PackGptqWithoutIndex(PackGptq):
     and vLLM's draft classes (`models/deepseek_mtp.py`, `models/glm4_moe_mtp.py`) fail with an
     expert's."""
 
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        return ("qweight", "qzeros", "scales")
+    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
 
     def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
         return PackGptq.infer(self, weight)[:3]
@@ -206,6 +196,8 @@ class PackAwq:
     nibble on, rows 0, 2, 4, 6, 1, 3, 5 and 7 of eight. Symmetric codes get zero points of 8."""
 
     scheme: IntScheme
+    suffixes: ClassVar[tuple[str, ...]] = AWQ
+    row_step: ClassVar[int] = 0  # rows of the matrix are columns here
 
     def __post_init__(self) -> None:
         """Raises PlanError for what the form has no place for."""
@@ -217,14 +209,6 @@ class PackAwq:
 
     def scheme_of(self, columns: int) -> IntScheme:
         return self.scheme
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        return AWQ
-
-    @property
-    def row_step(self) -> int:
-        return 0  # rows of the matrix are columns here
 
     def infer(self, weight: TensorType) -> tuple[TensorType, ...]:
         rows, columns, groups = _cut(self.scheme, weight)
@@ -368,3 +352,67 @@ def _loss(scheme: IntScheme, weight: TensorType) -> str:
     where = "with a scale a row" if scheme.group is None else f"in groups of {scheme.group}"
     kind = "" if scheme.symmetric else "asymmetric "
     return f"rounds {name} to {kind}int{scheme.bits} {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class RepackInts(Uncut, Exact):
+    """The arguments of a decoder -> the results of a packer, for the same codes. The packer's scheme has
+    the dtype of the scales.
+
+    Raises PlanError as both do, and where they differ in bits or groups; RowError for a zero point that
+    is none of a symmetric matrix, or that the packer cannot hold, and for a g_idx where the packer has
+    no place for one.
+    """
+
+    stored: IntDecoder
+    packer: Packer
+
+    def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
+        (weight,) = self.stored.infer(*args)
+        scheme = self.packer.scheme_of(weight.shape[1])
+        bits, group = self.stored.scheme
+        if (bits, group) != (scheme.bits, scheme.group):
+            raise PlanError(
+                f"expected {scheme.bits} bits in groups of {scheme.group}, found {bits} in groups of "
+                f"{group}"
+            )
+        scale = args[self.stored.scale_at]
+        if scale.dtype != scheme.scale_dtype:
+            raise PlanError(f"expected scales in {scheme.scale_dtype}, found {scale}")
+        return self.packer.infer(weight)
+
+    def scratch(self, *args: TensorType) -> int:
+        """The codes, one a byte, and scales and zero points by row."""
+        (weight,) = self.stored.infer(*args)
+        groups = self.packer.scheme_of(weight.shape[1]).groups(weight.shape[1])
+        return aligned(weight.numel) + aligned(weight.shape[0] * groups) + TILE_ELEMENTS
+
+    def run(
+        self, ins: Sequence[Buffer], outs: Sequence[Buffer], scratch: memoryview
+    ) -> Mapping[str, int]:
+        import numpy as np
+
+        (weight,) = self.stored.infer(*(one.type for one in ins))
+        rows, columns = weight.shape
+        scheme = self.packer.scheme_of(columns)
+        groups = scheme.groups(columns)
+        codes = array(scratch[: weight.numel], np.int8, (rows, columns))
+        at = aligned(weight.numel)
+        zero = array(scratch[at : at + rows * groups], np.int8, (rows, groups))
+        zero[:] = 0
+        scale, order = self.stored.integers(ins, codes, zero)
+        if scheme.symmetric and zero.any():
+            row, group = np.argwhere(zero)[0]
+            middle = int(zero[row, group]) + (1 << (scheme.bits - 1))
+            raise RowError(
+                int(row),
+                f"has a zero point of {middle} in group {int(group)}, and the config says symmetric",
+            )
+        if order is not None and scheme.actorder != "group":
+            if not np.array_equal(order, np.arange(columns) // scheme.width(columns)):
+                raise RowError(
+                    0, "has columns of other groups by its g_idx than the config says (no desc_act)"
+                )
+            order = None
+        self.packer.pack(Codes(codes, scale, None if scheme.symmetric else zero, order), outs)
+        return {}

@@ -7,12 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from qconvert.checkpoint.quantization_config import (
-    described,
-    is_mxfp4,
-    states_mxfp4,
-    weights_of,
-)
+from qconvert.checkpoint.quantization_config import described, is_mxfp4, states_mxfp4, weights_of
 from qconvert.core.errors import PlanError
 from qconvert.core.parameter_names import MX, MXFP4, MXFP4_BESIDE, MXFP4_PLAIN, MXFP4_STACKED
 from qconvert.core.versions import LLM_COMPRESSOR, SGLANG, TRANSFORMERS, VLLM
@@ -166,9 +161,13 @@ def _check_source(plan: Plan) -> None:
 
 def _label(folder: FolderTensors, module: str, parameter: str) -> str | None:
     """A matrix with exponents beside it."""
-    beside = (folder.tensors.get(f"{module}.{one}") for one in (MXFP4[1], MXFP4_BESIDE[1]))
-    exponents = any(scale is not None and scale.dtype in EXPONENTS for scale in beside)
-    return "MXFP4" if exponents and parameter in ("weight", "weight_packed") else None
+    if parameter not in ("weight", "weight_packed"):
+        return None
+    for one in (MXFP4[1], MXFP4_BESIDE[1]):
+        scale = folder.tensors.get(f"{module}.{one}")
+        if scale is not None and scale.dtype in EXPONENTS:
+            return "MXFP4"
+    return None
 
 
 def _stack_label(folder: FolderTensors, module: str, parameter: str) -> str | None:

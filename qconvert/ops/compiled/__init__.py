@@ -3,14 +3,19 @@
 numpy's form of an op is the definition: a compiled loop of `loops/` gives the same bytes, or declines.
 It declines what is out of the ordinary (NaN, infinities, overflow, denormal scales), which numpy's form
 then answers, errors included. So an op asks `done("name of the loop", ...)` first and goes on as if it
-were alone where the answer is no; whether loops are compiled at all is decided in `choice`, for a run.
+were alone where the answer is no; whether loops are compiled at all is decided for a run
+(qconvert/compiled/choice.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from qconvert.ops.compiled.choice import in_use
+from qconvert.compiled.choice import Loops
+
+LOOPS = "qconvert.ops.compiled.loops"
+OPS = Loops(LOOPS)
+use, in_use, load = OPS.use, OPS.in_use, OPS.load
 
 
 def done(name: str, *args: Any) -> bool:

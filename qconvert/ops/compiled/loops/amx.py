@@ -15,7 +15,7 @@ _FLUSH_BELOW = np.int32((127 - 110) << 7)  # formats/amx/encode.py says why
 _ONE_127TH = np.int32(0x3C010204).view(np.float32)
 _ONE_112TH = 1.0 / 112.0
 _K_BLOCK = 3584
-# Of the search: formats/amx/clip.py says what they are.
+# Of the search: formats/amx/encode.py says what they are.
 _LANES = 64
 _BINS = 256
 _TINY = np.float32(2.0**-50)
@@ -204,7 +204,7 @@ def _search(
     row: Any, whole: np.float32, amax: np.float32, most: np.float32, steps: Any, errors: Any,
     counts: Any, totals: Any, lanes: Any, more: Any,
 ) -> np.float32:  # fmt: skip
-    """The step of a row: formats/amx/clip.py's `best_steps`."""
+    """The step of a row: formats/amx/encode.py's `best_steps`."""
     if not amax >= _TINY:
         return whole
     best, least = whole, _error(row, whole, most, lanes)
