@@ -15,11 +15,10 @@ from typing import ClassVar, Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.family import text_config
 from qconvert.core.graph import Output, apply, concat
-from qconvert.formats.amx.calibrated_codes import AmxCodes
-from qconvert.formats.amx.encode import Amx, Rounding
+from qconvert.formats.amx.encode import Amx, AmxCodes, Rounding
 from qconvert.formats.amx.format import RUNTIME_NAME, Method, check_dims
 from qconvert.models.experts import STALE_RULE, Experts, Projection, calibrated, routed_experts
-from qconvert.models.skip_reasons import check_runs
+from qconvert.models.skip_reasons import check_not_pruned, check_runs
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.replace_weights import replace_weights, source_names, sources_of
 from qconvert.plan.pass_options import options_with
@@ -54,6 +53,7 @@ class ExpertsToAmx:
     calibrate: Calibration | None = None
 
     def __call__(self, plan: Plan) -> Plan:
+        check_not_pruned(plan)
         experts = self.experts(plan)
         digest = None
         if self.calibrate is not None:

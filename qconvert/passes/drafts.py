@@ -237,7 +237,6 @@ def _patterns(plan: Plan, plain: list[str]) -> list[str]:
 
 
 def _inside(plan: Plan) -> dict[str, Output]:
-    """The draft's tensors."""
     both = plan.checkpoint
     assert isinstance(both, Grafted)
     return {name: plan.tensors[name] for name in sorted(both.names)}

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from qconvert.checkpoint.quantization_config import fp8_scheme
 from qconvert.core.errors import PlanError
-from qconvert.core.family import RoleIndex
+from qconvert.core.family import RoleIndex, expert_inputs
 from qconvert.core.graph import Output, concat, stack
 from qconvert.core.names import experts_module
 from qconvert.core.roles import Kind
@@ -45,6 +45,7 @@ class Unstack:
         if self.optional and not plan.role_index.dims.num_experts:
             return plan.logged(LogEntry(self.name, options_of(self), 0, 0, ("a dense model",)))
         role_index = _role_index(plan)
+        hidden = expert_inputs(role_index, lambda name: plan.tensors[name].type)
         tensors: dict[str, Output] = {}
         matched: list[str] = []
         for name, output in plan.tensors.items():
@@ -64,7 +65,7 @@ class Unstack:
                     f"found {output.type}"
                 )
             if not place.parameter:
-                _check_orientation(name, output, role_index, both=both)
+                _check_orientation(name, output, role_index, hidden, both=both)
             base, names = experts_module(name), _names(role_index)
             suffix = place.parameter or "weight"
             templates = _templates(role_index, Kind.EXPERT_GATE, "a matrix an expert")
@@ -164,9 +165,10 @@ def _refuse_packed(name: str, parameter: str) -> None:
         )
 
 
-def _check_orientation(name: str, output: Output, role_index: RoleIndex, *, both: bool) -> None:
-    """gate_up [E, 2I, H] and down [E, H, I]: the family's order, checked against hidden_size."""
-    hidden = role_index.dims.hidden_size
+def _check_orientation(
+    name: str, output: Output, role_index: RoleIndex, hidden: int, *, both: bool
+) -> None:
+    """gate_up [E, 2I, H] and down [E, H, I]: the family's order, checked against what experts take."""
     found = output.type.shape[2 if both else 1]
     if found != hidden:
         order = "[E, 2I, H]" if both else "[E, H, I]"

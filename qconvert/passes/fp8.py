@@ -21,14 +21,10 @@ from qconvert.core.parameter_names import FP8
 from qconvert.core.roles import Kind
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
-from qconvert.formats.fp8.encode import LARGEST, Dialect, EncodeFp8
-from qconvert.formats.fp8.format import (
-    fp8_config,
-    fp8_group_config,
-    fp8_tensor_group_config,
-)
-from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
+from qconvert.formats.fp8.encode import LARGEST, Dialect, EncodeFp8, EncodeFp8Tensor, TensorScale
+from qconvert.formats.fp8.format import fp8_config, fp8_group_config, fp8_tensor_group_config
 from qconvert.formats.registry import read_matrix
+from qconvert.models.linears import matches
 from qconvert.models.unquantized import (
     OutputsByName,
     check_nothing_packed,
@@ -40,7 +36,7 @@ from qconvert.ops.constant import constant_f32
 from qconvert.passes.input_scales import InputScales
 from qconvert.passes.quantize import Quantizing, compressed_block
 from qconvert.passes.ranks import Grid, check_tp, cut_notes, loads_at, loads_note
-from qconvert.passes.selection import Linear, Selection, SharedExperts, shared_notes, takes_linears
+from qconvert.passes.selection import Linear, Selection, SharedExperts, check_targets, shared_notes
 from qconvert.passes.shared_scales import encoded_together
 from qconvert.plan.pass_options import LINEAR
 from qconvert.plan.plan import Plan
@@ -72,6 +68,7 @@ class ToFp8(Quantizing):
     block: int | None = BLOCK
     exponents: bool = False
     targets: tuple[str, ...] = (LINEAR,)
+    ignore: tuple[str, ...] = ()
     shared_experts: SharedExperts | None = None
     tp: int | None = None
     tensor: bool = False
@@ -80,7 +77,7 @@ class ToFp8(Quantizing):
     consumer: str | None = None
 
     def __post_init__(self) -> None:
-        takes_linears(self.targets)
+        check_targets(self.targets, self.dialect)
         if self.consumer is not None:
             parse_consumer(self.consumer)
         if self.tensor and self.exponents:
@@ -185,7 +182,7 @@ class ToFp8(Quantizing):
             draft = plan.family.is_mtp(name, plan.role_index.dims)
             if name in known or module in known or parameter != "weight" or not kind.linear:
                 continue
-            if kind in self._plain_kinds:
+            if kind in self._plain_kinds or matches(module, self.ignore) is not None:
                 continue
             if coded or kind in _PUBLISHED or (draft and kind.quantizable):
                 stored, names = read_matrix(plan, module)
@@ -199,7 +196,7 @@ class ToFp8(Quantizing):
             module, parameter = split_parameter(name)
             coded = output.type.dtype in WEIGHT_DTYPES and parameter == "weight"
             plain = coded and plan.role_index.kind(name) in self._plain_kinds
-            if plain and takes_linears(self.targets):
+            if plain and LINEAR in self.targets:
                 stored, names = read_matrix(plan, module)
                 assert stored.decoder is not None
                 found |= {name: apply(stored.decoder, *stored.args)[0]}

@@ -164,7 +164,7 @@ def _reorder(
     dims = plan.role_index.dims
     check_linear_attention(plan, name)
     assert dims.gdn is not None
-    modules = _modules(plan, dims)
+    modules = _modules(plan)
     fused = _is_fused(plan, modules)
     source = _source_groups(plan, dims, source_groups) if fused else 0
     if source == target and needs_class is None:
@@ -285,7 +285,7 @@ def _sources_of(output: Output) -> list[str]:
     return [piece.origin.name for piece in output.pieces if isinstance(piece.origin, Source)]
 
 
-def _modules(plan: Plan, dims: Dims) -> list[str]:
+def _modules(plan: Plan) -> list[str]:
     """The linear-attention module of every layer that has projections, in layer order."""
     found: dict[str, None] = {}
     for name in plan.tensors:

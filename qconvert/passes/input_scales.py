@@ -7,7 +7,6 @@ Each `layer-*.safetensors` in it has, for its layer L, `layers.{L}.gate_up.absma
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -15,14 +14,13 @@ from pathlib import Path
 from struct import pack
 from typing import Any
 
-from qconvert.checkpoint.safetensors import Entry, read_header
+from qconvert.checkpoint.safetensors import Entry
 from qconvert.core.dtypes import TensorType
-from qconvert.core.errors import CheckpointError, DataError, PlanError
+from qconvert.core.errors import PlanError
 from qconvert.models.experts import Projection
+from qconvert.passes.expert_choice import entries_of
 from qconvert.passes.selection import Selection
 from qconvert.plan.plan import Plan
-
-_NAME = re.compile(r"layers\.([0-9]{1,9})\.(gate_up|down)\.absmax")
 
 
 @dataclass(frozen=True)
@@ -110,29 +108,19 @@ def input_maxima(
 ) -> InputScales:
     """Read the statistics of these layers. Raises DataError for a folder that cannot be read, PlanError
     where a layer is missing, of another model's shape, not finite, or saw nothing."""
-    if not folder.is_dir():
-        raise DataError(f"{folder}: expected a folder of --save-stats, found none")
-    entries: dict[tuple[int, str], tuple[Path, Entry]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            found = read_header(file).entries
-        except CheckpointError as error:
-            raise DataError(str(error)) from error
-        for entry in found:
-            match = _NAME.fullmatch(entry.name)
-            if match is not None:
-                entries[int(match[1]), match[2]] = file, entry
+    entries = entries_of(folder)
     largest: dict[tuple[int, str], tuple[float, ...]] = {}
     unseen = 0
     for layer in layers:
         for kind, width in (("gate_up", hidden), ("down", intermediate)):
-            if (layer, kind) not in entries:
+            name = f"layers.{layer}.{kind}.absmax"
+            if name not in entries:
                 raise PlanError(
-                    f"{folder}: has no layers.{layer}.{kind}.absmax; the model's experts of layer "
+                    f"{folder}: has no {name}; the model's experts of layer "
                     f"{layer} need input scales: calibrate with --save-stats to the end, or leave "
                     "--stats out for weights only"
                 )
-            file, entry = entries[layer, kind]
+            file, entry = entries[name]
             wanted = TensorType("F32", (experts, width))
             if entry.type != wanted:
                 raise PlanError(

@@ -1,4 +1,4 @@
-"""kv_scale: one constant scale for the keys, and one for the values, that runtimes keep in FP8.
+"""kv_scale: one scale for a layer's keys, and one for its values, that runtimes keep in FP8.
 
 Names are modelopt's, `self_attn.k_proj.k_scale` and `v_proj.v_scale`, under every dialect. Loaders of
 sglang and vLLM were run over the spellings there are: classes that read any read these.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 from struct import pack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG
 from qconvert.core.errors import PlanError
@@ -19,10 +19,14 @@ from qconvert.core.graph import apply
 from qconvert.core.names import KV_SCALES, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.core.shown import count
+from qconvert.formats.fp8.kv_scales import KvScales
 from qconvert.formats.nvfp4.format import hf_quant_config
+from qconvert.models.calibrated import Calibrated
+from qconvert.models.skip_reasons import check_runs
 from qconvert.ops.constant import Constant
-from qconvert.plan.pass_options import options_of
-from qconvert.plan.plan import LogEntry, Plan
+from qconvert.plan.pass_options import options_with
+from qconvert.plan.plan import Calibrating, LogEntry, Plan
+from qconvert.samples.request import FACT, Calibration, digest_of, fact
 
 # What makes keys and values: a projection of each, of all three, or of the latent ones.
 _MAKERS = (Kind.KEY, Kind.QKV, Kind.KV_UP)
@@ -42,19 +46,27 @@ _OF_MODELOPT = ("num_bits", "type", "dynamic")
 @dataclass(frozen=True, slots=True)
 class KvScale:
     """`value` is by what keys and values are divided before they are rounded to FP8 (their largest size
-    / 448). After a pass that quantizes, whose config has a place for it; draft layers stay without.
+    / 448), or `calibrated`: what the calibration of the pass before sees in each layer as it is served,
+    or, where that one is without data, `calibrate`'s in the layers as they were. After a pass that
+    quantizes, whose config has a place for it; draft layers stay without.
 
-    Raises PlanError where the config is of another quantization, where no attention layer is known, and
-    where scales of a KV cache are there already.
+    Raises PlanError where the config is of another quantization, where no attention layer is known,
+    where scales of a KV cache are there already, for latent attention (any scale but 1), and for a
+    calibration that is missing, given twice, or cannot be run.
     """
 
     name: ClassVar[str] = "kv_scale"
 
-    value: float
+    value: float | Literal["calibrated"]
+    calibrate: Calibration | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.value, str):
+            return
         if not 0 < self.value < inf:
             raise PlanError(f"expected a scale of the KV cache above 0, found {self.value}")
+        if self.calibrate is not None:
+            raise PlanError(f"the scale {self.value} needs no data: leave calibrate out")
 
     def __call__(self, plan: Plan) -> Plan:
         block = _with_cache(plan)
@@ -64,14 +76,25 @@ class KvScale:
         layers = _attention(plan)
         if not layers:
             raise PlanError("no attention layer is known whose keys and values could have a scale")
-        constant = Constant("F32", (), pack("<f", self.value).hex())
-        made = {f"{layer}.{end}": apply(constant)[0] for layer in layers for end in _ENDS}
+        calibrating = self._calibrating(plan)
+        digest = None
+        if calibrating is None:
+            constant = Constant("F32", (), pack("<f", self.value).hex())
+            made = {f"{layer}.{end}": apply(constant)[0] for layer in layers for end in _ENDS}
+            by = f"the constant {self.value:g}, found from no data"
+        else:
+            digest = digest_of(calibrating.request, plan.checkpoint.root)
+            made = {}
+            for layer, number in layers.items():
+                op = Calibrated(None, (KvScales(),), number, None, layer, digest)
+                made.update(zip((f"{layer}.{end}" for end in _ENDS), apply(op), strict=True))
+            by = "their largest in a calibration / 448"
         note = (
-            f"keys and values of {count(len(layers), 'layer')} are divided by the constant "
-            f"{self.value:g}, found from no data; a server keeps them in FP8 with --kv-cache-dtype "
-            "fp8_e4m3"
+            f"keys and values of {count(len(layers), 'layer')} are divided by {by}; a server keeps them "
+            "in FP8 with --kv-cache-dtype fp8_e4m3"
         )
-        entry = LogEntry(self.name, options_of(self), len(made), None, (note,), "scales")
+        own = None if self.calibrate is None else digest
+        entry = LogEntry(self.name, options_with(self, own), len(made), None, (note,), "scales")
         files = {}
         if HF_QUANT_CONFIG in plan.new_files:
             said = {key: value for key, value in block.items() if key != "kv_cache_scheme"}
@@ -81,8 +104,34 @@ class KvScale:
             tensors={**plan.tensors, **made},
             config={**plan.config, "quantization_config": block},
             new_files={**plan.new_files, **files},
-            facts={**plan.facts, "kv_scale": self.value},
-        )
+            facts={
+                **plan.facts, "kv_scale": self.value,
+                **({} if own is None or self.calibrate is None else {FACT: fact(self.calibrate, own)}),
+            },
+            calibration=calibrating or plan.calibration,
+        )  # fmt: skip
+
+    def _calibrating(self, plan: Plan) -> Calibrating | None:
+        """The calibration that finds the scales, None for a constant."""
+        latent = [n for n in plan.tensors if plan.role_index.kind(n) is Kind.KV_UP]
+        if latent and self.value != 1:
+            raise PlanError(
+                f"{latent[0]!r} is of latent attention: sglang keeps its cache undivided and multiplies "
+                "by the scale all the same, and vLLM reads none; only 1 is right"
+            )
+        if self.value != "calibrated":
+            return None
+        if plan.calibration is not None and self.calibrate is not None:
+            raise PlanError("weights and KV cache share one calibration: leave kv_scale's own out")
+        if plan.calibration is None and self.calibrate is None:
+            raise PlanError(
+                "a calibrated scale of the KV cache needs data: give kv_scale calibrate"
+            )
+        check_runs(plan)
+        found = plan.calibration
+        if found is None and self.calibrate is not None:
+            found = Calibrating(Plan.identity(plan.checkpoint), self.calibrate)
+        return found
 
 
 def _with_cache(plan: Plan) -> dict[str, Any]:
@@ -104,15 +153,16 @@ def _with_cache(plan: Plan) -> dict[str, Any]:
     )
 
 
-def _attention(plan: Plan) -> list[str]:
-    """The modules of attention of the model's own layers."""
-    found: dict[str, None] = {}
+def _attention(plan: Plan) -> dict[str, int]:
+    """The modules of attention of the model's own layers, and their layers."""
+    found: dict[str, int] = {}
+    index = plan.role_index
     for name in plan.tensors:
-        if plan.role_index.kind(name) in _MAKERS and not plan.family.is_mtp(
-            name, plan.role_index.dims
-        ):
-            found[split_parameter(name)[0].rpartition(".")[0]] = None
-    return list(found)
+        if index.kind(name) in _MAKERS and not plan.family.is_mtp(name, index.dims):
+            layer = index.places[name].layer
+            if layer is not None:
+                found[split_parameter(name)[0].rpartition(".")[0]] = layer
+    return found
 
 
 PASSES = (KvScale,)

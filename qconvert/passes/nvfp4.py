@@ -18,8 +18,7 @@ from qconvert.core.graph import Output
 from qconvert.core.parameter_names import NVFP4, Dialect
 from qconvert.formats.base import Stored
 from qconvert.formats.mx import format as mx
-from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
-from qconvert.formats.nvfp4.encode import PackNvfp4, Scales
+from qconvert.formats.nvfp4.encode import PackNvfp4, PackNvfp4Codes, Scales
 from qconvert.formats.nvfp4.format import (
     constant_input,
     group_config,
@@ -47,7 +46,7 @@ from qconvert.passes.input_scales import InputScales
 from qconvert.passes.mxfp4_as_nvfp4 import WEIGHTS_ONLY, as_nvfp4, inputs_of
 from qconvert.passes.quantize import Quantizing, compressed_block, left_note, rounded_drafts
 from qconvert.passes.ranks import Grid, loads_at, loads_note
-from qconvert.passes.selection import Selection, SharedExperts, shared_notes, takes_linears
+from qconvert.passes.selection import Selection, SharedExperts, check_targets, shared_notes
 from qconvert.passes.shared_scales import encoded_together
 from qconvert.plan.pass_options import EXPERTS, options_of
 from qconvert.plan.plan import Plan
@@ -73,6 +72,7 @@ class ToNvfp4(Quantizing):
 
     dialect: Dialect = "modelopt"
     targets: tuple[str, ...] = (EXPERTS,)
+    ignore: tuple[str, ...] = ()
     weight_only: bool = False
     stats: str | None = None
     shared_experts: SharedExperts | None = None
@@ -82,7 +82,7 @@ class ToNvfp4(Quantizing):
     calibrate: Calibration | None = None
 
     def __post_init__(self) -> None:
-        takes_linears(self.targets)
+        check_targets(self.targets, self.dialect)
         if self.weight_only and self.input_scale is not None:
             raise PlanError("input_scale is a constant input scale, and weight_only says otherwise")
         if self.stats is not None and self.weight_only:

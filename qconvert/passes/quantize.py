@@ -32,6 +32,7 @@ from qconvert.models.skip_reasons import check_runs
 from qconvert.models.unquantized import (
     OutputsByName,
     check_nothing_packed,
+    expert_beginnings,
     experts_of_class,
     fp8_block,
     ignored,
@@ -40,6 +41,7 @@ from qconvert.models.unquantized import (
 )
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.input_scales import NO_INPUTS, InputScales, maxima_of
+from qconvert.passes.mixture import METHOD, compressed_config
 from qconvert.passes.ranks import Grid, check_size, check_tp, loads_at, loads_note
 from qconvert.passes.replace_weights import replace_weights
 from qconvert.passes.selection import (
@@ -83,7 +85,7 @@ class Quantizing:
 
     name: ClassVar[str]
     targets: tuple[str, ...]
-    shared_experts: SharedExperts | Literal["named"] | None
+    shared_experts: SharedExperts | None
     tp: int | None
     ignore: tuple[str, ...] = ()
     stats: str | None = None
@@ -113,7 +115,6 @@ class Quantizing:
     def notes(
         self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
     ) -> list[str]:
-        """Return what the plan says of it."""
         raise NotImplementedError
 
     def fits(self, stored: Stored) -> bool:
@@ -199,17 +200,38 @@ class Quantizing:
         found = self.own_experts(plan, found)
         asked = self.shared_experts
         if asked == "named":  # draft layers' have no other target than those of the model's own
-            asked = None if found.names_shared else "keep"
+            drafts = any(one.draft for one in found.projections)
+            asked = None if found.names_shared and drafts else "keep"
         by_data = self.stats is not None or self.calibrate is not None
-        if asked is None and by_data and not found.names_shared:
+        if asked is None and (by_data or found.takes_part(plan)) and not found.names_shared:
             asked = "keep"
 
-        def block_of(selection: Selection) -> dict[str, Any]:
-            return self.config(plan, selection, self.others(plan, selection))
-
-        found = with_shared(plan, found, asked, block_of, self.ignore)
+        found = with_shared(
+            plan, found, asked, lambda selection: self.stated(plan, selection), self.ignore
+        )
         self.check_chosen(plan, found)
         return found
+
+    def stated(self, plan: Plan, chosen: Selection) -> dict[str, Any]:
+        """The config's block for what is chosen and what stays quantized beside it. Raises PlanError
+        for what cannot stay."""
+        staying = chosen.staying
+        others = staying.others(self.others(plan, chosen))
+        if staying.groups:
+            self.check_left(plan, others)
+        block = self.config(plan, chosen, others)
+        if chosen.takes_part(plan) and block["quant_method"] != METHOD:
+            raise PlanError(
+                f"{chosen.projections[0].module!r} is to be quantized, and experts of other layers "
+                f"are not: the config of {self.name} as it is asked for has no place for that; target "
+                f"all or none of them, or take the dialect (or packing) {METHOD}"
+            )
+        if staying.groups and block["quant_method"] != METHOD:
+            raise PlanError(
+                f"{min(staying.modules)!r} stays quantized in {METHOD}' form, for which the config of "
+                f"{self.name} as it is asked for has no place: take the dialect (or packing) {METHOD}"
+            )
+        return block
 
     def inputs(self, plan: Plan, chosen: Selection) -> InputScales:
         """Return what input scales follow from."""
@@ -286,9 +308,9 @@ class Quantizing:
         inputs: InputScales = NO_INPUTS,
     ) -> Plan:
         """The plan with these tensors in place of what was chosen."""
-        others = self.others(plan, chosen)
-        self.check_left(plan, others)
-        block = self.config(plan, chosen, others)
+        others, staying = self.others(plan, chosen), chosen.staying
+        self.check_left(plan, staying.others(others))
+        block = self.stated(plan, chosen)
         if len(block.get("config_groups", ())) > 1:  # one is that of FP8 layers
             others = with_weight_scales(others)
         return replace_weights(
@@ -301,11 +323,18 @@ class Quantizing:
             {**others, **results},
             dropped=chosen.dropped(plan),
             block=block,
-            facts={"tp_sizes": loads_at(chosen.sizes, self.grid), **inputs.facts},
+            facts={"tp_sizes": self._tp_sizes(plan, chosen), **inputs.facts},
             calibrate=self.request(plan, chosen),
             digest=digest,
             linears=_solved_beside(plan, chosen),
         )
+
+    def _tp_sizes(self, plan: Plan, chosen: Selection) -> list[int]:
+        """Sizes at which each rank gets whole blocks, of what stays too."""
+        found, before = loads_at(chosen.sizes, self.grid), plan.facts.get("tp_sizes")
+        if before is None or not chosen.staying.groups:
+            return found
+        return [size for size in found if size in before]
 
 
 def rounded_drafts(chosen: Selection, calibrate: Calibration | None) -> list[str]:
@@ -346,24 +375,22 @@ def compressed_block(
     that stay unquantized. Where `Linear` means those that stay in FP8, in blocks `fp8`, others go by
     name, also by that of what they are fused to: runtimes find a class before the parts. `but`: how
     patterns of experts begin, to except some."""
-    targets = ["Linear"]
-    if not chosen.plain or fp8 is not None:
-        paths = plan.family.expert_paths if chosen.projections else ()
-        below = [f"{path}." for path in paths] + (shared_paths(plan) if chosen.shared else [])
-        targets = [rf"re:{but}.*{escape(path)}.*" for path in below]
+    targets, staying = ["Linear"], chosen.staying
+    if not chosen.plain or fp8 is not None or staying.groups:
+        routed = [one.module for one in chosen.projections]
+        paths = plan.family.expert_paths if routed else ()
+        begins = expert_beginnings(plan, routed) if routed else ()
+        targets = [rf"re:{but}{begin}{escape(path)}\..*" for begin in begins for path in paths]
+        if chosen.shared:
+            targets += [rf"re:{but}.*{escape(path)}.*" for path in shared_paths(plan)]
         targets += experts_of_class(plan) if paths else []
         targets += with_fused_names(chosen.plain)
-    first = group(targets)
-    groups: dict[str, Mapping[str, Any]] = {"group_0": first}
+    groups = [group(targets), *staying.stated(plan, [module for module, _, _ in chosen])]
     if fp8 is not None:
-        groups["group_1"] = fp8_group_config(fp8)
-    return {
-        "quant_method": "compressed-tensors",
-        "format": first["format"] if fp8 is None else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": list(left),
-    }
+        groups.append(fp8_group_config(fp8))
+    kv_cache = staying.block.get("kv_cache_scheme") if staying.groups else None
+    block = compressed_config(groups, left, staying.form(plan))
+    return block if kv_cache is None else {**block, "kv_cache_scheme": kv_cache}
 
 
 class ByFormat(Quantizing):
@@ -471,6 +498,7 @@ class ToMx(ByFormat):
 
     format: Literal["mxfp4", "mxfp8"] = "mxfp4"
     targets: tuple[str, ...] = (EXPERTS,)
+    ignore: tuple[str, ...] = ()
     shared_experts: SharedExperts | None = None
     tp: int | None = None
     dialect: Literal["compressed-tensors", "quark"] = "compressed-tensors"
@@ -529,6 +557,7 @@ class ToInt8(ByFormat):
     format = "int8"
 
     targets: tuple[str, ...] = (LINEAR,)
+    ignore: tuple[str, ...] = ()
     shared_experts: SharedExperts | None = None
     tp: int | None = None
     dialect: Literal["compressed-tensors", "msmodelslim"] = "compressed-tensors"
@@ -536,7 +565,7 @@ class ToInt8(ByFormat):
     def encoder(self, *, draft: bool = False) -> RowOp:
         if self.dialect != "msmodelslim":
             return ByFormat.encoder(self, draft=draft)
-        from qconvert.formats.ascend.encode import KeepAscend
+        from qconvert.formats.ascend.format import KeepAscend
         from qconvert.formats.int_packed.encode import RoundToNearest
         from qconvert.formats.int_packed.packers import INT8_ROWS
 
@@ -545,14 +574,14 @@ class ToInt8(ByFormat):
     def suffixes(self, *, draft: bool = False) -> tuple[str, ...]:
         if self.dialect != "msmodelslim":
             return ByFormat.suffixes(self, draft=draft)
-        from qconvert.formats.ascend.encode import WRITTEN
+        from qconvert.formats.ascend.format import WRITTEN
 
         return WRITTEN
 
     def config(self, plan: Plan, chosen: Selection, others: OutputsByName) -> dict[str, Any]:
         if self.dialect != "msmodelslim":
             return ByFormat.config(self, plan, chosen, others)
-        from qconvert.formats.ascend.encode import BLOCK
+        from qconvert.formats.ascend.format import BLOCK
 
         fp8 = [module for module, coded in runtime_linears(plan, others).items() if coded]
         if fp8:

@@ -43,8 +43,7 @@ from qconvert.formats.int_packed.format import (
     left_parts,
     left_pattern,
 )
-from qconvert.formats.int_packed.packers import Packing, packer
-from qconvert.formats.int_packed.repack import RepackInts
+from qconvert.formats.int_packed.packers import Packing, RepackInts, packer
 from qconvert.formats.mx import format as mx
 from qconvert.formats.nvfp4.format import group_config as nvfp4_group
 from qconvert.formats.nvfp4.format import modelopt_config
@@ -65,6 +64,7 @@ from qconvert.models.unquantized import (
     with_weight_scales,
 )
 from qconvert.ops.constant import constant_i64
+from qconvert.passes.mixture import compressed_config
 from qconvert.passes.mxfp4_as_nvfp4 import as_nvfp4
 from qconvert.passes.replace_weights import replace_weights, sources_of
 from qconvert.plan.pass_options import options_of
@@ -212,7 +212,7 @@ class Relabel:
                 else fp8_group_config(one, names)
                 for one, names in zip(groups, targets, strict=True)
             ]
-            return _compressed(*made, left=left)
+            return compressed_config(made, left)
         named = with_draft_names(plan, runtime_linears(plan, others))
         scheme, *more = members
         if self.to == "awq":
@@ -263,7 +263,7 @@ class Relabel:
             block = modelopt_config(ignored_globs(plan, others, found), inputs=inputs)
         else:
             left = ignored_names(plan, others, drafts=packed.drafts)
-            block = _compressed(nvfp4_group(packed.targets(plan), inputs=inputs), left=left)
+            block = compressed_config([nvfp4_group(packed.targets(plan), inputs=inputs)], left)
         return self._planned(
             plan, {**others, **made}, block, len(found), "codes and block scales as they are"
         )
@@ -282,7 +282,7 @@ class Relabel:
         left = ignored(
             plan, others, experts=packed.experts, shared=packed.shared, drafts_too=packed.drafts
         )
-        config = _compressed(fp8_group_config(block, packed.targets(plan)), left=left)
+        config = compressed_config([fp8_group_config(block, packed.targets(plan))], left)
         return self._planned(plan, tensors, config, len(weights), "codes and scales as they are")
 
     def _whole_fp8(self, plan: Plan, weights: list[str]) -> Plan | None:
@@ -321,7 +321,7 @@ class Relabel:
             else fp8_tensor_group_config(targets, inputs=bool(inputs))
         )
         note = "codes and scales as they are"
-        block = _compressed(group, left=left)
+        block = compressed_config([group], left)
         return self._planned(plan, {**plan.tensors, **reshaped}, block, len(weights), note)
 
     def _own_fp8(self, plan: Plan, weights: list[str]) -> Plan:
@@ -369,7 +369,7 @@ class Relabel:
         )
         block = mx.quark_config(with_fused_names(left))
         if not quark:
-            block = _compressed(mx.mx_group_config("mxfp4", packed.targets(plan)), left=left)
+            block = compressed_config([mx.mx_group_config("mxfp4", packed.targets(plan))], left)
         note = "codes and exponents as they are"
         return self._planned(plan, tensors, block, len(found), note)
 
@@ -400,18 +400,6 @@ class Relabel:
         if done.config.get("expert_dtype") == "fp4":
             done = replace(done, config={**done.config, "expert_dtype": "fp8"})
         return done
-
-
-def _compressed(*groups: Mapping[str, Any], left: list[str]) -> dict[str, Any]:
-    """compressed-tensors' block of these groups."""
-    formats = {group["format"] for group in groups}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
-        "ignore": left,
-    }
 
 
 def _beside(plan: Plan, fp8: list[str]) -> dict[str, Fp8Block]:

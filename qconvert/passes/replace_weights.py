@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from qconvert.checkpoint.checkpoint import (
-    ASCEND,
-    DESCRIPTION,
-    HF_QUANT_CONFIG,
-    is_description,
-)
+from qconvert.checkpoint.checkpoint import ASCEND, DESCRIPTION, HF_QUANT_CONFIG, is_description
 from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.core.errors import PlanError
 from qconvert.core.family import without_quantization
@@ -49,7 +44,7 @@ def replace_weights(
     dialect, and msmodelslim's description in place of its. `dropped` are rules by source tensor,
     `dropped_files` rules by side file, of which only those count that exist. `digest` is that of the
     calibration `calibrate`, which runs the model of `plan`, and solves `linears` beside the routed
-    experts."""
+    experts. Raises PlanError for a second calibration."""
     from qconvert.samples.request import FACT as CALIBRATION
     from qconvert.samples.request import fact as calibration_fact
 
@@ -60,9 +55,9 @@ def replace_weights(
     config = without_quantization(plan.config)
     files = {**plan.new_files, **(new_files or {})}
     if block is not None and block["quant_method"] == ASCEND:
-        from qconvert.formats.ascend.encode import description
+        from qconvert.formats.ascend.format import description_of
 
-        files[f"{DESCRIPTION}.json"], block = description(tensors), None
+        files[f"{DESCRIPTION}.json"], block = description_of(tensors), None
     if block is not None:
         config = complete_ignore_lists({**config, "quantization_config": block}, ())
     if block is not None and block["quant_method"] == "modelopt":
@@ -70,6 +65,11 @@ def replace_weights(
     facts = {**plan.facts, **(facts or {})}
     calibration = plan.calibration
     if calibrate is not None and digest is not None:
+        if calibration is not None:
+            raise PlanError(
+                "an earlier step calibrates, and a run has one calibration: round in one of the two, or "
+                "convert the first's result"
+            )
         calibration = Calibrating(plan, calibrate, linears)
         facts[CALIBRATION] = calibration_fact(calibrate, digest)
     return plan.logged(

@@ -4,7 +4,8 @@ shared experts for the routed ones' sake; what the plan says of those."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from qconvert.core.errors import PlanError
@@ -24,17 +25,14 @@ from qconvert.models.experts import (
     check_described,
     routed_experts,
 )
-from qconvert.models.linears import (
-    check_sets,
-    matches,
-    quantizable,
-    skip_reason,
-    unquantizable,
-)
+from qconvert.models.linears import check_sets, matches, quantizable, skip_reason, unquantizable
 from qconvert.models.skip_reasons import check_experts
+from qconvert.passes.mixture import METHOD, Staying, quantized_before
 from qconvert.passes.replace_weights import sources_of
 from qconvert.plan.pass_options import EXPERTS, LINEAR
 from qconvert.plan.plan import LogEntry, Plan
+from qconvert.runtimes.classes.modules import NOT_KNOWN, taken_quantized
+from qconvert.runtimes.classes.record import architecture_of
 from qconvert.runtimes.shared_experts import (
     NO_FUSION,
     loses_shared,
@@ -42,7 +40,7 @@ from qconvert.runtimes.shared_experts import (
     would_fuse,
 )
 
-SharedExperts = Literal["quantize", "keep"]
+SharedExperts = Literal["quantize", "keep", "named"]
 # Families whose draft classes in vLLM fuse projections without a packed_modules_mapping
 # (`models/deepseek_mtp.py`, `models/glm4_moe_mtp.py`).
 DRAFTS_WITHOUT_MAPPING = ("deepseek_v3", "glm4_moe", "kimi_k2")
@@ -72,13 +70,20 @@ class Selection:
     """The matrices that a pass quantizes: the routed experts (None: they stay), and other linears by
     module. `left` are linears that a target names and that stay, since their columns do not fit;
     `shared` are those of shared experts that no target names, quantized with the routed ones; `unloaded`
-    are notes on linears that LINEAR names, and that no runtime loads quantized."""
+    are notes on linears that LINEAR names, and that no runtime loads quantized; `before` is what is
+    quantized already."""
 
     experts: Experts | None
     linears: Mapping[str, Linear]
     left: tuple[str, ...] = ()
     shared: frozenset[str] = frozenset()
     unloaded: tuple[str, ...] = ()
+    before: Staying = field(default_factory=Staying)
+
+    @property
+    def staying(self) -> Staying:
+        """Modules that stay quantized as they are."""
+        return self.before.without({module for module, _, _ in self})
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -93,6 +98,19 @@ class Selection:
     def names_shared(self) -> bool:
         """Return whether targets name shared experts."""
         return any(one.kind in SHARED and m not in self.shared for m, one in self.linears.items())
+
+    def takes_part(self, plan: Plan) -> bool:
+        """Return whether routed experts of some of the model's own layers are chosen, and those of
+        others are not."""
+        if self.experts is None:
+            return False
+        dims, family, taken = plan.role_index.dims, plan.family, self.experts.taken
+        return any(
+            plan.role_index.kind(name).routed
+            and name not in taken
+            and not family.is_mtp(name, dims)
+            for name in plan.tensors
+        )
 
     def __iter__(self) -> Iterator[tuple[str, Kind, Stored]]:
         """Every matrix: its module, its kind, and how it is read."""
@@ -160,44 +178,69 @@ class Targets:
 
         return listed(self.names) and not listed(self.ignore)
 
-    def take(self, experts: Experts) -> bool:
-        """Return whether these are the routed experts. Raises PlanError where they are a part."""
-        wanted = [self.want(one.module, expert=True) for one in experts.projections]
-        if any(wanted) and not all(wanted):
-            kept = experts.projections[wanted.index(False)].module
+    def take(self, plan: Plan, experts: Experts) -> Experts | None:
+        """The routed experts of the layers in which these are targets. Raises PlanError where they are
+        a part of a layer's."""
+        layers: set[int] = set()
+        kept: dict[int, str] = {}
+        for one in experts.projections:
+            if self.want(one.module, expert=True):
+                layers.add(one.layer)
+            else:
+                kept.setdefault(one.layer, one.module)
+        if (parted := next((layer for layer in sorted(layers) if layer in kept), None)) is not None:
             raise PlanError(
-                f"{kept!r} is no target or is ignored, and other routed experts are targets; runtimes "
-                "take one scheme for all experts: target all or none of them"
+                f"{kept[parted]!r} is no target or is ignored, and other routed experts of its layer "
+                "are targets; runtimes take one scheme for all experts of a layer: target all or none "
+                "of them"
             )
-        return all(wanted)
+        if not kept:
+            return experts
+        return experts.of_layers(plan, layers) if layers else None
 
     def check_found(
-        self, plan: Plan, modules: Iterable[str], experts: Experts | None, *, calibrated: bool
+        self,
+        plan: Plan,
+        modules: Iterable[str],
+        experts: Experts | None,
+        settled: Collection[str],
+        *,
+        calibrated: bool,
     ) -> None:
-        """Raises PlanError for a target that matches nothing that can be quantized, and why."""
+        """Raises PlanError for a target that matches nothing that can be quantized, and why; `settled`
+        are modules that earlier steps have quantized."""
         first = [one.module for one in experts.projections[:1]] if experts is not None else []
         known = (*modules, *first)
         for target in self.names:
             named = any(matches(module, (target,)) for module in known)
             if not named and not (target == EXPERTS and experts is not None):
-                why = skip_reason(plan, target, calibrated=calibrated, kept=self.keep)
+                done = next(
+                    (m for m in settled if target == EXPERTS or matches(m, (target,))), None
+                )
+                if done is not None:
+                    raise PlanError(
+                        f"target {target!r} matches no weight that is left to quantize: {done!r} is "
+                        "the result of an earlier step"
+                    )
+                why = skip_reason(
+                    plan, target, _why_other(plan), calibrated=calibrated, kept=self.keep
+                )
                 raise PlanError(
                     f"target {target!r} matches no weight that can be quantized"
                     + (f"; {why}: leave this target out" if why else "")
                 )
 
 
-def takes_linears(targets: tuple[str, ...]) -> bool:
-    """False for the routed experts alone. Raises PlanError for modules by name."""
+def check_targets(targets: tuple[str, ...], dialect: str) -> None:
+    """Raises PlanError for modules by name in a dialect whose config has no targets."""
     for target in targets:
-        if target not in (EXPERTS, LINEAR):
+        if target not in (EXPERTS, LINEAR) and dialect != METHOD:
             raise PlanError(
                 f"targets: expected {EXPERTS!r} or {LINEAR!r}, found {target!r}; modules by name are "
-                "supported by w4a16, quantize, mx and int8"
+                f"supported in dialect {METHOD}"
             )
     if not targets:
-        raise PlanError(f"targets: expected {EXPERTS!r} or {LINEAR!r}, found none")
-    return LINEAR in targets
+        raise PlanError(f"targets: expected {EXPERTS!r}, {LINEAR!r} or modules, found none")
 
 
 def select(
@@ -211,14 +254,16 @@ def select(
     """The matrices that targets name, without linears that do not fit; `more` gives linears beside
     those that all formats take, but for the modules and tensors that it is told. Raises PlanError for
     targets that match nothing, and for part of what runtimes load as one."""
-    everyone = _routed(plan, targets.names)
-    experts = everyone if everyone is not None and targets.take(everyone) else None
+    before = quantized_before(plan)
+    everyone = _routed(plan, targets.names, before.settled)
+    experts = None if everyone is None else targets.take(plan, everyone)
     linears: dict[str, Linear] = {}
     left: dict[str, Kind] = {}
     unwanted: dict[str, Kind] = {}
-    others = quantizable(plan, everyone.taken if everyone is not None else ())
+    taken = everyone.taken if everyone is not None else ()
+    others = chain(quantizable(plan, taken), by_tables(plan, taken))
     for module, kind in others if targets.names != (EXPERTS,) else ():
-        if kind in targets.keep or not targets.want(module):
+        if kind in targets.keep or module in before.settled or not targets.want(module):
             unwanted[module] = kind
             continue
         found = _linear(plan, module, kind)
@@ -227,23 +272,61 @@ def select(
         else:
             left[module] = kind
     beside = more({*linears, *unwanted, *(everyone.taken if everyone is not None else ())})
-    targets.check_found(plan, [*linears, *left, *beside], experts, calibrated=calibrated)
+    known = [*linears, *left, *beside]
+    targets.check_found(plan, known, experts, before.settled, calibrated=calibrated)
     check_sets({module: one.kind for module, one in linears.items()}, {**unwanted, **left})
     chosen = {**linears, **beside}
-    known = {*chosen, *left, *unwanted, *(everyone.taken if everyone is not None else ())}
-    unloaded = unquantizable(plan, known, targets.ignore) if LINEAR in targets.names else ()
-    return Selection(experts, chosen, tuple(left), unloaded=tuple(unloaded))
+    every = {*chosen, *left, *unwanted, *(everyone.taken if everyone is not None else ())}
+    unloaded: Sequence[str] = ()
+    if LINEAR in targets.names:
+        every |= before.settled
+        unloaded = unquantizable(plan, every, targets.ignore, _why_other(plan))
+    return Selection(experts, chosen, tuple(left), unloaded=tuple(unloaded), before=before)
 
 
-def _routed(plan: Plan, targets: Sequence[str]) -> Experts | None:
-    """The model's routed experts, targets or not; None where it has none and needs none."""
+def by_tables(plan: Plan, taken: Collection[str]) -> Iterator[tuple[str, Kind]]:
+    """Linears of no purpose that is known here, which the runtimes' classes load quantized all the
+    same: into and out of a convolution (LFM2), an attention's gate (Trinity)."""
+    architecture = architecture_of(plan.config)
+    for name, output in plan.tensors.items():
+        module, parameter = split_parameter(name)
+        if name in taken or parameter not in code_parameters() or len(output.type.shape) != 2:
+            continue
+        if plan.role_index.kind(name) is not Kind.LINEAR:
+            continue
+        kind = taken_quantized(architecture, module)
+        if isinstance(kind, Kind) and not plan.family.is_mtp(name, plan.role_index.dims):
+            yield module, kind
+
+
+def _why_other(plan: Plan) -> Callable[[str], str]:
+    """Return what says why a linear of no known purpose stays."""
+    architecture = architecture_of(plan.config)
+
+    def why(module: str) -> str:
+        found = taken_quantized(architecture, module)
+        return found if isinstance(found, str) else NOT_KNOWN
+
+    return why
+
+
+def _routed(plan: Plan, targets: Sequence[str], settled: Collection[str]) -> Experts | None:
+    """The model's routed experts, targets or not, but for those that an earlier step has quantized
+    (`settled`); None where it has none and needs none, or where none is left."""
+    done = frozenset(m for m in settled if plan.role_index.kind(f"{m}.weight").routed)
+    if done and all(
+        split_parameter(name)[0] in done
+        for name in plan.tensors
+        if plan.role_index.kind(name).routed
+    ):
+        return None
     if tuple(targets) == (EXPERTS,):
         check_experts(plan, "quantize its other layers: --targets Linear")
     else:
         check_described(plan)
         if not plan.role_index.dims.num_experts:
             return None
-    return routed_experts(plan)
+    return routed_experts(plan, done)
 
 
 def _linear(plan: Plan, module: str, kind: Kind) -> Linear:
@@ -266,11 +349,14 @@ def with_shared(
     to be quantized with the routed ones: where that is `asked`, or (None) where sglang would otherwise
     fuse them and not read them, and `ignore` names none. `block_of` gives the config's block of a
     selection. Raises PlanError where they are asked for, and there are none."""
+    if asked == "keep":
+        return chosen
     drafts = any(one.draft for one in chosen.projections)
-    shared = _shared_experts(plan, chosen.linears, drafts=drafts)
+    known = {*chosen.linears, *chosen.before.settled}
+    shared = _shared_experts(plan, known, drafts=drafts)
     if not shared and asked == "quantize" and not chosen.names_shared:
         raise PlanError("shared_experts is quantize, and the model has none: leave it out")
-    if not shared or not chosen.projections or asked == "keep":
+    if not shared or not chosen.projections:
         return chosen
     if asked is None:
         if any(matches(module, ignore) for module in shared):

@@ -11,10 +11,10 @@ from qconvert.checkpoint.open import HEAD, STAGE_FACT
 from qconvert.checkpoint.prepared import layout_of
 from qconvert.core.errors import PlanError
 from qconvert.core.family import RoleIndex
-from qconvert.core.graph import Output, Source
-from qconvert.models.skip_reasons import check_experts
+from qconvert.core.graph import Output, Source, nodes
+from qconvert.models.skip_reasons import DESCRIBE, check_experts
 from qconvert.plan.plan import Plan
-from qconvert.plan.walk import nodes
+from qconvert.runtimes.classes.record import architecture_of
 from qconvert.runtimes.pipeline import (
     HEAD_EVERYWHERE,
     VARIABLE,
@@ -43,7 +43,7 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
     if plan.family.name == "generic":
         raise PlanError(
             f"model_type {plan.config.get('model_type')!r} is not known, so the stage of its tensors is "
-            "unknown; describe the family first (CONTRIBUTING.md, a model family)"
+            f"unknown; {DESCRIBE}"
         )
     refusing = [name for name in VARIABLE if one_stage(name, plan.config)]
     if len(sizes) > 1 and (runtime in refusing or len(refusing) == len(VARIABLE)):
@@ -55,8 +55,9 @@ def split_plan(plan: Plan, partition: Sequence[int], runtime: Runtime | None) ->
     has_mtp = any(plan.family.is_mtp(name, role_index.dims) for name in plan.tensors)
     stages = [Stage(number, sizes) for number in range(len(sizes))]
     owned: list[dict[str, Output]] = [{} for _ in stages]
+    of = architecture_of(plan.config)
     for name, output in plan.tensors.items():
-        for number in stages_of(name, role_index, stages, runtime, has_mtp=has_mtp):
+        for number in stages_of(name, role_index, stages, runtime, of, has_mtp=has_mtp):
             owned[number][name] = output
     needs_head = runtime != "vllm" and _needs_head(plan, role_index)
     return [
@@ -74,7 +75,7 @@ def weights_of(plan: Plan, stages: int, runtime: Runtime) -> StageWeights:
     inside: set[str] = set()
     for name, output in plan.tensors.items():
         place = role_index.places.get(name)
-        if place is None or place.layer is None or place.role.name.startswith("vision."):
+        if place is None or place.layer is None or place.role.vision:
             continue  # a tower has layers of its own, and is in every stage
         if not plan.family.is_mtp(name, role_index.dims):
             layers[place.layer] += output.type.nbytes

@@ -58,7 +58,8 @@ class TextOnly:
                 "config.json has no text_config with a model_type, so that no text model is known "
                 f"apart: model_type is {_shown(plan.config.get('model_type'))}"
             )
-        found = class_of({**nested, "model_type": kind}, plan.tensors)
+        text = {**nested, "model_type": kind}
+        found = class_of(text, plan.tensors)
         if not isinstance(found, Description) or not found.class_name.endswith("ForCausalLM"):
             why = f": {found}" if isinstance(found, str) else f", only {found.class_name}"
             raise PlanError(
@@ -69,7 +70,16 @@ class TextOnly:
             raise PlanError("no tensor is known as one of a vision or audio tower")
         _check_stacks(plan, found)
         gone = set(towers)
-        names = _names(plan, found, [name for name in plan.tensors if name not in gone])
+        left = [name for name in plan.tensors if name not in gone]
+        try:
+            names = _names(plan, found, left)
+        except PlanError:
+            # A config may give its class modules that the usual one lacks: Nemotron 3's latent experts.
+            built = class_of(text, plan.tensors, built=True)
+            if not isinstance(built, Description):
+                raise
+            found = built
+            names = _names(plan, found, left)
         tensors: dict[str, Output] = {}
         for old, new in names.items():
             if new in tensors:
@@ -98,7 +108,7 @@ def _shown(value: Any) -> str:
 
 def _is_tower(plan: Plan, name: str) -> bool:
     place = plan.role_index.places.get(name)
-    return place is not None and place.role.name.startswith("vision.")
+    return place is not None and place.role.vision
 
 
 def _has_head(plan: Plan) -> bool:

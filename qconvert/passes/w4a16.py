@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
@@ -43,6 +43,7 @@ from qconvert.models.unquantized import (
 from qconvert.ops.constant import constant_i64
 from qconvert.ops.rowwise import RowOp
 from qconvert.passes.input_scales import InputScales
+from qconvert.passes.mixture import PACKED
 from qconvert.passes.quantize import Quantizing, compressed_block, left_note, rounded_drafts
 from qconvert.passes.ranks import Grid, listed, loads_at, loads_note
 from qconvert.passes.selection import Selection, SharedExperts, shared_notes
@@ -87,7 +88,7 @@ class ExpertsToW4A16(Quantizing):
     leave_bf16: bool = False
     tp: int | None = None
     calibrate: Calibration | None = None
-    shared_experts: SharedExperts | Literal["named"] | None = None
+    shared_experts: SharedExperts | None = None
     scales: Scales = "amax"
     signs: Signs = "both"
 
@@ -234,7 +235,8 @@ class ExpertsToW4A16(Quantizing):
         beside = fp8 is not None and exponents and all(linears.values())
         group = partial(group_config, self.scheme)
         block = compressed_block(plan, chosen, group, left, fp8=None if beside else fp8)
-        block["format"] = "pack-quantized"
+        if chosen.experts is not None or not chosen.staying.groups:
+            block["format"] = PACKED
         if fp8 is not None and beside:
             block["linear_fp8_config"] = _linear_fp8_config(plan, fp8)
         return block

@@ -8,10 +8,12 @@ from functools import cache
 from typing import Any
 
 from qconvert.core.discovery import PASSES, discover, is_extended, loaded
+from qconvert.core.shown import shortened
 from qconvert.samples.request import Calibration, fact
 
 # The packages of the house that hold passes.
 PACKAGES = ("qconvert.passes", "qconvert.contrib.trtllm_gen")
+_LONG = 1000  # characters of a pass's options: lists of experts by layer have 30,000
 # What `targets` names beside modules: the routed experts, and every linear layer that runtimes load so.
 EXPERTS, LINEAR = "experts", "Linear"
 
@@ -51,7 +53,7 @@ def recipe_line(record: Any) -> str:
         return str(record)
     name = str(record.get("name"))
     options = _changed(record.get("options", {}), _pass_named(name))
-    return f"{name}: {_in_a_line(options)}" if options else name
+    return f"{name}: {shortened(_in_a_line(options), _LONG)}" if options else name
 
 
 def _changed(options: Mapping[str, Any], kind: Any) -> dict[str, Any]:

@@ -16,14 +16,15 @@ from qconvert.checkpoint.gguf.stated import NOTHING, stored_as
 from qconvert.checkpoint.mlx_config import MLX
 from qconvert.checkpoint.prepared import own_role
 from qconvert.checkpoint.quantization_config import grid_fault, stated_block
+from qconvert.checkpoint.ranks import parts_in
 from qconvert.checkpoint.reading import FACT as READING
 from qconvert.checkpoint.reading import read_family
 from qconvert.checkpoint.stated_as import FACT as STATED_AS
 from qconvert.core.dtypes import FP8_DTYPES
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Family, RoleIndex, role_index
-from qconvert.core.graph import Apply, Output, Several, Source
-from qconvert.core.manifest_keys import LASTING_FACTS
+from qconvert.core.graph import Apply, Output, Several, Source, nodes, ports
+from qconvert.core.manifest_keys import LASTING_FACTS, RANK
 from qconvert.core.names import (
     apart_experts,
     experts_module,
@@ -41,13 +42,16 @@ from qconvert.core.profiling import phase
 from qconvert.core.roles import Kind
 from qconvert.core.shown import several
 from qconvert.layouts.derived.find import family_for
-from qconvert.plan.walk import nodes, ports
 
 if TYPE_CHECKING:
     from qconvert.samples.request import Calibration
 
+
 # How rules begin that leave a tensor out because another folder holds it.
 ELSEWHERE = "elsewhere:"
+# Rules that leave experts out: what one of them has alone, and their rows of what all of them share.
+EXPERTS_OUT = "prune: of experts that are left out"
+ROWS_OUT = "prune: rows of experts that are left out"
 _FLOATS = ("BF16", "F16", "F32", "F64")  # any other dtype is one of codes
 
 
@@ -221,7 +225,17 @@ class Plan:
 
     @property
     def bytes_dropped(self) -> int:
-        return sum(self.checkpoint[name].type.nbytes for name in self.dropped)
+        whole = sum(self.checkpoint[name].type.nbytes for name in self.dropped)
+        partly = {name for name, rule in self.dropped.items() if rule == ROWS_OUT}
+        if not partly:
+            return whole
+        args = [arg for node in self.nodes for arg in node.args]
+        return whole - sum(
+            stop - start
+            for output in (*self.tensors.values(), *args)
+            for source, start, stop in output.sources
+            if source.name in partly
+        )
 
     @cached_property
     def nodes(self) -> tuple[Apply, ...]:
@@ -432,12 +446,17 @@ def _check_conservation(plan: Plan) -> None:
         spans = copied.get(source_name, []) + behind.get(source_name, [])
         if source_name in reached:
             spans.append((0, reached[source_name]))
-        if rule is not None:
+        if rule is not None and rule != ROWS_OUT:
             if spans:
                 raise PlanError(f"tensor {source_name!r} is dropped by {rule!r} and used as well")
             continue
+        if rule is not None:
+            if not spans or _first_hole(sorted(spans), size) is None:
+                how = "as a whole" if spans else "nowhere"
+                raise PlanError(f"{rule!r} drops a part of {source_name!r}, which is used {how}")
+            continue
         hole = _first_hole(sorted(spans), size)
-        if hole is not None:
+        if hole is not None and not (spans and RANK in plan.facts):  # other ranks hold the rest
             part = "" if not spans else f", bytes from {hole} on,"
             raise PlanError(
                 f"tensor {source_name!r}{part} reaches no output and no rule drops it; "
@@ -507,8 +526,14 @@ def _scales_lost(plan: Plan, *, quantized: bool) -> frozenset[str]:
 
 
 def _check_storable(plan: Plan) -> None:
-    """No folder holds tensors as a GGUF file does; mlx-lm's stacks of experts were taken apart, which
-    not all of its classes read."""
+    """No folder holds tensors as a GGUF file does, nor parts of several ranks; mlx-lm's stacks of
+    experts were taken apart, which not all of its classes read."""
+    if parts := parts_in(plan.tensors):
+        name, of_ranks = next(iter(parts.items()))
+        raise PlanError(
+            f"{plan.checkpoint.name}: {name!r} is in {len(of_ranks)} parts of tensor-parallel ranks; "
+            "run `qconvert join` on it, and this on the result"
+        )
     stated = quantization_in(plan.config, None, plan.checkpoint.root)
     if stored_as(stated) is not NOTHING:
         raise PlanError(
@@ -608,24 +633,40 @@ def _check_ties(plan: Plan) -> None:
 
 def _check_whole_groups(plan: Plan) -> None:
     """Routed experts of a layer, and MTP layers, are dropped as a whole or not at all: half of either
-    would load without error and generate garbage."""
+    would load without error and generate garbage. A rule about single experts takes all that an expert
+    has, and as many in each layer."""
     if all(map(_is_stale, set(plan.dropped.values()))):
         return
     role_index = plan.checkpoint.role_index
     dims, family = role_index.dims, plan.checkpoint.family
     kept: dict[str, str] = {}
     gone: dict[str, str] = {}
+    some = EXPERTS_OUT in plan.dropped.values()
+    left_out: dict[str, set[int]] = {}
     for name in plan.checkpoint:
         rule = plan.dropped.get(name)
         if rule is not None and _is_stale(rule):
             continue
+        if rule == ROWS_OUT:
+            rule = None
         groups = []
+        if some and (expert := parse(name).expert) is not None and role_index.kind(name).routed:
+            base = apart_experts(name)
+            group = f"the parts of expert {expert} of {base.rpartition('.')[0]}"
+            (gone if rule is not None else kept).setdefault(group, name)
+            if rule is None:
+                left_out.setdefault(base, set())
+            elif rule == EXPERTS_OUT:
+                left_out.setdefault(base, set()).add(expert)
+                continue
         if role_index.kind(name).routed:
             groups.append(f"the experts of {apart_experts(name).rpartition('.')[0]}")
         if family.is_mtp(name, dims):
             groups.append("the MTP layers")
         for group in groups:
             (gone if rule is not None else kept).setdefault(group, name)
+    if len({len(experts) for experts in left_out.values()}) > 1:
+        raise PlanError(f"the rule {EXPERTS_OUT!r} drops another number of experts in some layers")
     for group, name in gone.items():
         if group in kept:
             raise PlanError(
@@ -639,3 +680,26 @@ def _is_stale(rule: str) -> bool:
     no longer quantized), what is derived from other parameters, or what another folder holds: the module
     stays whole."""
     return rule.startswith(("dequant:", "derived:", ELSEWHERE))
+
+
+def described(plan: Plan) -> dict[str, Any]:
+    """Return what is made, by which passes, what is lost and left out. It holds no time and no path, so
+    the same plan is described by the same bytes anywhere."""
+    dims = plan.checkpoint.role_index.dims
+    rules: dict[str, list[str]] = {}
+    for name, rule in sorted(plan.dropped.items()):
+        rules.setdefault(rule, []).append(name)
+    return {
+        "family": plan.family.name,
+        "layers": dims.num_layers,
+        "experts": dims.num_experts,
+        "passes": [
+            {"name": e.name, "options": e.options, "matched": e.matched, "expected": e.expected}
+            for e in plan.log
+        ],
+        "lossy_steps": plan.losses(),
+        "dropped": rules,
+        "dropped_files": dict(sorted(plan.dropped_files.items())),
+        "bytes": {"in": plan.bytes_in, "out": plan.bytes_out, "dropped": plan.bytes_dropped},
+        **plan.facts,
+    }

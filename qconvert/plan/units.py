@@ -14,8 +14,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.graph import Apply, Op, Output, Part, Piece, Source, Value, aligned
-from qconvert.plan.walk import nodes, only_node
+from qconvert.core.graph import (
+    Apply,
+    Op,
+    Output,
+    Part,
+    Piece,
+    Source,
+    Value,
+    aligned,
+    nodes,
+    only_node,
+)
 
 # Copies go in pieces of this size at most; one of a file that is linked, which is read to be hashed,
 # through a buffer no smaller than the second figure.

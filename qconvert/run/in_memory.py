@@ -134,7 +134,7 @@ class Converter:
         it, for data that cannot be right."""
         job = _Job(self.plan, tensors)
         for name, output in self.plan.tensors.items():
-            yield name, _made(job.bytes_of(output), output.type, torch=self.torch)
+            yield name, tensor_of(job.bytes_of(output), output.type, torch=self.torch)
 
 
 class _Job:
@@ -219,7 +219,8 @@ def _bytes(source: Source, tensors: Mapping[str, Any]) -> memoryview:
     return memoryview(flat_array).cast("B")
 
 
-def _made(data: bytearray, kind: TensorType, *, torch: bool) -> Any:
+def tensor_of(data: bytearray, kind: TensorType, *, torch: bool) -> Any:
+    """Bytes as a tensor of torch or an array of numpy. Raises RunError for a dtype that both lack."""
     name = _NAMES.get(kind.dtype)
     if name is None:
         raise RunError(f"torch and numpy have no dtype {kind.dtype}")
@@ -229,6 +230,8 @@ def _made(data: bytearray, kind: TensorType, *, torch: bool) -> Any:
             return library.empty(kind.shape, dtype=getattr(library, name))
         flat = library.frombuffer(data, dtype=library.uint8)
         return flat.view(getattr(library, name)).reshape(kind.shape)
+    if kind.dtype in _ONLY_TORCH:
+        raise RunError(f"numpy has no dtype {name}; take tensors of torch")
     import numpy as np
 
     return np.frombuffer(data, np.dtype(name)).reshape(kind.shape)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.runtimes.consumers import Consumer
+from qconvert.runtimes.shared_experts import architecture_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,8 @@ class Advisory:
     setting: str = ""
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    named = config.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else ""
-
-
 def _linear_attention(config: Mapping[str, Any]) -> bool:
-    return _architecture(config).startswith("Qwen3_5")
+    return architecture_of(config).startswith("Qwen3_5")
 
 
 def _nvfp4_weights_alone(config: Mapping[str, Any]) -> bool:

@@ -71,7 +71,6 @@ class Misread:
 
     @property
     def first(self) -> str:
-        """The first name that either has."""
         return next(iter((*self.unread, *self.wrong)))
 
 
@@ -86,36 +85,45 @@ def misread(runtime: str, config: Config, tensors: Tensors) -> Misread:
     return Misread()
 
 
-def misread_of_ranks(runtime: str, ranks: int, config: Config, tensors: Tensors) -> Misread:
-    """The same where each expert is divided among `ranks`: scales of integer codes of w1 and w3, which
-    are put into the order of a single group where a rank has a single group of the columns of w2: the
-    sizes of w2 are handed over for those of w1 and w3 (vLLM, `fused_moe/oracle/int_wna16.py`, pull
-    request 50196; sglang, `hardware_backend/gpu/quantization/gptq_kernels.py`, `awq_kernels.py`).
-    Seen with vLLM on two H200: a KL of 1.0 of the next token."""
-    scales: dict[str, int] = {}  # groups of each row
-    one_group = False
+def misread_of_ranks(groups: tuple[tuple[str, ...], frozenset[int]], ranks: int) -> Misread:
+    """The same where each expert is divided among `ranks`, of what `integer_groups` found: scales of
+    integer codes of w1 and w3, which are put into the order of a single group where a rank has a single
+    group of the columns of w2: the sizes of w2 are handed over for those of w1 and w3 (vLLM,
+    `fused_moe/oracle/int_wna16.py`, pull request 50196; sglang,
+    `hardware_backend/gpu/quantization/gptq_kernels.py`, `awq_kernels.py`). Seen with vLLM on two H200: a
+    KL of 1.0 of the next token."""
+    each, of_w2 = groups
+    if ranks not in of_w2:
+        return Misread()
+    why = "its groups are taken for one, as a rank has of w2"
+    cure = "choose a smaller --tp or --group-size, or keep experts whole (expert parallel)"
+    return Misread(wrong=dict.fromkeys(each, why), cure=cure)
+
+
+def integer_groups(
+    runtime: str, config: Config, tensors: Tensors
+) -> tuple[tuple[str, ...], frozenset[int]]:
+    """Scales of integer codes of routed w1 and w3 with several groups a row, and the numbers of groups
+    that rows of w2 have."""
+    scales, of_w2 = [], set()
     for name, type in tensors.items():
-        module, _, leaf = name.rpartition(".")
-        codes = _CODES.get(leaf)
-        if codes is None or f"{_ROUTED}." not in name or len(type.shape) != 2:
+        if not name.endswith(_SCALES) or f"{_ROUTED}." not in name or len(type.shape) != 2:
             continue
-        beside = tensors.get(f"{module}.{codes}")
+        module, _, leaf = name.rpartition(".")
+        beside = tensors.get(f"{module}.{_CODES[leaf]}")
         if beside is None or beside.dtype != "I32" or (runtime, leaf) == ("sglang", "weight_scale"):
             continue
         groups = type.shape[1 if leaf == "weight_scale" else 0]
         if module.endswith((".down_proj", ".w2")):
-            one_group = one_group or groups == ranks
+            of_w2.add(groups)
         elif groups > 1:
-            scales[name] = groups
-    if not one_group:
-        return Misread()
-    why = "its groups are taken for one, as a rank has of w2"
-    cure = "choose a smaller --tp or --group-size, or keep experts whole (expert parallel)"
-    return Misread(wrong=dict.fromkeys(scales, why), cure=cure)
+            scales.append(name)
+    return tuple(scales), frozenset(of_w2)
 
 
 # Scales of integer codes, and their codes.
 _CODES = {"weight_scale": "weight_packed", "scales": "qweight"}
+_SCALES = tuple(f".{leaf}" for leaf in _CODES)
 
 
 def _block_scales(name: str, config: Config, tensors: Tensors) -> Misread:
@@ -136,7 +144,6 @@ def _block_scales(name: str, config: Config, tensors: Tensors) -> Misread:
 
 
 def _experts_of_text(name: str, config: Config, tensors: Tensors) -> Misread:
-    """Experts of Llama 4's text model."""
     found = [one for one in tensors if ".experts." in one] if name == "Llama4ForCausalLM" else []
     cure = "sglang reads Llama 4's experts in the class with a tower alone: keep the whole model"
     return Misread(tuple(found), cure=cure)

@@ -19,6 +19,7 @@ from qconvert.core.errors import PlanError, UsageError
 from qconvert.core.family import Place, RoleIndex
 from qconvert.core.shown import count
 from qconvert.runtimes.classes.expressions import Sizes
+from qconvert.runtimes.classes.modules import stage_of
 from qconvert.runtimes.classes.record import architecture_of, recorded
 from qconvert.runtimes.consumers import parse_consumer
 from qconvert.runtimes.loading.building import text_config
@@ -161,7 +162,8 @@ def owners_of(
     role_index = whole.role_index
     has_mtp = any(role_index.family.is_mtp(n, role_index.dims) for n in whole)
     stages = [Stage(number, tuple(partition)) for number in range(len(partition))]
-    return stages_of(name, role_index, stages, runtime, has_mtp=has_mtp)
+    of = architecture_of(whole.config)
+    return stages_of(name, role_index, stages, runtime, of, has_mtp=has_mtp)
 
 
 def stages_of(
@@ -169,9 +171,12 @@ def stages_of(
     role_index: RoleIndex,
     stages: Sequence[Stage],
     runtime: Runtime | None,
+    architecture: str,
     *,
     has_mtp: bool,
 ) -> Sequence[int]:
+    """Numbers of the stages that hold a tensor. Raises PlanError for one that the family does not
+    describe."""
     last = len(stages) - 1
     place = role_index.places.get(name)
     if place is None:
@@ -181,7 +186,7 @@ def stages_of(
         )
     if role_index.family.is_mtp(name, role_index.dims):
         return [last]
-    if place.role.name.startswith("vision."):
+    if place.role.vision:
         return range(len(stages))  # runtimes build the tower without asking for their stage
     if place.role.name == "embed_tokens":
         if runtime != "sglang":  # vLLM builds them in every stage; unknown runtimes may
@@ -192,7 +197,9 @@ def stages_of(
     if place.role.name in ("norm", "lm_head") or place.role.name.startswith("hc_head_"):
         everywhere = place.role.name == "norm" and role_index.family.name in NORM_EVERYWHERE
         return range(len(stages)) if everywhere and runtime != "sglang" else [last]
-    raise PlanError(f"{name!r}: no stage is known for its role {place.role.name!r}")
+    # Beside the layers: where the class builds it, else in every stage.
+    stage = stage_of(architecture, runtime or "", name)
+    return {"first": [0], "last": [last]}.get(stage, range(len(stages)))
 
 
 def _owner_of_layer(name: str, place: Place, stages: Sequence[Stage]) -> int:

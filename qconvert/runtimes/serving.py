@@ -16,22 +16,18 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.manifest_keys import RANK
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
 from qconvert.core.versions import RELEASES, SGLANG, VLLM, is_release
 from qconvert.runtimes.classes.names import of_draft
 from qconvert.runtimes.classes.record import architecture_of, recorded, versions
-from qconvert.runtimes.consumers import (
-    RUNTIMES,
-    Consumer,
-    consumer_in,
-    refused_form,
-)
+from qconvert.runtimes.consumers import RUNTIMES, Consumer, consumer_in, refused_form
 from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.loading.building import text_config
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
-from qconvert.runtimes.misreadings import misread, misread_of_ranks
+from qconvert.runtimes.misreadings import integer_groups, misread, misread_of_ranks
 from qconvert.runtimes.pipeline import one_stage
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
@@ -57,7 +53,6 @@ class ServingSetup:
 
     @property
     def setting(self) -> Setting:
-        """Its first rank."""
         if len(self.stages) == 1:
             return Setting(tp=self.tp, pp=self.stages[0], ep=self.ep)
         return Setting(tp=self.tp, pp=len(self.stages), ep=self.ep, partition=self.stages)
@@ -210,6 +205,14 @@ def launch(runtime: str, folder: str, tp: int = 0, stages: int = 1, option: str 
     )
 
 
+def launch_ranks(folders: str, tp: int, ep: int = 1) -> str:
+    """The line that starts vLLM on the folders of ranks that lie in `folders` (vllm/rank_state.py)."""
+    pattern = f"../rank-{{rank}}-of-{tp}/model{{part}}.safetensors"
+    options = ["--load-format sharded_state", *(["--enable-expert-parallel"] if ep > 1 else [])]
+    options.append(f'--model-loader-extra-config \'{{"pattern": "{pattern}"}}\'')
+    return launch("vllm", f"{folders}/rank-0-of-{tp}", tp, option=" ".join(options))
+
+
 def ranks_of(setting: Setting, only: int | None = None) -> Iterator[Setting]:
     """The ranks that differ in what they build or read: of each stage, or of one, the first and the
     last, and one of each group of experts."""
@@ -242,8 +245,9 @@ def served(
     if loader is None or is_release(loader.version, SIMULATED[runtime]):
         known = named.once(f"misread {runtime}", folder.config, partial(misread, runtime))
         if not known:
-            of_ranks = partial(misread_of_ranks, runtime, setting.moe_tp)
-            known = named.once(f"misread {runtime} {setting.moe_tp}", folder.config, of_ranks)
+            of_groups = partial(integer_groups, runtime)
+            groups = named.once(f"groups {runtime}", folder.config, of_groups)
+            known = misread_of_ranks(groups, setting.moe_tp)
     if known:
         ranks = (SimulatedLoad(setting, None, misread=known.wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
@@ -344,8 +348,8 @@ def _served(
 
 
 _SIZES = (1, 2, 4, 8)
-# Letters of a reason in a plan's line, and of what is not known, which names the class.
-_MOST_WHY, _MOST_UNKNOWN = 90, 82
+# Letters of a reason in a plan's line: it may hold names of a folder that is not trusted.
+_MOST_WHY = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +423,7 @@ def loads(
     runtimes that are asked themselves, with the small `files` that they read. Where no simulator
     knows the class, a form that no class of the runtime reads is said not to load. Nothing for folders
     of experts for CPUs or for kernels, which no server loads by themselves."""
-    if facts.get("amx") is not None or facts.get("trtllm_gen") is not None:
+    if facts.get("amx") is not None or RANK in facts or facts.get("trtllm_gen") is not None:
         return {}
     groups, stage = facts.get("gdn_groups"), facts.get("stage")
     place = None
@@ -472,7 +476,6 @@ def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
 
 
 def _loading(runtime: str, folder: Offered, loader: RuntimeLoader | None = None) -> Loading:
-    """Answer of one runtime."""
     whole: dict[str, dict[int, int]] = {}
     failed = draft = unknown = cache = ""
     unread: frozenset[str] | None = None
@@ -483,7 +486,7 @@ def _loading(runtime: str, folder: Offered, loader: RuntimeLoader | None = None)
         answer = asked(Consumer(runtime), folder, at, every=False, loader=loader)
         if isinstance(answer, NotKnown):
             which = f"at tp {tp} " if sizes else ""
-            unknown = f"{which}{_short(str(answer), _MOST_UNKNOWN)}"
+            unknown = f"{which}{_short(str(answer))}"
             break
         sizes.append(tp)
         if unread is None:
@@ -533,5 +536,5 @@ def _why(answer: Answer) -> str:
     return _short(text)
 
 
-def _short(text: str, most: int = _MOST_WHY) -> str:
-    return text if len(text) <= most else f"{text[: most - 4]} ..."
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_WHY else f"{text[: _MOST_WHY - 4]} ..."

@@ -21,6 +21,8 @@ from typing import Any
 
 from qconvert.core.family import text_config
 from qconvert.core.patterns import compiled
+from qconvert.core.roles import ALL_EXPERTS
+from qconvert.runtimes.classes import record
 from qconvert.runtimes.loading.building import spelled
 from qconvert.runtimes.loading.setting import Setting
 
@@ -50,10 +52,7 @@ _BY_TYPE = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _GLM, "qwen3_next": _QWEN}
 
 def architecture_of(config: Config) -> str:
     """The class that a config names, by its model_type where it names none."""
-    named = config.get("architectures")
-    if isinstance(named, list) and named and isinstance(named[0], str):
-        return named[0]
-    return _BY_TYPE.get(str(config.get("model_type")), "")
+    return record.architecture_of(config) or _BY_TYPE.get(str(config.get("model_type")), "")
 
 
 def fuses(architecture: str, config: Config, block: Config | None) -> bool:
@@ -78,7 +77,8 @@ def has_rule(architecture: str) -> bool:
 
 def _of_deepseek(text: Config, block: Config | None, setting: Setting) -> int:
     """256 routed experts and one shared. 384 (Kimi) fuse in Quark's form alone."""
-    experts, method = _count(text, "n_routed_experts"), (block or {}).get("quant_method")
+    experts = _count(text, ALL_EXPERTS if ALL_EXPERTS in text else "n_routed_experts")
+    method = (block or {}).get("quant_method")
     known = experts == 256 or (experts == 384 and method == "quark")
     off = (
         _vetoes(block) or _packs_linears(block) or setting.a2a in _DEEPEP_CLASS or _is_divided(setting)

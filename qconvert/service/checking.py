@@ -1,4 +1,4 @@
-"""Questions about results and sources: validated, advised on, evaluated, repaired."""
+"""Questions about results and sources: validated, advised on, evaluated, repaired, signed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from typing import TYPE_CHECKING, Unpack
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.open import stage_folders
-from qconvert.core.errors import UsageError
+from qconvert.core.errors import OutputError, UsageError
 from qconvert.core.options import from_keywords, taking
-from qconvert.core.shown import parse_size
-from qconvert.run.work.events import Callback, Counted, Events
+from qconvert.core.shown import count, parse_size
+from qconvert.run.work.events import Callback, Counted, Events, NoEvents
 from qconvert.service.reading import checkpoint_of
 from qconvert.validation.options import ValidateKeywords, ValidateOptions
 
 if TYPE_CHECKING:
     from qconvert.advise.advice import Advice
     from qconvert.advise.options import Machine
+    from qconvert.evaluate.ask import Asked
     from qconvert.evaluate.result import Evaluation
+    from qconvert.fit.fitting import Fitting
+    from qconvert.hub.signing import Signed, Verified
     from qconvert.repair.repair import Repair
+    from qconvert.samples.request import Calibration
     from qconvert.validation.findings import Finding
-    from qconvert.validation.runner import Report
+    from qconvert.validation.runner import Level, Report
+
+
+_ALL = 2**31  # questions
 
 
 @taking(ValidateOptions, ValidateKeywords.__annotations__)
@@ -82,13 +89,14 @@ def _validated(
         if not stage_folders(here):
             report = validate_folder(
                 here, asked.against, request=request, pair=asked.pair, draft=asked.draft,
-                progress=events, follow_links=asked.follow_links,
+                adapters=asked.adapter, progress=events, follow_links=asked.follow_links,
             )  # fmt: skip
         elif asked.pair is not None:
             raise UsageError("--pair goes with a folder of experts, not with stages")
-        elif asked.draft is not None:
+        elif asked.draft is not None or asked.adapter:
+            word = "--draft" if asked.draft is not None else "--adapter"
             raise UsageError(
-                "--draft goes with one folder, not with stages: check the result of join"
+                f"{word} goes with one folder, not with stages: check the result of join"
             )
         else:
             report = validate_set(
@@ -106,6 +114,7 @@ def advise(
     disaggregated: bool = False,
     numa: int = 2,
     hotness: str | None = None,
+    data: str | None = None,
     loader: str | Path | None = None,
     follow_links: bool = False,
 ) -> Advice:
@@ -119,8 +128,8 @@ def advise(
         ('', 1)
 
     `disaggregated` asks for a launch line for each role; `numa` nodes and a `hotness` map are for
-    KTransformers. Raises CheckpointError, UsageError for a runtime that is not simulated, LoaderError
-    for a loader that cannot be asked.
+    KTransformers; `data` is named where a command calibrates. Raises CheckpointError, UsageError for a
+    runtime that is not simulated, LoaderError for a loader that cannot be asked.
     """
     from qconvert.advise.advice import advise as _advise
     from qconvert.advise.options import Machine
@@ -132,7 +141,66 @@ def advise(
     checkpoint = checkpoint_of(source, follow_links=follow_links)
     return _advise(
         checkpoint, consumer, machine or Machine(), disaggregated=disaggregated, numa=numa,
-        hotness=hotness, loader=own,
+        hotness=hotness, data=data, loader=own,
+    )  # fmt: skip
+
+
+def fitting(
+    source: str | Path | Checkpoint,
+    data: str | Path | None,
+    runtime: str = "vllm",
+    *,
+    formats: Sequence[str] = (),
+    tp: int = 1,
+    samples: int = 16,
+    length: int = 512,
+    seed: int = 0,
+    column: str | None = None,
+    capability: tuple[int, int] = (9, 0),
+    memory: int | str | None = None,
+    devices: Sequence[str] = (),
+    loader: str | Path | None = None,
+    work_dir: str | Path | None = None,
+    follow_links: bool = False,
+    notice: Callable[[str], None] | None = None,
+) -> Fitting:
+    """A model whose formats can be chosen under budgets, each group of modules that a runtime loads as
+    one by itself. The first choice measures what each of `formats` (none: all that the runtime loads on
+    `tp` ranks) costs each group, in KL divergence of the output over samples of `data` (None: random
+    token ids), a decoder layer in memory at a time, and keeps that below `work_dir` (None: the user's
+    cache); further ones take no measurement.
+
+        >>> ready = api.fitting(sample, None, samples=1, length=8, formats=["fp8", "w4a16-g32"],
+        ...     devices=["cpu"], work_dir=folder / "measured")
+        >>> found = ready.fit(api.Budget(bits=6))
+        >>> found.bits <= 6, found.solution.gap
+        (True, 0.0)
+        >>> api.run(api.Recipe("fit", found.steps), sample, folder / "fitted", jobs=1).folder.name
+        'fitted'
+
+    Raises UsageError for a runtime whose loader is not simulated, and for an unknown format;
+    CheckpointError, LoaderError. What its methods raise is said there."""
+    from qconvert.advise.options import Machine
+    from qconvert.core.own_process import cache_root
+    from qconvert.fit import NAMES
+    from qconvert.fit.fitting import Fitting, runtime_of
+    from qconvert.runtimes.consumers import parse_consumer
+    from qconvert.runtimes.loader.ask import loader_of
+    from qconvert.samples.request import DataSpec
+
+    consumer = runtime_of(parse_consumer(runtime))
+    for name in formats:
+        if name not in NAMES:
+            raise UsageError(f"format {name!r}: expected one of {', '.join(NAMES)}")
+    spec = DataSpec(
+        None if data is None else str(data), samples, length, seed, data is None, column
+    )
+    return Fitting(
+        checkpoint_of(source, follow_links=follow_links), consumer, spec, tuple(formats) or NAMES, tp,
+        Machine(gpus=max(1, tp), capability=capability),
+        cache_root() / "fit" if work_dir is None else Path(work_dir),
+        None if memory is None else parse_size(memory), tuple(devices),
+        None if loader is None else loader_of(loader, consumer), notice,
     )  # fmt: skip
 
 
@@ -141,10 +209,11 @@ def evaluate(
     against: str | Path | Checkpoint,
     data: str | Path | None,
     *,
-    samples: int = 64,
+    samples: int | None = None,
     length: int = 2048,
     seed: int = 0,
     column: str | None = None,
+    task: bool = False,
     pair: str | Path | Checkpoint | None = None,
     layers: int | None = None,
     memory: int | str | None = None,
@@ -158,13 +227,14 @@ def evaluate(
     tokens, a decoder layer of each in memory at a time, as transformers computes them in BF16.
 
     `data` is what a calibration takes (text, JSONL, tokenized safetensors, hf-dataset:NAME), of which
-    the first `samples` of at most `length` tokens are used, or those that a `seed` draws; `column` is
-    where the text is. None: random tokens, for `layers` alone. `pair` is the GPU side of a folder of CPU
-    experts (None: the source). `layers`: only so many, and no logits. `memory` is what this process may
-    take (bytes, or `48GiB`; None: three quarters of the machine), `devices` are torch's names, the first
-    of which runs all but experts (none: all GPUs, else the CPU). `write` notes the result in the
-    folder's manifest and on its card. `events` count samples that went through a layer of a model;
-    `notice` is told what a user must know of the data.
+    the first `samples` (None: 64) of at most `length` tokens are used, or those that a `seed` draws;
+    `column` is where the text is. None: random tokens, for `layers` alone. `task`: the data are
+    questions (qconvert/evaluate/task.py), all of which are asked where `samples` is None. `pair` is the
+    GPU side of a folder of CPU experts (None: the source). `layers`: only so many, and no logits.
+    `memory` is what this process may take (bytes, or `48GiB`; None: three quarters of the machine),
+    `devices` are torch's names, the first of which runs all but experts (none: all GPUs, else the CPU).
+    `write` notes the result in the folder's manifest and on its card. `events` count samples that went
+    through a layer of a model; `notice` is told what a user must know of the data.
 
         >>> ids = folder / "ids.jsonl"
         >>> _ = ids.write_text('{"input_ids": [3, 1, 4, 1, 5]}')
@@ -175,8 +245,8 @@ def evaluate(
     Raises UsageError for options that do not fit, CheckpointError for models that cannot be compared,
     PlanError for those that cannot be run, DataError for the data, RunError for too little memory or
     disk, OutputError where `write` cannot."""
+    from qconvert.evaluate.engine import evaluate as _evaluate
     from qconvert.evaluate.result import check_recordable, record
-    from qconvert.evaluate.run import evaluate as _evaluate
     from qconvert.repair.write import finish
     from qconvert.samples.request import DataSpec
 
@@ -187,7 +257,12 @@ def evaluate(
             "random tokens have no perplexity: give data, or run the first layers alone"
         )
     name = None if data is None else str(data)
-    spec = DataSpec(name, samples, length, seed, data is None, column)
+    if task and (data is None or layers is not None or column is not None):
+        raise UsageError(
+            "questions are answered by whole models, out of a file of JSONL: omit layers"
+        )
+    several = samples or (_ALL if task else 64)
+    spec = DataSpec(name, several, length, seed, data is None, column)
     if write:
         finish(folder.root if isinstance(folder, Checkpoint) else Path(folder), notice)
     repo = checkpoint_of(folder, follow_links=follow_links)
@@ -198,13 +273,79 @@ def evaluate(
         check_recordable(repo)
     beside = None if pair is None else checkpoint_of(pair, follow_links=follow_links)
     found = _evaluate(
-        repo, checkpoint_of(against, follow_links=follow_links), spec, pair=beside, layers=layers,
+        repo, checkpoint_of(against, follow_links=follow_links), spec, pair=beside, task=task,
+        layers=layers,
         memory=None if memory is None else parse_size(memory), devices=tuple(devices),
         events=Counted.of(events), notice=notice,
     )  # fmt: skip
     if write:
         record(repo, found)
     return found
+
+
+def ask(
+    folder: str | Path | Checkpoint,
+    server: str,
+    data: str | Path | None = None,
+    *,
+    samples: int = 8,
+    length: int = 256,
+    seed: int = 0,
+    column: str | None = None,
+    pair: str | Path | Checkpoint | None = None,
+    memory: int | str | None = None,
+    devices: Sequence[str] = (),
+    follow_links: bool = False,
+    events: Events | Callback | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Asked:
+    """Ask a running server of vLLM or sglang, at `http://HOST:PORT`, for the log-probabilities of a few
+    texts' tokens and of 16 that it adds to each, and compare them with those of the folder's own weights
+    on the same ids, as `evaluate` computes them.
+
+    `data` has other texts, of which `samples` of at most `length` tokens are taken as there; the other
+    options are those of `evaluate`. The server's key, if it wants one, is in QCONVERT_SERVER_KEY.
+
+    Raises RunError where no such server answers, CheckpointError where it serves another model, and as
+    `evaluate` does."""
+    from qconvert.evaluate.ask import ask_server
+    from qconvert.samples.request import DataSpec
+
+    spec = None if data is None else DataSpec(str(data), samples, length, seed, False, column)
+    return ask_server(
+        checkpoint_of(folder, follow_links=follow_links), server, spec,
+        pair=None if pair is None else checkpoint_of(pair, follow_links=follow_links),
+        memory=None if memory is None else parse_size(memory), devices=tuple(devices),
+        events=Counted.of(events), notice=notice,
+    )  # fmt: skip
+
+
+def expert_statistics(
+    source: str | Path | Checkpoint,
+    calibration: Calibration,
+    *,
+    memory: int | str | None = None,
+    follow_links: bool = False,
+    events: Events | Callback | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> None:
+    """Run a model as it is over a calibration's samples, a decoder layer in memory at a time, and write
+    to its folder `save_stats` what routed experts see: how many tokens each is given, REAP's saliency,
+    moments of activations, a map of hot experts. Nothing is quantized.
+
+    `memory` is what this process may take (bytes, or `48GiB`; None: half of what is free). `events`
+    count layers; `notice` is told what a user must know. The same call goes on where one was
+    interrupted.
+
+    Raises PlanError for a model without routed experts and one that cannot be run, DataError for the
+    data, OutputError for the folder, RunError for too little memory or disk."""
+    from qconvert.calibrate.backend import save_statistics
+
+    save_statistics(
+        checkpoint_of(source, follow_links=follow_links), calibration,
+        None if memory is None else parse_size(memory), Counted.of(events) or NoEvents(),
+        notice or (lambda _: None),
+    )  # fmt: skip
 
 
 def repair(
@@ -273,3 +414,66 @@ def repair(
                 into.mkdir(parents=True, exist_ok=True)
                 write(into, one.changes)
         return found
+
+
+def sign(
+    folder: str | Path,
+    key: str | Path,
+    *,
+    signature: str | Path | None = None,
+    checksums: str | Path | None = None,
+    sbom: str | Path | None = None,
+    level: Level = "headers",
+    events: Events | Callback | None = None,
+) -> Signed:
+    """Validate a folder, and sign its files as OpenSSF model signing does, with a private key in PEM
+    (P-256, P-384 or P-521; the password of one that is encrypted is in QCONVERT_KEY_PASSWORD).
+
+    `signature` is the file to write (None: model.sig in the folder), `checksums` one that sglang's
+    --model-checksum names, `sbom` one for a bill of materials (CycloneDX 1.6), `level` what is validated
+    before. A change of the folder, and of its card, makes the signature wrong: sign what `upload` has
+    written its card into.
+
+    Raises OutputError for a folder that fails validation, is unfinished or has links, CheckpointError
+    for a file that is no such key, PlanError where cryptography is missing.
+    """
+    from qconvert.hub.signing import sign_folder
+
+    told = Counted.of(events) or NoEvents()
+    report = validate(folder, level=level)
+    errors = [finding for finding in report.findings if finding.severity == "error"]
+    if errors:
+        first = errors[0]
+        raise OutputError(
+            f"{folder}: fails validation ({count(len(errors), 'error')}), so it is not signed: "
+            f"{first.rule}: {first.where}: {first.message}; mend it, or convert again"
+        )
+    return sign_folder(
+        Path(folder), Path(key), None if signature is None else Path(signature),
+        checksums=None if checksums is None else Path(checksums),
+        sbom=None if sbom is None else Path(sbom),
+        started=lambda total: told.start(total, 0), wrote=told.wrote,
+    )  # fmt: skip
+
+
+def verify(
+    folder: str | Path,
+    key: str | Path,
+    *,
+    signature: str | Path | None = None,
+    follow_links: bool = False,
+    events: Events | Callback | None = None,
+) -> Verified:
+    """Compare a folder's files with its signature, made by `sign` or by model-signing with a key, by the
+    signer's public key in PEM. `signature` is the file (None: model.sig in the folder).
+
+    Raises CheckpointError for a signature that is not one of this key and for a file that is no key,
+    OutputError for an unfinished folder, PlanError where cryptography is missing.
+    """
+    from qconvert.hub.signing import verify_folder
+
+    told = Counted.of(events) or NoEvents()
+    return verify_folder(
+        Path(folder), Path(key), None if signature is None else Path(signature),
+        follow_links=follow_links, started=lambda total: told.start(total, 0), wrote=told.wrote,
+    )  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -18,14 +18,21 @@ from qconvert.run.folder.workspace import check_apart, check_folders_apart
 from qconvert.run.work.events import Callback, Events
 from qconvert.run.work.options import PlanOptions, RunOptions
 from qconvert.service.output import Output, folder_or_repo, output_at, outputs_at
-from qconvert.service.planned import Planned, PlannedFolder, PlannedStages, Result
+from qconvert.service.planned import (
+    Planned,
+    PlannedFolder,
+    PlannedStages,
+    Result,
+    carry_out,
+    check_dry_run,
+)
 from qconvert.service.reading import checkpoint_of, opened
-from qconvert.service.running import carry_out, check_dry_run
 from qconvert.validation import judgement
 
 if TYPE_CHECKING:
     from qconvert.passes.amx import ExpertsToAmx
     from qconvert.passes.w4a16 import ExpertsToW4A16
+    from qconvert.run.delta import WrittenDelta
     from qconvert.run.in_memory import Converter
 
 # A recipe, one or several passes, a recipe file, or the name of a built-in recipe.
@@ -51,7 +58,7 @@ def plan(
     checkpoint = opened(source, asked)
     output = output_at(out, checkpoint, asked)
     made = run_passes(Plan.identity(checkpoint), steps.passes)
-    return _with_verdicts([made], [output], checkpoint, _sized(asked, steps))
+    return _with_verdicts([made], [output], made.checkpoint, _sized(asked, steps))
 
 
 def plan_after(
@@ -123,11 +130,68 @@ def plan_graft(
     from qconvert.checkpoint.open import grafted
     from qconvert.passes.drafts import GraftDraft
 
-    asked = from_keywords(RunOptions, options)
-    checkpoint = grafted(opened(source, asked), opened(draft, asked))
+    return _planned_with(
+        grafted, GraftDraft(), source, draft, out, from_keywords(RunOptions, options)
+    )
+
+
+@taking(RunOptions, PlanOptions.__annotations__)
+def plan_patched(
+    source: str | Path | Checkpoint,
+    delta: str | Path | Checkpoint,
+    out: str | Path | None = None,
+    **options: Unpack[PlanOptions],
+) -> Planned:
+    """As `plan`, for the new checkpoint that a folder of `write_delta` makes of the old one, `source`.
+
+        >>> delta = api.write_delta(sample, folder / "bf16", folder / "delta")
+        >>> planned = api.plan_patched(sample, folder / "delta", folder / "patched")
+        >>> patched = api.carry_out(planned)[0]
+        >>> api.diff(folder / "bf16", patched.folder)
+        []
+
+    Raises as `plan` does, and CheckpointError where the folder is no delta, or is one of another
+    checkpoint; its run raises where what is read is not what was compared."""
+    from qconvert.checkpoint.delta import patched
+    from qconvert.passes.apply_delta import ApplyDelta
+
+    return _planned_with(
+        patched, ApplyDelta(), source, delta, out, from_keywords(RunOptions, options)
+    )
+
+
+def _planned_with(
+    together: Callable[[Checkpoint, Checkpoint], Checkpoint],
+    step: Pass,
+    source: From,
+    other: From,
+    out: str | Path | None,
+    asked: RunOptions,
+) -> Planned:
+    """Plan a pass that reads two folders, which `together` makes one checkpoint of."""
+    checkpoint = together(opened(source, asked), opened(other, asked))
     output = output_at(out, checkpoint, asked)
-    made = run_passes(Plan.identity(checkpoint), (GraftDraft(),))
+    made = run_passes(Plan.identity(checkpoint), (step,))
     return _with_verdicts([made], [output], checkpoint, asked)
+
+
+def write_delta(
+    old: str | Path | Checkpoint,
+    new: str | Path | Checkpoint,
+    out: str | Path,
+    *,
+    follow_links: bool = False,
+    events: Events | Callback | None = None,
+) -> WrittenDelta:
+    """Write to the folder `out` what turns one checkpoint into another: the bytes of what changed, their
+    places, and hashes of all tensors. `plan_patched` reads it; its example is there.
+
+    Raises CheckpointError, OutputError where `out` is not empty."""
+    from qconvert.run.delta import write_delta as written
+    from qconvert.run.work.events import Counted, NoEvents
+
+    first, second = (checkpoint_of(where, follow_links=follow_links) for where in (old, new))
+    return written(first, second, Path(out), Counted.of(events) or NoEvents())
 
 
 @taking(RunOptions, PlanOptions.__annotations__)
@@ -204,6 +268,34 @@ def plan_stages(
     )  # fmt: skip
     if asked.for_run:
         planned.check_out()
+    return planned
+
+
+@taking(RunOptions, PlanOptions.__annotations__)
+def plan_ranks(
+    recipe: Steps,
+    source: str | Path | Checkpoint,
+    out: str | Path,
+    tp: int,
+    ep: int = 1,
+    **options: Unpack[PlanOptions],
+) -> Planned:
+    """As `plan`, with the result as one folder for each of `tp` ranks in `out`, `rank-0-of-N` and so on,
+    made one after another: the parameters that vLLM's loader of sharded states copies. `ep`: 1, or `tp`
+    for ranks that have whole experts."""
+    from qconvert.passes.rank_state import split_ranks
+
+    asked, steps = from_keywords(RunOptions, options), recipe_of(recipe)
+    checkpoint = opened(source, asked)
+    folder = Path(out)
+    if asked.for_run:
+        check_apart(folder, checkpoint)
+    plans = split_ranks(run_passes(Plan.identity(checkpoint), steps.passes), tp, ep)
+    outputs = [Output(folder / part.facts["rank"]["folder"]) for part in plans]
+    sized = _sized(asked, steps)
+    planned = _with_verdicts(plans, outputs, checkpoint, sized, together=False)
+    if asked.for_run:
+        PlannedStages(checkpoint, planned.folders, together=False, out=folder).check_out()
     return planned
 
 
@@ -364,3 +456,59 @@ def _states_of(ready: Prepared) -> int:
     from qconvert.calibrate.backend import work_dir_bytes
 
     return work_dir_bytes(ready.plan.calibration)
+
+
+# --- In the words of the commands --------------------------------------------------------------------
+
+_OWN = ("w4a16", "nvfp4", "fp8", "int8", "amx")  # formats with a command of their own
+
+
+def quantize(
+    source: str | Path | Checkpoint,
+    out: str | Path,
+    form: str,
+    *,
+    data: str | Path | None = None,
+    events: Events | Callback | None = None,
+    **options: Any,
+) -> Result:
+    """Quantize a model to `w4a16`, `nvfp4`, `fp8`, `int8`, `amx`, or a format that `quantize --format`
+    takes, such as `mxfp8`, and write the folder `out`. With `data` codes are found by GPTQ, else they
+    are rounded. Options are the fields of the pass (`group_size`, `targets`, `tp`, `dialect`), those of
+    Calibration (`samples`, `length`) and those of `run` (`memory`, `jobs`).
+
+        >>> made = api.quantize(sample, folder / "int4", "w4a16", group_size=32, jobs=1)
+        >>> made.folder.name
+        'int4'
+
+    Raises UsageError for an option that none of them has, and as `run` does.
+    """
+    step, rest = _step(form, None if data is None else str(data), options)
+    return run(step, source, out, events=events, **rest)
+
+
+def _step(form: str, data: str | None, options: dict[str, Any]) -> tuple[Pass, dict[str, Any]]:
+    """The pass, and what is left of the options for its run."""
+    from qconvert.passes import passes
+    from qconvert.samples.request import Calibration
+
+    kind: Any = passes()[form if form in _OWN else "quantize"]
+    own = {one.name for one in fields(kind)}
+    made = {name: value for name, value in options.items() if name in own}
+    if form not in _OWN:
+        made["format"] = form
+    asked = {one.name for one in fields(Calibration)} - own if data is not None else set()
+    if data is not None:
+        if "calibrate" not in own:
+            raise UsageError(f"{form} is rounded, without data: omit data={data!r}")
+        calibration = {name: value for name, value in options.items() if name in asked}
+        made["calibrate"] = Calibration(data=data, **calibration)
+    rest = {name: value for name, value in options.items() if name not in own | asked}
+    known = {*own, *asked, *PlanOptions.__annotations__}
+    for name in rest:
+        if name not in known:
+            raise UsageError(f"{form} has no option {name!r}; it has {', '.join(sorted(known))}")
+    try:
+        return kind(**made), rest
+    except TypeError as error:
+        raise UsageError(f"{form}: {error}") from error

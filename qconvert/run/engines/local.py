@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from qconvert.checkpoint.checkpoint import imports_of
 from qconvert.core import errors
 from qconvert.core.errors import QConvertError
-from qconvert.ops.compiled.choice import LOOPS
+from qconvert.ops.compiled import LOOPS
 from qconvert.plan.units import Unit
 from qconvert.run.engines.base import ClaimedRun, UnitBatches
 from qconvert.run.folder.resume import open_journals, progress_of

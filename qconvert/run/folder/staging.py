@@ -25,8 +25,7 @@ from qconvert.checkpoint.receipt import (
 )
 from qconvert.core.errors import CheckpointError, OutputError
 from qconvert.core.links import PER_TENSOR, SMALL, read_regular, reading
-from qconvert.plan.manifest import described
-from qconvert.plan.plan import Plan
+from qconvert.plan.plan import Plan, described
 from qconvert.run.folder.verify import check_entries, header_of, seen, shard_fault
 from qconvert.run.folder.workspace import Workspace, lasting
 from qconvert.run.work.file_layout import OutFile

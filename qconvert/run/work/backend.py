@@ -20,9 +20,9 @@ from qconvert.core.profiling import heard
 from qconvert.core.shown import count
 from qconvert.models.calibrated import Calibrated, calibrated_in
 from qconvert.plan.units import Unit
-from qconvert.run.work.deadline import Until
 from qconvert.run.work.files import Files
 from qconvert.run.work.meters import Meters
+from qconvert.run.work.options import Until
 from qconvert.run.work.sink import PendingMessages, Sink
 from qconvert.run.work.unit_runner import Place, UnitResult
 from qconvert.run.work.worker import UnitDone, WorkerSetup, unit_runner

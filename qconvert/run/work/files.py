@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from qconvert.core.errors import OutputError
 from qconvert.core.own_process import make_folder
 
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+PARTIAL = ".partial"  # the end of a file's name while it is written
 _TMPFS = 0x01021994  # linux/magic.h
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 # What is written to must be a file of our own: a symlink under its name would lead anywhere, and
@@ -238,3 +239,19 @@ class OpenFiles:
         while self._open:
             _, descriptor = self._open.popitem()
             self._closes(descriptor)
+
+
+def write_whole(file: Path, parts: Sequence[bytes], files: Files) -> None:
+    """Write a file that is there whole, after a power cut too, or not at all. Raises OutputError."""
+    beside = file.with_name(f".{file.name}{PARTIAL}")
+    files.create(beside, sum(map(len, parts)))
+    fd, at = files.open(beside), 0
+    try:
+        for part in parts:
+            files.write(fd, beside, memoryview(part), at)
+            at += len(part)
+        files.sync(fd, beside)
+    finally:
+        files.close(fd)
+    files.rename(beside, file)
+    files.sync_folder(file.parent)

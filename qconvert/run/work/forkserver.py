@@ -25,11 +25,11 @@ from multiprocessing.connection import Connection, Pipe
 from tempfile import TemporaryFile
 from typing import IO, Any, NoReturn, TypeAlias
 
+from qconvert.compiled.choice import LOOP_BYTES
+from qconvert.compiled.choice import wanted as loops_wanted
 from qconvert.core import own_process
 from qconvert.core.errors import RunError
 from qconvert.core.shown import message
-from qconvert.ops.compiled.choice import LOOP_BYTES
-from qconvert.ops.compiled.choice import wanted as loops_wanted
 
 AnyConnection: TypeAlias = "Connection[Any, Any]"
 
@@ -294,7 +294,7 @@ def _preload(request: _Preload) -> None:
     for name in request.modules:
         import_module(name)
     if request.compiled:
-        from qconvert.ops.compiled.choice import load
+        from qconvert.ops.compiled import load
 
         # Who asked for numba outright, and cannot have it, is told by the worker that needs it.
         with suppress(RunError):

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
+from qconvert.compiled.choice import LOOP_BYTES
+from qconvert.compiled.choice import wanted as loops_wanted
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Apply, aligned
 from qconvert.core.shown import exact_size, format_size
-from qconvert.ops.compiled.choice import LOOP_BYTES
-from qconvert.ops.compiled.choice import wanted as loops_wanted
 from qconvert.ops.rowwise import encoded, search_loops
 from qconvert.plan.units import (
     FAR_REREAD_BYTES,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from qconvert.core.graph import Op
 from qconvert.core.profiling import Meter, Stopwatch, Word
-from qconvert.ops.compiled.choice import in_use
+from qconvert.ops.compiled import in_use
 from qconvert.plan.units import Compute, Unit
 
 T = TypeVar("T")

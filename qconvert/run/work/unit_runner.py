@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from qconvert.core.errors import RowError, RunError, ScaleError
-from qconvert.core.graph import Apply, Buffer, Output, Part, Piece, Source
+from qconvert.core.graph import Apply, Buffer, Output, Part, Piece, Source, nodes
 from qconvert.core.profiling import AGAIN, COPY, HASH, OFF, Meter
 from qconvert.plan.units import (
     COPY_BYTES,
@@ -31,7 +31,6 @@ from qconvert.plan.units import (
     scratch_of,
     taken_by_others,
 )
-from qconvert.plan.walk import nodes
 from qconvert.run.work.meters import kind_of
 from qconvert.run.work.reader import Arena, Reader
 from qconvert.run.work.sink import Sink

@@ -22,7 +22,7 @@ from threading import Thread
 from qconvert.checkpoint.checkpoint import Shard
 from qconvert.core import errors
 from qconvert.core.profiling import FOR_WORK, Word
-from qconvert.ops.compiled.choice import use
+from qconvert.ops.compiled import use
 from qconvert.plan.units import Unit
 from qconvert.run.work.files import Files
 from qconvert.run.work.meters import Meters

@@ -215,7 +215,6 @@ def opened(
 
 
 def close_all() -> None:
-    """End every process of `opened`."""
     while _OPEN:
         _OPEN.popitem()[1].close()
 

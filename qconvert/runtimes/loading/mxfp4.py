@@ -115,8 +115,8 @@ class UnderOtherNames:
     def experts(self, moe: Moe) -> Named:
         if not moe.gated or moe.columns % _TILE or moe.hidden % _TILE:
             raise NotSimulated("experts in MXFP4 of sizes that are padded")
-        slots, hidden, size = moe.slots, moe.hidden, moe.columns
-        for which, rows, columns in (("w13", moe.rows, hidden), ("w2", hidden, size)):
+        slots = moe.slots
+        for which, rows, columns in moe.matrices:
             yield f"{which}_weight", moe.parameter("U8", (slots, rows, columns // 2), "weight")
             scales = slots, rows, columns // _BLOCK
             yield f"{which}_weight_scale", moe.parameter("U8", scales, "group")
@@ -130,8 +130,6 @@ class Mxfp4Experts:
     scheme: Mxfp4
     plain: Unquantized
     name: str = "mxfp4"
-    blocks_shared: bool = False
-    packed_int4: bool = False
     cache: bool = False
 
     def linear(self, module: str, kind: str) -> Scheme:

@@ -287,7 +287,7 @@ class Linear:
         silent = None
         if self.role in ("plain", "matrix", "block"):
             silent = not_as_long(shape, 1, into[1], self.layout)
-            shape = _padded(tensor, shape, 1, self.layout.rank * into[1], into[1])
+            shape = _padded(tensor, shape, 1, into[1])
         asserted(into, tensor, shape)
         return Filled({None: prod(into)}, silent)
 
@@ -378,21 +378,21 @@ class Linear:
         if self.role == "base":
             asserted(into, tensor, shape)
             return Filled({None: prod(into)})
-        offset, size = self._place(number)
+        offset, size = self.place(number)
         place = (*narrowed(tensor, into, 0, offset, size),)
         rank, silent = layout.rank, None
         if layout.kind == "qkv":
             rank = rank if number == 0 else rank // layout.replicas
             part = narrowed(tensor, shape, 0, rank * size, size)
         else:
-            part = _padded(tensor, shape, 0, rank * size, size)
+            part = _padded(tensor, shape, 0, size)
         ranks = layout.tp if number == 0 or layout.kind != "qkv" else layout.tp // layout.replicas
         if shape[0] != size * ranks:
             silent = f"expected {size * ranks} rows, found {shape[0]}"
         asserted(place, tensor, part)
         return Filled({number: prod(place)}, silent)
 
-    def _place(self, number: int) -> tuple[int, int]:
+    def place(self, number: int) -> tuple[int, int]:
         """Place of a part in the rank's parameter: first row and rows."""
         parts, outputs, tp = self.layout.parts, self.layout.outputs, self.layout.tp
         if self.role == "block" and self.layout.kind == "merged":
@@ -409,7 +409,7 @@ def joined(parts: Sequence[Filled]) -> Filled:
     return Filled({key: size for part in parts for key, size in part.parts.items()}, silent)
 
 
-def _padded(tensor: TensorType, shape: Shape, dim: int, start: int, size: int) -> Shape:
+def _padded(tensor: TensorType, shape: Shape, dim: int, size: int) -> Shape:
     """A rank's part; what lies beyond the tensor's end is filled with zeros."""
     if dim >= len(shape):
         raise refused("IndexError", "", tensor, shape, "too few dimensions")
@@ -433,8 +433,7 @@ ExpertRole = Literal["weight", "group", "channel", "tensor", "single"]
 class Experts:
     """A parameter of all experts of a rank: [experts, ...]. `transposed`: the folder's matrices are
     transposed on loading (compressed-tensors' integers), `zeros` are not though their parameter is.
-    `group`: columns of w2 that share a scale; a rank's share must be whole ones. `gated`: the first
-    matrix is gate and up."""
+    `gated`: the first matrix is gate and up."""
 
     role: ExpertRole
     routed: int  # of all ranks
@@ -446,7 +445,6 @@ class Experts:
     zeros: bool = False
     modelopt: bool = False
     everywhere: bool = False
-    group: int = 0
     gated: bool = True
 
     def local(self, expert: int) -> int | None:

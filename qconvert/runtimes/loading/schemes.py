@@ -8,9 +8,9 @@ Read in `create_weights` of `layers/quantization/unquant.py`, `fp8.py`, `modelop
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from qconvert.core.dtypes import Shape, ceil_div
 from qconvert.runtimes.loading.parameters import (
@@ -53,6 +53,11 @@ class Moe:
     def rows(self) -> int:
         return (1 + self.gated) * self.columns
 
+    @property
+    def matrices(self) -> tuple[tuple[str, int, int], ...]:
+        """Beginnings of the names of each matrix, its rows and its columns on a rank."""
+        return ("w13", self.rows, self.hidden), ("w2", self.hidden, self.columns)
+
     def parameter(
         self,
         dtype: str,
@@ -88,6 +93,14 @@ class Scheme(Protocol):
     def experts(self, moe: Moe) -> Named: ...
 
 
+def stacked(moe: Moe, *parts: tuple[str, str, int, ExpertRole]) -> Named:
+    """Parts of both matrices of all experts, each by name, dtype, how many columns an element is of, and
+    role."""
+    for name, dtype, many, role in parts:
+        for which, rows, columns in moe.matrices:
+            yield f"{which}_{name}", moe.parameter(dtype, (moe.slots, rows, columns // many), role)
+
+
 def linear_parameter(
     layout: Layout,
     role: Role,
@@ -106,8 +119,6 @@ def linear_parameter(
 
 @dataclass(frozen=True, slots=True)
 class Unquantized:
-    """The weight, in the model's type."""
-
     dtype: str = "BF16"
     linear_name: str = "UnquantizedLinearMethod"
     experts_name: str = "UnquantizedFusedMoEMethod"
@@ -117,12 +128,10 @@ class Unquantized:
         yield "weight", linear_parameter(layout, "plain", self.dtype, shape, wrapped=wrapped)
 
     def experts(self, moe: Moe) -> Named:
-        up, down = (moe.slots, moe.rows, moe.hidden), (moe.slots, moe.hidden, moe.columns)
-        yield "w13_weight", moe.parameter(self.dtype, up, "weight")
-        yield "w2_weight", moe.parameter(self.dtype, down, "weight")
+        yield from stacked(moe, ("weight", self.dtype, 1, "weight"))
 
 
-def _check_columns(layout: Layout, block: int) -> None:
+def check_columns(layout: Layout, block: int) -> None:
     """Raise LoadRefused where a rank's columns are not whole blocks."""
     if layout.kind == "row" and layout.tp > 1 and layout.columns % block:
         raise LoadRefused(
@@ -130,6 +139,17 @@ def _check_columns(layout: Layout, block: int) -> None:
             f"by weight quantization block_k = {block}", "",
             f"a rank's {layout.columns} columns cut blocks of {block}",
         )  # fmt: skip
+
+
+def check_rows(parts: Iterable[int], block: int) -> None:
+    """Raise LoadRefused where a rank's rows of a part are not whole blocks."""
+    for part in parts:
+        if part % block:
+            raise LoadRefused(
+                "ValueError", f"Weight output_partition_size = {part} is not divisible by "
+                f"weight quantization block_n = {block}", "",
+                f"a rank's {part} rows cut blocks of {block}",
+            )  # fmt: skip
 
 
 def _fp8_experts(moe: Moe, rows: int, columns: int, scale: str) -> Named:
@@ -165,16 +185,10 @@ class BlockFp8:
     experts_name: str = "Fp8MoEMethod"
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
-        _check_columns(layout, self.columns)
+        check_columns(layout, self.columns)
         divided = layout.tp > 1 and layout.kind in ("column", "merged", "qkv")
         if divided or len(layout.outputs) > 1:
-            for part in layout.parts:
-                if part % self.rows:
-                    raise LoadRefused(
-                        "ValueError", f"Weight output_partition_size = {part} is not divisible by "
-                        f"weight quantization block_n = {self.rows}", "",
-                        f"a rank's {part} rows cut blocks of {self.rows}",
-                    )  # fmt: skip
+            check_rows(layout.parts, self.rows)
         shape = layout.rows, layout.columns
         scales = ceil_div(layout.rows, self.rows), ceil_div(layout.columns, self.columns)
         yield "weight", linear_parameter(layout, "matrix", "F8_E4M3", shape, wrapped=wrapped)
@@ -197,16 +211,9 @@ class CompressedFp8:
     experts_name: str = "CompressedTensorsFusedMoEMethod[CompressedTensorsW8A8Fp8MoE]"
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
-        _check_columns(layout, self.columns)
+        check_columns(layout, self.columns)
         split = layout.tp > 1 and layout.kind in ("column", "merged", "qkv")
-        parts = layout.parts if split else layout.parts[:-1]
-        for part in parts:
-            if part % self.rows:
-                raise LoadRefused(
-                    "ValueError", f"Weight output_partition_size = {part} is not divisible by "
-                    f"weight quantization block_n = {self.rows}", "",
-                    f"a rank's {part} rows cut blocks of {self.rows}",
-                )  # fmt: skip
+        check_rows(layout.parts if split else layout.parts[:-1], self.rows)
         shape = layout.rows, layout.columns
         scales = ceil_div(layout.rows, self.rows), ceil_div(layout.columns, self.columns)
         yield "weight", linear_parameter(layout, "matrix", "F8_E4M3", shape, wrapped=wrapped)
@@ -237,9 +244,7 @@ class PerRow:
         )
 
     def experts(self, moe: Moe) -> Named:
-        for which, rows, columns in (
-            ("w13", moe.rows, moe.hidden), ("w2", moe.hidden, moe.columns),
-        ):  # fmt: skip
+        for which, rows, columns in moe.matrices:
             yield (
                 f"{which}_weight",
                 moe.parameter(self.codes, (moe.slots, rows, columns), "weight"),
@@ -258,10 +263,7 @@ class PackedIntegers:
     actorder: str | None
     triton: bool
     dtype: str = "BF16"
-
-    @property
-    def linear_name(self) -> str:
-        return "CompressedTensorsLinearMethod[CompressedTensorsWNA16]"
+    linear_name: ClassVar[str] = "CompressedTensorsLinearMethod[CompressedTensorsWNA16]"
 
     @property
     def experts_name(self) -> str:
@@ -367,16 +369,11 @@ class PackedFp4:
             yield "input_global_scale", given
 
     def experts(self, moe: Moe) -> Named:
-        slots, hidden, size = moe.slots, moe.hidden, moe.columns
-        yield "w13_weight_packed", moe.parameter("U8", (slots, moe.rows, hidden // 2), "weight")
-        yield "w2_weight_packed", moe.parameter("U8", (slots, hidden, size // 2), "weight")
-        scales = slots, moe.rows, hidden // 16
-        yield "w13_weight_scale", moe.parameter("F8_E4M3", scales, "group")
-        scales = slots, hidden, size // 16
-        yield "w2_weight_scale", moe.parameter("F8_E4M3", scales, "group")
+        codes, scales = ("weight_packed", "U8", 2), ("weight_scale", "F8_E4M3", 16)
+        yield from stacked(moe, (*codes, "weight"), (*scales, "group"))
         for what in ("weight", *(["input"] if self.inputs else [])):
             needed = what == "weight" or self.native
-            for which, shape in (("w13", (slots, 1 + moe.gated)), ("w2", (slots,))):
+            for which, shape in (("w13", (moe.slots, 1 + moe.gated)), ("w2", (moe.slots,))):
                 given = moe.parameter("F32", shape, "tensor", needed=needed)
                 yield f"{which}_{what}_global_scale", given
 
@@ -390,14 +387,11 @@ class ModeloptFp4:
     group: int
     swizzled: bool
     padded: int = 1
+    experts_name: ClassVar[str] = "ModelOptNvFp4FusedMoEMethod"
 
     @property
     def linear_name(self) -> str:
         return "ModelOptNvFp4A16LinearMethod" if self.weights else "ModelOptFp4LinearMethod"
-
-    @property
-    def experts_name(self) -> str:
-        return "ModelOptNvFp4FusedMoEMethod"
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
         if layout.columns % 16:

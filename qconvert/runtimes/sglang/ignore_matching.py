@@ -25,9 +25,17 @@ _ALWAYS_FUSED: Fused = {
 _PARTS_BY_TAIL = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
-def _parts(name: str, fused: Fused) -> list[str]:
-    last = name.rsplit(".", 1)[-1]
-    return [name.replace(last, part) for part in fused[last]]
+def _parts(name: str, fused: Fused, key: str = "") -> list[str]:
+    """Names of a fused module's parts; `key` is its own last name. Raises LoadRefused for a class whose
+    mapping is not of names."""
+    key = key or name.rsplit(".", 1)[-1]
+    if not all(isinstance(part, str) for part in fused[key]):
+        raise LoadRefused(
+            "TypeError", "replace() argument 2 must be str", name,
+            "its class maps fused modules to pairs of a name and a place (models/solar.py), which the "
+            "runtime takes for names as soon as a config says that anything is quantized",
+        )  # fmt: skip
+    return [name.replace(key, part) for part in fused[key]]
 
 
 class Compressed:
@@ -83,8 +91,8 @@ class Compressed:
         if key is None:
             return None
         found = [
-            next((t for t in self.targets if _matches(name.replace(key, part), t)), None)
-            for part in self._fused[key]
+            next((t for t in self.targets if _matches(part, t)), None)
+            for part in _parts(name, self._fused, key)
         ]
         return found[0] if all(found) else None
 

@@ -135,19 +135,16 @@ class MxInt4:
         raise NotSimulated("a linear under the trtllm runner's MxInt4")
 
     def experts(self, moe: Moe) -> Named:
-        slots, hidden, size = moe.slots, moe.hidden, moe.columns
-        for which, rows, columns in (("w13", moe.rows, hidden), ("w2", hidden, size)):
-            codes = slots, rows, columns // 8
+        for which, rows, columns in moe.matrices:
+            codes = moe.slots, rows, columns // 8
             yield f"{which}_weight_packed", moe.parameter("I32", codes, "weight")
-            scales = slots, rows, columns // 32
+            scales = moe.slots, rows, columns // 32
             yield f"{which}_weight_scale", moe.parameter(self.dtype, scales, "group")
-            shape = moe.parameter(self.dtype, (slots, 2), "single", needed=False)
+            shape = moe.parameter(self.dtype, (moe.slots, 2), "single", needed=False)
             yield f"{which}_weight_shape", shape
 
 
 class Fp8:
-    """quant_method fp8, in blocks."""
-
     name = "fp8"
     cache = True
 

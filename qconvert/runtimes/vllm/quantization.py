@@ -65,8 +65,6 @@ class _Base:
 
 
 class Fp8Blocks(_Base):
-    """quant_method fp8, in blocks."""
-
     name = "fp8"
 
     def __init__(self, block: Mapping[str, Any], stated: ModelFacts) -> None:
@@ -325,10 +323,6 @@ class GptqCodes(_Base):
     def experts(self, module: str) -> Scheme:
         excluded = overridden(module, self._dynamic) is None
         return self._stated.plain if excluded else self._scheme
-
-    def excludes(self, word: str) -> bool:
-        """Tell whether a rule that leaves modules as they are has a word in it."""
-        return any(rule.startswith("-:") and word in rule for rule in self._dynamic)
 
 
 _NUMBER = re.compile(r"\.experts\.[0-9]+\..*")

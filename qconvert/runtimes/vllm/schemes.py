@@ -8,8 +8,9 @@ Read in vLLM, `create_weights` of `layers/quantization/`: `fp8.py`, `auto_gptq.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import gcd, prod
+from typing import ClassVar
 
 from qconvert.core.dtypes import Shape, TensorType, ceil_div
 from qconvert.runtimes.loading.parameters import (
@@ -36,6 +37,9 @@ from qconvert.runtimes.loading.schemes import (
     Named,
     PackedFp4,
     PackedIntegers,
+    check_columns,
+    check_rows,
+    stacked,
 )
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 
@@ -108,7 +112,7 @@ class LinearPart(Linear):
         if self.role == "base":
             asserted(into, tensor, shape)
             return Filled({None: prod(into)})
-        offset, size = self._place(number)
+        offset, size = self.place(number)
         place = narrowed(tensor, into, 0, offset, size)
         shared = layout.kind == "qkv" and number > 0
         rank = layout.rank // layout.replicas if shared else layout.rank
@@ -127,7 +131,7 @@ class LinearPart(Linear):
             return f"expected {size * ranks} rows, found {shape[0]}"
         return None
 
-    def _place(self, number: int) -> tuple[int, int]:
+    def place(self, number: int) -> tuple[int, int]:
         parts = self.layout.parts
         offset, size = sum(parts[:number]), parts[number]
         if self.role == "block":
@@ -177,19 +181,10 @@ class Fp8(BlockFp8):
     ranks cut are taken for smaller ones."""
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
-        if layout.kind == "row" and layout.tp > 1 and layout.columns % self.columns:
-            raise LoadRefused(
-                "ValueError", f"Weight input_size_per_partition = {layout.columns} is not divisible "
-                f"by weight quantization block_k = {self.columns}", "",
-                f"a rank's {layout.columns} columns cut blocks of {self.columns}",
-            )  # fmt: skip
+        check_columns(layout, self.columns)
         alone = len(layout.outputs) == 1 and layout.kind in ("column", "merged")
-        if alone and layout.tp > 1 and layout.rows % self.rows:
-            raise LoadRefused(
-                "ValueError", f"Weight output_partition_size = {layout.rows} is not divisible by "
-                f"weight quantization block_n = {self.rows}", "",
-                f"a rank's {layout.rows} rows cut blocks of {self.rows}",
-            )  # fmt: skip
+        if alone and layout.tp > 1:
+            check_rows((layout.rows,), self.rows)
         shape = layout.rows, layout.columns
         scales = ceil_div(layout.rows, self.rows), ceil_div(layout.columns, self.columns)
         yield "weight", Parameter("F8_E4M3", shape, LinearPart(layout, "matrix"))
@@ -213,29 +208,15 @@ def expert_part(parameter: Parameter, finer: tuple[int, int] = (1, 1)) -> Expert
     slot = parameter.slot
     if isinstance(slot, ExpertPart):
         return slot
-    names = (
-        "role",
-        "routed",
-        "fused",
-        "ep",
-        "ep_rank",
-        "tp",
-        "transposed",
-        "zeros",
-        "modelopt",
-        "everywhere",
-        "gated",
-    )
-    return ExpertPart(**{name: getattr(slot, name) for name in names}, finer=finer)
+    own = {one.name: getattr(slot, one.name) for one in fields(Experts)}
+    return ExpertPart(**own, finer=finer)
 
 
 @dataclass(frozen=True, slots=True)
 class Integers(PackedIntegers):
     """compressed-tensors' W4A16 and W8A16; experts are laid out as in the folder."""
 
-    @property
-    def experts_name(self) -> str:
-        return "CompressedTensorsWNA16MoEMethod"
+    experts_name: ClassVar[str] = "CompressedTensorsWNA16MoEMethod"
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
         if 0 < self.group < _SMALLEST_GROUP and not (self.symmetric and self.dtype == "F16"):
@@ -308,13 +289,8 @@ class Integers(PackedIntegers):
 class Fp4(PackedFp4):
     """compressed-tensors' NVFP4; experts have scales of activations even where nobody reads them."""
 
-    @property
-    def linear_name(self) -> str:
-        return "CompressedTensorsLinearMethod[CompressedTensorsW4A4Fp4]"
-
-    @property
-    def experts_name(self) -> str:
-        return "CompressedTensorsW4A4Nvfp4MoEMethod"
+    linear_name: ClassVar[str] = "CompressedTensorsLinearMethod[CompressedTensorsW4A4Fp4]"
+    experts_name: ClassVar[str] = "CompressedTensorsW4A4Nvfp4MoEMethod"
 
     def experts(self, moe: Moe) -> Named:
         yield from PackedFp4.experts(PackedFp4(True, self.inputs), moe)
@@ -348,27 +324,14 @@ class Mx:
             yield name, Parameter(dtype, shape, LinearPart(layout, "matrix"))
 
     def experts(self, moe: Moe) -> Named:
-        for name, dtype, many, role in self._parts:
-            for which, rows, columns in (
-                ("w13", moe.rows, moe.hidden), ("w2", moe.hidden, moe.columns),
-            ):  # fmt: skip
-                shape = moe.slots, rows, columns // many
-                yield f"{which}_{name}", moe.parameter(dtype, shape, role)
+        yield from stacked(moe, *self._parts)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFp4(ModeloptFp4):
-    """modelopt's NVFP4."""
-
     dtype: str = "BF16"
-
-    @property
-    def linear_name(self) -> str:
-        return "ModelOptLinearMethod"
-
-    @property
-    def experts_name(self) -> str:
-        return "ModelOptNvFp4FusedMoE"
+    linear_name: ClassVar[str] = "ModelOptLinearMethod"
+    experts_name: ClassVar[str] = "ModelOptNvFp4FusedMoE"
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
         for name, parameter in ModeloptFp4.linear(self, layout, wrapped):

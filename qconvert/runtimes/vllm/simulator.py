@@ -1,25 +1,90 @@
 """Simulator of vLLM's loader: `simulate` builds the rank's parameters from the config and the table of
 its class, offers every tensor of the headers to them, and says what is written, read, refused or
-misread."""
+misread.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.shown import count
-from qconvert.runtimes.classes.build import after_load, built, in_right_groups
+from qconvert.runtimes.classes.build import Built, after_load, built, in_right_groups
 from qconvert.runtimes.classes.names import RecordedNames, of_draft
 from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
 from qconvert.runtimes.loading.building import RankBuild, text_config
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors, offered
-from qconvert.runtimes.loading.schemes import Unquantized
+from qconvert.runtimes.loading.parameters import Experts, Kind, Linear, Parameter, Whole, Wrapped
+from qconvert.runtimes.loading.schemes import Named, Scheme, Unquantized
 from qconvert.runtimes.loading.setting import HOPPER, LoadRefused, NotSimulated, Setting
-from qconvert.runtimes.vllm.building import Rank
 from qconvert.runtimes.vllm.ignore_matching import Renames
 from qconvert.runtimes.vllm.quantization import ModelFacts, quantization_of, refuse_forms
+from qconvert.runtimes.vllm.schemes import LinearPart, expert_part
+
+
+@dataclass
+class Rank(RankBuild):
+    """With vLLM's ways to put a tensor into a parameter."""
+
+    def linear(
+        self,
+        module: str,
+        kind: Kind,
+        inputs: int,
+        *outputs: int,
+        asked: str = "",
+        scheme: Scheme | None = None,
+        bias: bool = False,
+        wrapped: Wrapped = "",
+        replicas: int = 1,
+        whole: bool = False,
+    ) -> Scheme:
+        made = RankBuild.linear(
+            self, module, kind, inputs, *outputs, asked=asked, scheme=scheme, bias=bias,
+            replicas=replicas, whole=whole,
+        )  # fmt: skip
+        if bias:
+            parameter = self.parameters[f"{module}.bias"]
+            parameter.slot = _own(parameter)
+        return made
+
+    def cache_scales(self, module: str, *, latent: bool = False) -> None:
+        """Scales of attention, 1 unless given; modelopt's methods alone have those of latent attention
+        (their get_quant_method)."""
+        if latent and not self.quantization.name.startswith("modelopt"):
+            return
+        if self.quantization.name == "compressed-tensors":
+            for which in ("k", "v", "q"):
+                for name, dtype in (("scale", "F32"), ("zero_point", self.dtype)):
+                    made = Parameter(dtype, (1,), Whole(), needed=False, default=True)
+                    self.parameters[f"{module}.{which}_{name}"] = made
+        elif self.quantization.cache:
+            for name in ("q_scale", "k_scale", "v_scale", "prob_scale"):
+                made = Parameter(self.dtype, (), Whole(), needed=False, default=True)
+                self.parameters[f"{module}.{name}"] = made
+
+    def _add(self, module: str, named: Named) -> None:
+        RankBuild._add(self, module, ((name, _converted(made)) for name, made in named))
+
+
+def _own(parameter: Parameter) -> LinearPart:
+    slot = parameter.slot
+    assert isinstance(slot, Linear)
+    if isinstance(slot, LinearPart):
+        return slot
+    return LinearPart(slot.layout, slot.role, slot.block, slot.packed)
+
+
+def _converted(parameter: Parameter) -> Parameter:
+    """The same parameter with vLLM's way to put a tensor into it."""
+    if isinstance(parameter.slot, Linear):
+        parameter.slot = _own(parameter)
+    elif isinstance(parameter.slot, Experts):
+        parameter.slot = expert_part(parameter)
+    return parameter
+
 
 # Scales of a cache that a quantized model may have, and need not have a place for.
 _OF_CACHES = ("q_scale", "k_scale", "v_scale", "q_zero_point", "k_zero_point", "v_zero_point")
@@ -109,6 +174,27 @@ def by_table(
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused)
     _check_setting(asked)
+    try:
+        made, finder = built_rank(record, config, tensors, asked)
+    except LoadRefused as refused:
+        return SimulatedLoad(asked, refused)
+    rank, sizes = made.build, made.sizes
+    quantized = bool(rank.quantization.name)
+
+    def after(build: RankBuild, tensors: Mapping[str, TensorType]) -> None:
+        after_load(made)
+        if not quantized:
+            _all_written(build)
+
+    done = offered(rank, finder, Tensors.of(tensors).by_name, asked, after=after)
+    return in_right_groups(record, sizes, done, groups, tensors)
+
+
+def built_rank(
+    record: Record, config: Mapping[str, Any], tensors: Mapping[str, TensorType], asked: Setting
+) -> tuple[Built, RecordedNames]:
+    """A rank's parameters before any tensor is offered, and where the class puts which tensor. Raises
+    LoadRefused as vLLM would, and NotSimulated."""
     if record.draft and asked.pp > 1:
         raise NotSimulated("a draft in pipeline stages")
     numbers = text_config(config)
@@ -117,26 +203,16 @@ def by_table(
     for mapper in reversed(record.mappers):
         renames = Renames(mapper.starts, mapper.parts, mapper.ends, renames)
     facts = ModelFacts(record.packed, renames, plain, tensors)
-    try:
-        layers = next((sizes.of(size) for size in record.layers.values()), 0)
-        rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)
-        heads = "num_attention_heads"
-        _check_heads(rank, 0 if sizes.flag(heads) is None else sizes.of(heads))
-        made = built(_with_plain_tower(record), rank, sizes, tensors)
-        if asked.pp > 1 and not made.experts:
-            _check_stage(record)
-    except LoadRefused as refused:
-        return SimulatedLoad(asked, refused)
+    layers = next((sizes.of(size) for size in record.layers.values()), 0)
+    rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)
+    heads = "num_attention_heads"
+    _check_heads(rank, 0 if sizes.flag(heads) is None else sizes.of(heads))
+    made = built(_with_plain_tower(record), rank, sizes, tensors)
+    if asked.pp > 1 and not made.experts:
+        _check_stage(record)
     quantized = bool(rank.quantization.name)
-    finder = RecordedNames(made, ("g_idx",) if quantized else (), _OF_CACHES if quantized else ())
-
-    def after(build: RankBuild, tensors: Mapping[str, TensorType]) -> None:
-        after_load(made)
-        if not quantized:
-            _all_written(build, tensors)
-
-    done = offered(rank, finder, Tensors.of(tensors).by_name, asked, after=after)
-    return in_right_groups(record, sizes, done, groups, tensors)
+    skipped = ("g_idx",) if quantized else ()
+    return made, RecordedNames(made, skipped, _OF_CACHES if quantized else ())
 
 
 def _in_stages(setting: Setting, layers: int) -> Setting:
@@ -158,7 +234,7 @@ def _in_stages(setting: Setting, layers: int) -> Setting:
     return replace(setting, partition=tuple(sizes))
 
 
-def _all_written(build: RankBuild, tensors: Mapping[str, TensorType]) -> None:
+def _all_written(build: RankBuild) -> None:
     """The loader's own check, of unquantized models alone: norms and the like that no tensor came to.
     Linears, experts and embeddings are not looked at (default_loader.py, track_weights_loading)."""
     empty = [

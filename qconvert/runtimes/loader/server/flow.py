@@ -10,7 +10,17 @@ import torch
 
 # Where bytes of an argument end up in a tensor that is there already, and where they are carried on.
 _WRITES = ("copy_", "__setitem__", "fill_")
-_CARRIES = ("to", "contiguous", "float", "view", "reshape", "clone", "__getitem__", "item")
+_CARRIES = (
+    "to",
+    "contiguous",
+    "float",
+    "view",
+    "reshape",
+    "clone",
+    "__getitem__",
+    "__neg__",
+    "item",
+)
 
 
 class Flow:
@@ -47,6 +57,7 @@ class Flow:
             setattr(torch.Tensor, name, self._carrying(real, ends=name == "item"))
         joined: Any = torch
         joined.cat = self._carrying(torch.cat, ends=False)
+        joined.exp = self._carrying(torch.exp, ends=False)
 
     def _of(self, value: object) -> frozenset[str]:
         if isinstance(value, list | tuple):

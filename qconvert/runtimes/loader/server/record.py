@@ -52,8 +52,10 @@ _SIZES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "": {"inputs": ("input_size",), "outputs": ("output_sizes", "output_size")},
 }  # fmt: skip
 # A tensor's numbers lie between two multiples of this, so that a number tells the tensor and the element
-# in it, also after a norm's + 1 and after -exp.
+# in it, also after a norm's + 1 and after -exp: in the middle half, so that an exp in single precision
+# moves none to the next tensor.
 _STEP = 2.0**-16
+_FROM, _SHARE = 0.25, 0.5
 _OFF = 0.25
 # How far from an element's place its number may be: as it was, and after an exp in single precision.
 _EXACT, _ROUGH = 1e-3, 0.4
@@ -213,7 +215,7 @@ def stored(folder: Path) -> dict[str, tuple[int, ...]]:
 def _numbers(number: int, shape: tuple[int, ...]) -> Array:
     """Elements that tell that they are of tensor `number`, counted from 1, and their place in it."""
     count = max(1, math.prod(shape))
-    made: Array = (number + (np.arange(count) + _OFF) / count) * _STEP
+    made: Array = (number + _FROM + _SHARE * (np.arange(count) + _OFF) / count) * _STEP
     return made.reshape(shape)
 
 
@@ -268,7 +270,7 @@ def _piece(held: _Held, number: int, name: str, shape: tuple[int, ...]) -> dict[
     if not mask[inside].all():
         return piece | {"order": "scattered"}
     count = max(1, math.prod(shape))
-    real = (held.undone[inside].reshape(-1) / _STEP - number) * count - _OFF
+    real = (held.undone[inside].reshape(-1) / _STEP - number - _FROM) * count / _SHARE - _OFF
     places = np.rint(real).astype(np.int64)
     if (np.abs(real - places) > (_ROUGH if first < 0 else _EXACT)).any():
         return piece | {"order": "computed"}

@@ -112,6 +112,8 @@ def _serve_all(listening: socket.socket, lock: Path, load: Load, parser: Parser)
         while children and os.waitpid(-1, os.WNOHANG)[0]:
             children -= 1
         if served and not children:
+            if not lock.exists():
+                return  # nobody can come: the room is gone
             with lock.open("w") as held:
                 fcntl.flock(held, fcntl.LOCK_EX)
                 if not select.select([listening], [], [], 0)[0]:

@@ -14,7 +14,11 @@ import pkgutil
 import sys
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0"}
+os.environ |= {
+    "HF_HUB_OFFLINE": "1", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",
+    # Where torch has NCCL, ranks would be connected by it, and there is one.
+    "SGLANG_NCCL_SO_PATH": "none",
+}  # fmt: skip
 import torch
 
 from . import held, stubs

@@ -134,7 +134,8 @@ def _import_all(capability: tuple[int, int]) -> None:
         stubs.import_ahead(*(f"vllm.model_executor.models.{name}" for name in _CLASSES))
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
         registry._run_in_subprocess = lambda asked: asked()
-        for module in ("engine.arg_utils", "model_executor.model_loader.default_loader"):
+        for module in ("engine.arg_utils", "model_executor.model_loader.default_loader",
+                       "model_executor.model_loader.sharded_state_loader"):  # fmt: skip
             importlib.import_module(f"vllm.{module}")
         # One method imports those of all.
         quantization = importlib.import_module("vllm.model_executor.layers.quantization")
@@ -225,6 +226,7 @@ def load(job: dict[str, Any], told: Told, watch: Watch) -> None:
     """Load a folder as a rank would; `told` hears of each fact as soon as it is known."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -256,8 +258,11 @@ def load(job: dict[str, Any], told: Told, watch: Watch) -> None:
         told("empty", held.empty(model))
         watch.begin(model)
         told("step", "load")
+        sharded = whole.load_config.load_format == "sharded_state"
         try:
-            Loader(whole.load_config).load_weights(model, config)
+            (ShardedStateLoader if sharded else Loader)(whole.load_config).load_weights(
+                model, config
+            )
         finally:
             watch.tell(model, told)
             told("dropped", [*_dropped(model)])
