@@ -105,17 +105,21 @@ def _refused(size: int, why: str) -> RunError:
 PAGE_LOCKED = PageLocked()
 
 
-class TokenRows(Protocol):
-    """Rows [count, width] of one dtype, in the memory of `device` or, `cpu`, in a file."""
-
-    @property
-    def device(self) -> str: ...
+class Rows(Protocol):
+    """Rows [count, width] of one dtype."""
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop): whoever changes them writes them again."""
 
     def write(self, start: int, rows: torch.Tensor) -> None:
         """Replace rows from `start` on."""
+
+
+class TokenRows(Rows, Protocol):
+    """Rows in the memory of `device` or, `cpu`, in a file."""
+
+    @property
+    def device(self) -> str: ...
 
     def close(self) -> None:
         """Give the memory or the file back."""
@@ -167,7 +171,8 @@ class InFile:
     def __init__(
         self, path: Path, count: int, width: int, dtype: torch.dtype, files: Files, *, new: bool
     ) -> None:
-        self.path, self._width, self._dtype, self._files = path, width, dtype, files
+        self.path, self.rows, self._files = path, count, files
+        self._width, self._dtype = width, dtype
         self._row = width * dtype.itemsize
         if new:
             files.create(path, count * self._row)
@@ -249,7 +254,7 @@ class InFiles:
             self._file(own).write(start - own[0], rows)
 
     def gather(self, comm: Communicator, cuts: Sequence[tuple[int, int]]) -> None:
-        """As behind.Held: who reads another's file finds there what that has written."""
+        """As WrittenBehind: who reads another's file finds there what that has written."""
         if comm.count > 1:
             self.sync()
             comm.barrier()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -21,14 +22,16 @@ from qconvert.calibrate.memory import least_bytes, least_linear_bytes
 from qconvert.calibrate.packing import Packed, Packers
 from qconvert.calibrate.progress import Clock, Work, added, has_begun, layer_work, sizes_of
 from qconvert.calibrate.settings import ExpertSchemes, LayerDone, LayerStats, Matrix, Settings
+from qconvert.checkpoint.checkpoint import WORK_DIR, Checkpoint
 from qconvert.core.errors import DataError, PlanError
 from qconvert.core.extras import lacking, require
+from qconvert.core.graph import nodes
 from qconvert.core.int_scheme import CodePacker, IntScheme, Scheme
 from qconvert.formats.base import Stored
 from qconvert.formats.registry import read_matrix
-from qconvert.models.calibrated import calibrated_op
+from qconvert.models.calibrated import Calibrated, calibrated_op
+from qconvert.models.skip_reasons import check_experts, check_runs
 from qconvert.plan.plan import Calibrating, Plan
-from qconvert.plan.walk import nodes
 from qconvert.run.folder.workspace import check_apart, check_folders_apart
 from qconvert.run.work.backend import (
     BackendJob,
@@ -41,9 +44,10 @@ from qconvert.run.work.backend import (
     Requirements,
     SolvedUnit,
 )
+from qconvert.run.work.events import Events
 from qconvert.run.work.files import Files
 from qconvert.samples.data import load_tokens
-from qconvert.samples.request import digest_of, fact
+from qconvert.samples.request import Calibration, digest_of, fact
 
 if TYPE_CHECKING:
     from qconvert.calibrate.engine import Event
@@ -51,6 +55,35 @@ if TYPE_CHECKING:
 
 _NEEDS = "calibration runs the model's own class"
 _times: list[int] = []  # a calibration on several hosts each: they meet anew
+
+
+def save_statistics(
+    checkpoint: Checkpoint, request: Calibration, memory: int | None, events: Events,
+    notice: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Run a model over a calibration's samples as it is, and write what its routed experts see to the
+    folder `save_stats`. One that was interrupted goes on at its layer. `events` count layers. Raises as
+    `GptqBackend.check` and `engine.calibrate` do, PlanError for a model without routed experts."""
+    plan = Plan.identity(checkpoint)
+    check_experts(plan, "there is nothing to count")
+    check_runs(plan)
+    backend = GptqBackend(Calibrating(plan, request), {}, watches=True)
+    backend.check(())
+    assert request.save_stats is not None
+    folder, files = Path(request.save_stats), Files()
+    work_dir = folder / WORK_DIR
+    job = BackendJob((), memory, work_dir, digest_of(request, checkpoint.root), files)
+    events.start(len(plan.role_index.dims.groups.get("moe", ())), 0)
+    with closing(backend.solve(job)) as items:
+        for item in items:
+            match item:
+                case Barrier():
+                    events.wrote(1)
+                case Phase():
+                    events.phase(item.text)
+                case Remark():
+                    notice(item.text)
+    shutil.rmtree(work_dir, ignore_errors=True)
 
 
 def backend_for(plans: Sequence[Plan]) -> GptqBackend | None:
@@ -69,18 +102,23 @@ def backend_for(plans: Sequence[Plan]) -> GptqBackend | None:
     found = [calibrated_op(node) for plan in plans for node in nodes(plan.tensors.values())]
     ops = [op for op in found if op is not None]
     packers = {op.kind: op.packers for op in ops if op.expert is not None}
-    linears = {op.kind: op.packers for op in ops if op.expert is None}
-    return GptqBackend(first, packers, linears)
+    linears = {op.kind: op.packers for op in ops if op.expert is None and not op.of_cache}
+    caches = {op.layer: op for op in ops if op.of_cache}
+    return GptqBackend(first, packers, linears, caches)
 
 
 @dataclass(frozen=True)
 class GptqBackend:
     """A `run.backend.Backend`; `packers` are those of each kind of an expert's matrices (gate_proj,
-    up_proj, down_proj), the same in all layers, `linears` those of each module beside the experts."""
+    up_proj, down_proj), the same in all layers, `linears` those of each module beside the experts,
+    `caches` ask for scales of a KV cache, by layer.
+    `watches`: nothing is solved, and all layers are run for statistics."""
 
     calibration: Calibrating
     packers: Mapping[str, tuple[CodePacker, ...]]
     linears: Mapping[str, tuple[CodePacker, ...]] = field(default_factory=dict)
+    caches: Mapping[int, Calibrated] = field(default_factory=dict)
+    watches: bool = False
 
     @cached_property
     def _data(self) -> tuple[list[Ids], list[str]]:
@@ -111,7 +149,7 @@ class GptqBackend:
 
     def check(self, folders: Sequence[Path]) -> None:
         request, checkpoint = self.calibration.request, self.calibration.model.checkpoint
-        if not self.packers and not self.linears:
+        if not (self.packers or self.linears or self.caches or self.watches):
             return  # a pipeline stage without what is solved
         require("calibrate", _NEEDS)
         if request.save_stats is not None and not self.follows:
@@ -121,7 +159,7 @@ class GptqBackend:
                 check_folders_apart(stats, folder)
             check_claim(stats, self._about())
         self._check_devices()
-        if self.linears:
+        if self.linears or self.caches:
             self._check_linears()
         _ = self._data
 
@@ -196,8 +234,7 @@ class GptqBackend:
         try:
             yield
             if not self.follows and self._ranks.are_there:  # they were not asked for anything
-                packers = Packers(self.packers, self.linears)
-                for _ in self._ranks.calibrate(None, packers, Clock(), ()):
+                for _ in self._ranks.calibrate(None, self._packing, Clock(), ()):
                     pass
         finally:
             if "_ranks" in self.__dict__:
@@ -256,6 +293,11 @@ class GptqBackend:
         self._loading.result()
         return None
 
+    @property
+    def _packing(self) -> Packers:
+        caches = {op.kind: op.packers for op in self.caches.values()}
+        return Packers(self.packers, {**self.linears, **caches})
+
     def solve(self, job: BackendJob) -> Generator[Item]:
         pool = self._pool()
         try:
@@ -285,7 +327,7 @@ class GptqBackend:
             work_dir=job.work_dir,
             memory=(job.memory or free_bytes() // 2 // here) // len(devices),
             key=f"{job.key} {kind_of(devices)}",
-            last=max(unit.op.layer for unit in job.units),
+            last=None if self.watches else max(unit.op.layer for unit in job.units),
             linears={
                 module: [
                     _integers(module, packer.scheme_of(self._stored[module].columns))
@@ -293,11 +335,12 @@ class GptqBackend:
                 ]
                 for module, packers in self.linears.items()
             },
+            caches={layer: op.kind for layer, op in self.caches.items()},
             statistics=request.save_stats is not None,
             until=job.until,
         )
         clock, works = Clock(job.on_work), self._works
-        packers = Packers(self.packers, self.linears)
+        packers = self._packing
         events: Generator[Event | Packed]
         if pool is not None:
             events = pool.calibrate(given, packers, clock, works)

@@ -21,8 +21,14 @@ from qconvert.calibrate import llmcompressor_backend
 from qconvert.calibrate.activation_store import PAGE_LOCKED
 from qconvert.calibrate.background_writer import BackgroundWriter
 from qconvert.calibrate.devices import use_device
-from qconvert.calibrate.distributed import SINGLE_PROCESS, Communicator, broadcast_from_rank0
-from qconvert.calibrate.division import ExpertReadOrder, divided, shares
+from qconvert.calibrate.distributed import (
+    SINGLE_PROCESS,
+    Communicator,
+    ExpertReadOrder,
+    broadcast_from_rank0,
+    divided,
+    shares,
+)
 from qconvert.calibrate.layers import Layers, Matrices
 from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed, together_on
@@ -44,8 +50,8 @@ from qconvert.core.shown import count
 from qconvert.models.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
 from qconvert.run.work.backend import PausedAt, Phase, Remark
-from qconvert.run.work.deadline import Pace, Until
 from qconvert.run.work.files import Files
+from qconvert.run.work.options import Pace, Until
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,6 +80,7 @@ def calibrate(
     files: Files | None = None,
     clock: Clock | None = None,
     linears: Mapping[str, Sequence[IntScheme]] | None = None,
+    caches: Mapping[int, str] | None = None,
     statistics: bool = True,
     until: Until | None = None,
     works: Sequence[Mapping[str, float]] = (),
@@ -84,7 +91,8 @@ def calibrate(
     experts run as they are, and only statistics of them are yielded, or not even these without
     `statistics`. `linears` are schemes for modules of the source beside routed experts, such as
     `model.layers.0.self_attn.q_proj`: each is solved for what the layer gives it before any of its
-    matrices is quantized.
+    matrices is quantized. `caches` are modules of attention by layer, whose largest key and value are
+    yielded as the scales of a matrix [2, 1].
 
     `tokens` are samples of token ids, each int64 [length]. `work_dir` keeps what an interrupted
     calibration needs, `memory` is what this process may take (None: three quarters of the machine).
@@ -126,6 +134,7 @@ def calibrate(
         clock=clock,
         experts=source.role_index.dims.num_experts,
         linears=linears_of(source, model, linears or {}),
+        caches=caches or {},
         statistics=statistics,
         comm=comm,
     )
@@ -255,9 +264,9 @@ def _run(
             finally:
                 kept.let_go(states)
                 states = following
-            if stats is not None:
+            if stats is not None and layers.targets:
                 yield from map(Remark, _remarks(number, stats, layers.settings))
-            if stats is not None or number in layers.linears:
+            if stats is not None or number in layers.linears or number in layers.caches:
                 yield LayerDone(number, stats)
             if keeps:
                 kept.remember(number + 1, states)

@@ -3,6 +3,8 @@
     DIR/stats.json                   what was asked for: samples, length, seed, digest of the data, ...
     DIR/layer-00003.safetensors      a file a layer, there once the layer is done
         layers.3.counts              I64 [E]     tokens that the router gave to each expert
+        layers.3.saliency            F32 [E]     REAP's: the mean over those tokens of the router's
+                                                 weight times the L2 norm of the expert's answer
         layers.3.gate_up.mean_square F32 [E, H]  of each input column of gate and up
         layers.3.gate_up.absmax      F32 [E, H]
         layers.3.down.mean_square    F32 [E, I]  of each input column of down
@@ -28,7 +30,7 @@ from qconvert.checkpoint.safetensors import build_header, read_header
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError, DataError, OutputError
 from qconvert.core.links import read_regular
-from qconvert.run.work.files import Files, existing_parent
+from qconvert.run.work.files import PARTIAL, Files, existing_parent, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,10 +40,10 @@ if TYPE_CHECKING:
 
 
 ABOUT = "stats.json"
-_PARTIAL = ".partial"
 _LAYER = re.compile(r"layer-([0-9]{5})\.safetensors")
 _ARRAYS = {
     "counts": "counts",
+    "saliency": "saliency",
     "gate_up.mean_square": "gate_up_mean_square",
     "gate_up.absmax": "gate_up_absmax",
     "down.mean_square": "down_mean_square",
@@ -57,7 +59,7 @@ def begin(folder: Path, about: Mapping[str, Any], files: Files | None = None) ->
     if check_claim(folder, about):
         return
     files.make_folder(folder)
-    write_whole(folder / ABOUT, _text(about).encode(), files)
+    write_whole(folder / ABOUT, [_text(about).encode()], files)
 
 
 def check_claim(folder: Path, about: Mapping[str, Any]) -> bool:
@@ -107,26 +109,12 @@ def save_layer(folder: Path, layer: int, stats: LayerStats, files: Files | None 
     parts = [header]
     for (_, kind), array in zip(kinds, arrays.values(), strict=True):
         parts.append(np.ascontiguousarray(array, dtype=_DTYPES[kind.dtype]).tobytes())
-    write_whole(_file(folder, layer), b"".join(parts), files or Files())
-
-
-def write_whole(file: Path, content: bytes, files: Files) -> None:
-    """A file that is there whole, after a power cut too, or not at all. Raises OutputError."""
-    beside = file.with_name(f".{file.name}{_PARTIAL}")
-    files.create(beside, len(content))
-    fd = files.open(beside)
-    try:
-        files.write(fd, beside, memoryview(content), 0)
-        files.sync(fd, beside)
-    finally:
-        files.close(fd)
-    files.rename(beside, file)
-    files.sync_folder(file.parent)
+    write_whole(_file(folder, layer), parts, files or Files())
 
 
 def _is_partial(file: Path) -> bool:
     """Return whether a file is what an interrupted run left of `write_whole`."""
-    return file.name.startswith(".") and file.name.endswith(_PARTIAL)
+    return file.name.startswith(".") and file.name.endswith(PARTIAL)
 
 
 def layers(folder: Path) -> list[int]:
@@ -244,7 +232,7 @@ def write_hotness(
     """Write the file, whole or not at all. Raises DataError as `logical_count` and `contents` do,
     OutputError where it cannot be written."""
     found = logical_count(counts, num_layers, moe)
-    write_whole(file, contents(found, file.suffix), files or Files())
+    write_whole(file, [contents(found, file.suffix)], files or Files())
 
 
 def save_hotness(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.activation_store import TokenRows, prefetched
 from qconvert.calibrate.distributed import Communicator
+from qconvert.calibrate.kernel_choice import linear
 from qconvert.calibrate.memory import solved_together
 from qconvert.calibrate.model import Layer
 from qconvert.calibrate.progress import Clock, accumulation_cost, matrix_cost
@@ -120,7 +121,8 @@ def input_stats(columns: int, device: str, *, paired: bool = False) -> InputStat
 @dataclass(eq=False)
 class Expert:
     """One expert while it is in memory: weights BF16 gate_up [2I, H] and down [H, I], what each saw,
-    and whether it sees every token."""
+    whether it sees every token, and the sum, over tokens that the router gave it, of the router's weight
+    times the L2 norm of its answer, float64."""
 
     number: int
     gate_up: torch.Tensor
@@ -129,6 +131,7 @@ class Expert:
     sources: Mapping[str, Sequence[Mapping[str, Any]]]
     inputs: InputStats | None = None
     middle: InputStats | None = None
+    weighed: torch.Tensor | None = None
 
 
 def broadcast_experts(comm: Communicator, source: int, experts: Sequence[Expert]) -> None:
@@ -172,6 +175,7 @@ class ExpertSums:
     fallbacks: list[tuple[int, str]] = field(default_factory=list)
     dead: dict[tuple[int, str], int] = field(default_factory=dict)
     rows: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
+    weighed: dict[int, float] = field(default_factory=dict)
 
 
 def joined_sums(parts: Sequence[ExpertSums]) -> ExpertSums:
@@ -183,12 +187,14 @@ def joined_sums(parts: Sequence[ExpertSums]) -> ExpertSums:
         found.fallbacks += part.fallbacks
         found.dead.update(part.dead)
         found.rows.update(part.rows)
+        found.weighed.update(part.weighed)
     return found
 
 
 @dataclass(frozen=True)
 class ExpertQuantizer:
-    """Place where some experts of a layer are solved: a device."""
+    """Place where some experts of a layer are solved: a device. `weighs`: their answers are measured
+    too."""
 
     device: str
     layer: Layer
@@ -197,6 +203,7 @@ class ExpertQuantizer:
     settings: Settings
     weights: Weights
     clock: Clock
+    weighs: bool = False
 
     def take(self, numbers: Sequence[int], matrices: Mapping[tuple[int, str], Projection],
              every: frozenset[int]) -> list[Expert]:  # fmt: skip
@@ -280,6 +287,8 @@ class ExpertQuantizer:
                     expert.inputs = (
                         shared if every else input_stats(hidden, self.device, paired=paired)
                     )
+                if into and self.weighs:
+                    expert.weighed = torch.zeros((), dtype=torch.float64, device=self.device)
                 if "down" in names:
                     expert.middle = input_stats(middle, self.device, paired=paired)
             if experts and into:
@@ -291,6 +300,8 @@ class ExpertQuantizer:
                 slots = dispatch_of(routes, shares, len(routed.counts))
                 for number, expert in enumerate(experts):
                     tokens = None if expert.every else slots.of(expert.number)
+                    if into and self.weighs:
+                        self._weigh(expert, both[0], slots)
                     for count, (mine, *theirs) in self._looked(tokens, both):
                         other = theirs[0] if theirs else None
                         if expert.inputs is not None and into and not expert.every:
@@ -304,12 +315,25 @@ class ExpertQuantizer:
                             expert.middle.add(within, other, count)
                         tick(each * count)
 
-    def check(self, expert: Expert, routed: RoutedInputs) -> None:
-        """That the class's own experts answer what `answer` computes."""
+    def _weigh(self, expert: Expert, inputs: torch.Tensor, slots: TokenDispatch) -> None:
+        """Add the norms of what an expert answers to the tokens that the router gave it, each times the
+        router's weight."""
         import torch
 
+        assert expert.weighed is not None
+        at = slots.starts[expert.number]
+        for count, (rows,) in self._looked(slots.of(expert.number), [inputs]):
+            made = linear(self._middle(expert, rows), expert.down)[:count]
+            norms = torch.linalg.vector_norm(made, dim=1, dtype=torch.float32)
+            weights = slots.weights[at : at + count]
+            expert.weighed += (norms.double() * weights.double()).sum()
+            at += count
+
+    def check(self, expert: Expert, routed: RoutedInputs) -> None:
+        """That the class's own experts answer what `answer` computes."""
+
         rows = routed.inputs.read(0, min(_CHECKED, routed.chunks[0][1])).to(self.device)
-        made = torch.nn.functional.linear(self._middle(expert, rows), expert.down)
+        made = linear(self._middle(expert, rows), expert.down)
         self.layer.check(made, rows, expert.gate_up, expert.down)
 
     def accumulate_all(
@@ -333,6 +357,8 @@ class ExpertQuantizer:
         with self.clock("solve", self.device):
             for expert in experts:
                 self._note(expert, found, names)
+                if expert.weighed is not None:
+                    found.weighed[expert.number] = float(expert.weighed)
         for name in names if self.targets else ():
             todo = [e for e in experts if e.number not in found.rounded]
             for batch in self._batches(todo, name):
@@ -368,10 +394,10 @@ class ExpertQuantizer:
                 torch.index_select(inputs, 0, slots.tokens[first:last], out=made[: last - first])
                 both = made.new_empty(made.shape[0], width)
                 for expert, part in parts:
-                    torch.mm(made[part], expert.gate_up.t(), out=both[part])
+                    linear(made[part], expert.gate_up, both[part])
                 both = self.middle(both)
                 for expert, part in parts:
-                    torch.mm(both[part], expert.down.t(), out=made[part])
+                    linear(both[part], expert.down, made[part])
                 add_answers(rows, made[: last - first], slots, first)
                 tick(float(last - first) * 3 * hidden * middle)
 
@@ -401,9 +427,8 @@ class ExpertQuantizer:
 
     def _middle(self, expert: Expert, rows: torch.Tensor) -> torch.Tensor:
         """Return what goes into down_proj, as the class makes it of gate and up."""
-        import torch
 
-        return self.middle(torch.nn.functional.linear(rows, expert.gate_up))
+        return self.middle(linear(rows, expert.gate_up))
 
     def _note(self, expert: Expert, found: ExpertSums, names: Sequence[str]) -> None:
         silent = False

@@ -50,8 +50,8 @@ from qconvert.core.errors import QConvertError, RunError
 from qconvert.core.int_scheme import IntScheme, Scheme
 from qconvert.plan.plan import Plan
 from qconvert.run.work.backend import Phase
-from qconvert.run.work.deadline import Until
 from qconvert.run.work.forkserver import cannot_start, undisturbed
+from qconvert.run.work.options import Until
 
 if TYPE_CHECKING:
     from qconvert.calibrate.distributed import Communicator, Rendezvous
@@ -80,6 +80,7 @@ class CalibrationArgs:
     key: str
     last: int | None = None
     linears: Mapping[str, Sequence[IntScheme]] | None = None
+    caches: Mapping[int, str] | None = None
     statistics: bool = True
     until: Until | None = None
 

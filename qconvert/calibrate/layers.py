@@ -10,9 +10,18 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qconvert.calibrate.activation_store import InFile, ScratchRows, TokenRows, prefetched
-from qconvert.calibrate.distributed import SINGLE_PROCESS, Communicator, share
-from qconvert.calibrate.division import Batch, ExpertReadOrder, batches, chunks_of, divided, shares
+from qconvert.calibrate.activation_store import Rows, ScratchRows, TokenRows, prefetched
+from qconvert.calibrate.distributed import (
+    SINGLE_PROCESS,
+    Batch,
+    Communicator,
+    ExpertReadOrder,
+    batches,
+    chunks_of,
+    divided,
+    share,
+    shares,
+)
 from qconvert.calibrate.experts import (
     NAMES,
     Expert,
@@ -25,6 +34,7 @@ from qconvert.calibrate.experts import (
     receive_experts,
     tokens_together,
 )
+from qconvert.calibrate.kv_cache import CacheMaxima, joined_maxima
 from qconvert.calibrate.linears import Linear, LinearQuantizer, Linears
 from qconvert.calibrate.memory import Budget, experts_together, solved_together, trim
 from qconvert.calibrate.model import Layer, Model
@@ -71,11 +81,12 @@ class LoadedExperts:
 
 @dataclass(frozen=True)
 class Layers:
-    """Works on layers, one at a time. `matrices` are the routed experts by layer, `lengths` those of
-    the samples, `folder` is for what does not fit in memory; `linears` are what is solved beside the
-    experts, by layer. Experts for which there is no target are looked at for `statistics`, or only
-    answer. `read_order` experts are read before they are asked for. A process of `comm`
-    has hidden states of its own samples, and its part of each group of experts."""
+    """Works on layers, one at a time. `matrices` are the routed experts by layer, `lengths` those of the
+    samples, `folder` is for what does not fit in memory; `linears` are what is solved beside the
+    experts, by layer, `caches` modules of attention whose keys and values are looked at. Experts
+    for which there is no target are looked at for `statistics`, or only answer. `read_order`
+    experts are read before they are asked for. A process of `comm` has hidden states of its own
+    samples, and its part of each group of experts."""
 
     model: Model
     matrices: Matrices
@@ -90,6 +101,7 @@ class Layers:
     clock: Clock
     experts: int
     linears: Linears = field(default_factory=dict)
+    caches: Mapping[int, str] = field(default_factory=dict)
     statistics: bool = True
     read_order: ExpertReadOrder | None = None
     comm: Communicator = SINGLE_PROCESS
@@ -157,7 +169,7 @@ class Layers:
         if not layer.sparse:
             if linears := self.linears.get(number):
                 yield from self._quantize(layer, linears, states.quantized)
-            self._forward(layer, states, following, lambda _, hidden, call, batch: (
+            yield from self._forward(layer, states, following, lambda _, hidden, call, batch: (
                 layer.forward(hidden, call)
             ))  # fmt: skip
             return None
@@ -173,7 +185,7 @@ class Layers:
             scratch.close()
 
     def through(
-        self, number: int, states: Kept | InFile, *, whole: bool = False
+        self, number: int, states: Rows, *, whole: bool = False
     ) -> Iterator[tuple[Batch, torch.Tensor, Call]]:
         """Return what goes into a layer: samples together [B, T, H], and what the layer is called with;
         this process's samples, or the `whole` team's."""
@@ -191,16 +203,24 @@ class Layers:
     def _forward(
         self, layer: Layer, states: HiddenStates, following: HiddenStates,
         run: Callable[[int, torch.Tensor, Call, Batch], torch.Tensor],
-    ) -> None:  # fmt: skip
+    ) -> Iterator[Matrix]:  # fmt: skip
         """Compute what goes into the next layer. `run` has the number of a stream, and what goes into
-        the layer."""
+        the layer. Keys and values of the quantized stream are those that a runtime will keep."""
         own = _own(layer)
+        attention = self.caches.get(layer.number)
+        seen = None if attention is None else CacheMaxima(attention)
         pairs = enumerate(zip(states.all, following.all, strict=True))
         with self.clock("forward", self.device) as tick:
             for number, (before, after) in pairs:
                 for batch, hidden, call in self.through(layer.number, before):
+                    if seen is not None and number == 0:
+                        call = seen.watched(call)
                     after.write(batch.start, run(number, hidden, call, batch).flatten(0, 1))
                     tick(own * (batch.stop - batch.start))
+        if seen is not None:
+            found = joined_maxima(layer.number, seen.module, self.comm.gathered(seen.found))
+            if self.comm.rank == 0:
+                yield found
 
     def _where(self, layer: Layer) -> str:
         return f"calibrating layer {layer.number} of {self.model.layers}"
@@ -246,7 +266,8 @@ class Layers:
 
         def attend() -> None:
             kept.append(self.attend(layer, states.quantized, scratch))
-            self._share(kept[0], kept[0].experts)
+            more = [kept[0].weights] if self.statistics else []
+            self._share(kept[0], kept[0].experts, *more)
 
         if linears := self.linears.get(layer.number):
             # Experts are calibrated on what the layer gave them before it was quantized, and answer to
@@ -285,7 +306,7 @@ class Layers:
             found.rounded += few
         quantizer = ExpertQuantizer(
             self.device, layer, layer.middle(self.device), self.targets, self.settings, self.reader,
-            self.clock,
+            self.clock, self.statistics,
         )  # fmt: skip
         common = quantizer.accumulate_all(routed, self.hidden, plain) if every else None
         matrices = self.matrices[layer.number]
@@ -315,16 +336,16 @@ class Layers:
             answer = streams[stream].answers.read(batch.start, batch.stop).to(hidden.device)
             return layer.joined(hidden, call, answer)
 
-        self._forward(layer, states, following, joined)
+        yield from self._forward(layer, states, following, joined)
         found = joined_sums(self.comm.gathered(found))
         return _stats(routed.counts, few, found) if looks else None
 
-    def _share(self, routed: RoutedInputs, routes: TokenRows | None = None) -> None:
-        """Give all processes what goes into experts, and `routes`, which experts that are."""
+    def _share(self, routed: RoutedInputs, *others: TokenRows) -> None:
+        """Give all processes what goes into experts, and `others`: which experts that are, and their
+        weights."""
         with self.clock("forward", self.device):
-            for rows in (routed.inputs, routes):
-                if rows is not None:
-                    share(self.comm, rows, self.cuts, self.device)
+            for rows in (routed.inputs, *others):
+                share(self.comm, rows, self.cuts, self.device)
 
     def _answer(
         self, quantizer: ExpertQuantizer, group: Sequence[Sequence[int]], loaded: LoadedExperts,
@@ -378,7 +399,7 @@ class Layers:
             stream.answers.write(start, rows)
 
     def attend(
-        self, layer: Layer, states: Kept | InFile, scratch: ScratchRows, prefix: str = ""
+        self, layer: Layer, states: Rows, scratch: ScratchRows, prefix: str = ""
     ) -> RoutedInputs:
         """Run attention and router over all samples of this process. `prefix` is of the names of what is
         kept. Tokens that experts get are counted of all processes."""
@@ -391,7 +412,7 @@ class Layers:
                 scratch.rows(f"{prefix}shares", self.total, width, dtype),
             )
 
-        inputs = scratch.rows(f"{prefix}inputs", self.total, self.hidden, torch.bfloat16)
+        inputs = scratch.rows(f"{prefix}inputs", self.total, self.hidden, self.model.dtype)
         form: tuple[int, torch.dtype] | None = None
         kept: tuple[TokenRows, TokenRows] | None = None
         counts = torch.zeros(self.experts, dtype=torch.int64)
@@ -483,6 +504,7 @@ def _stats(counts: Sequence[int], few: Sequence[int], found: ExpertSums) -> Laye
 
     return LayerStats(
         np.array(counts, np.int64),
+        np.array([found.weighed.get(e, 0.0) / max(1, n) for e, n in enumerate(counts)], np.float32),
         stacked("gate_up", 0),
         stacked("gate_up", 1),
         stacked("down", 0),

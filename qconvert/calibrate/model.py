@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from qconvert.calibrate.kernel_choice import forward_of
 from qconvert.calibrate.reading import Weights
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.family import text_config, without_quantization
@@ -89,9 +90,7 @@ class Layer:
 
     def forward(self, hidden: torch.Tensor, call: Call) -> torch.Tensor:
         """A dense layer's result [B, T, H]."""
-        import torch
-
-        with torch.no_grad():
+        with forward_of(hidden):
             found: torch.Tensor = call.of(self.module, hidden)
         return found
 
@@ -141,7 +140,7 @@ class Layer:
             stack = (weight.t() if alone.is_transposed else weight)[None].contiguous()
             setattr(alone, name, torch.nn.Parameter(stack, False))
         zeros = torch.zeros(rows.shape[0], 1, dtype=torch.int64, device=rows.device)
-        with torch.no_grad():
+        with forward_of(rows):
             theirs = alone(rows, zeros, torch.ones_like(zeros, dtype=rows.dtype))
         wrong = float((made.float() - theirs.float()).norm())
         if not wrong <= 0.01 * float(theirs.float().norm()):
@@ -152,14 +151,18 @@ class Layer:
 
 
 class Model:
-    """The text model of a plan's source. Vision towers and draft (MTP) layers are left out.
+    """The text model of a plan's source, which computes in `dtype` of torch. Vision towers and draft
+    (MTP) layers are left out.
 
     Raises PlanError for a model_type that transformers has no class for, and for a class whose layers
     cannot be run one by one.
     """
 
-    def __init__(self, plan: Plan, attention: str) -> None:
+    def __init__(self, plan: Plan, attention: str, dtype: str = "bfloat16") -> None:
+        import torch
+
         self._plan = plan
+        self.dtype: torch.dtype = getattr(torch, dtype)
         whole, alone = _class(plan, attention)
         try:
             self._class: Class = read_class(whole.eval())
@@ -178,15 +181,15 @@ class Model:
         self._calls: tuple[object, list[Call]] | None = None
 
     def embed(self, tokens: Tokens, weights: Weights) -> torch.Tensor:
-        """Return what goes into the first layer [T, H], BF16. Only rows of the embedding that are asked
+        """Return what goes into the first layer [T, H]. Only rows of the embedding that are asked
         for are read."""
         return self.embedder([tokens], weights, "cpu")(tokens[None])
 
     def embedder(
         self, tokens: Sequence[Tokens], weights: Weights, device: str
     ) -> Callable[[Tokens], torch.Tensor]:
-        """Return what gives for samples [B, T] of these tokens what goes into the first layer [B T, H],
-        BF16. Only rows of the embedding that are asked for are read, neighbours in one piece."""
+        """Return what gives for samples [B, T] of these tokens what goes into the first layer [B T, H].
+        Only rows of the embedding that are asked for are read, neighbours in one piece."""
         import numpy as np
         import torch
 
@@ -201,7 +204,7 @@ class Model:
             )
         runs = np.split(unique, np.flatnonzero(np.diff(unique) > 1) + 1)
         rows = [weights.tensor(name, table.rows(int(r[0]), int(r[-1]) + 1)) for r in runs]
-        held = torch.cat(rows).to(device, torch.bfloat16)
+        held = torch.cat(rows).to(device, self.dtype)
         inputs._parameters = {"weight": torch.nn.Parameter(held, False)}
         inputs.padding_idx = None
         # Gemma's multiply by a number that is kept as a buffer.
@@ -229,7 +232,7 @@ class Model:
             self._calls = None  # masks are large: two are never held
             self._fill_around_layers(device, weights)
             states = torch.zeros(
-                batch, length, self.config.hidden_size, dtype=torch.bfloat16, device=device
+                batch, length, self.config.hidden_size, dtype=self.dtype, device=device
             )
             self._calls = key, self._called(states)[1]
         return self._calls[1]
@@ -352,7 +355,7 @@ class Model:
             )
         # Some classes make a router in float32, whatever the model's dtype.
         full = wanted.dtype == torch.float32 or any(part in name for part in self._full)
-        return value.to(torch.float32 if full else torch.bfloat16), used
+        return value.to(torch.float32 if full else self.dtype), used
 
     def _made(self, name: str, weights: Weights) -> tuple[torch.Tensor, set[str]]:
         sources = self._sources.get(name, [])
@@ -476,7 +479,7 @@ def _text_names(plan: Plan, prefixes: Iterable[tuple[str, str]]) -> dict[str, st
     found: dict[str, str] = {}
     for name in plan.tensors:
         place = index.places.get(name)
-        if plan.family.is_mtp(name, dims) or (place and place.role.name.startswith("vision.")):
+        if plan.family.is_mtp(name, dims) or (place and place.role.vision):
             continue
         if index.kind(name).routed:
             continue

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from qconvert.calibrate.activation_store import InFiles, TokenRows
 from qconvert.calibrate.background_writer import WrittenBehind
+from qconvert.calibrate.kernel_choice import product
 from qconvert.calibrate.solver.curvature import lower_inverse
-from qconvert.calibrate.solver.product import product
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ is decoded there: to the bits of formats/fp8/decode.py, which a test compares.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -197,7 +197,8 @@ class Weights:
         import torch
 
         read = SourceHashes()
-        ins = [Buffer(arg.type, memoryview(self._bytes(arg, read))) for arg in stored.args]
+        results: dict[int, list[Buffer]] = {}  # codes and scales are one node's
+        ins = [Buffer(arg.type, memoryview(self._bytes(arg, read, results))) for arg in stored.args]
         data: bytearray | memoryview = ins[0].data
         if stored.decoder is not None:
             types = [buffer.type for buffer in ins]
@@ -215,15 +216,25 @@ class Weights:
             raise RunError(f"{module}: holds NaN or infinity; the checkpoint is broken")
         return matrix, read.records()
 
-    def _bytes(self, output: Output, read: SourceHashes) -> bytearray:
-        """All bytes of an output; what an earlier pass computes is computed, a node at a time."""
+    def data(self, output: Output) -> bytearray:
+        """All bytes of an output of the plan. Raises RunError for data that cannot be right."""
+        return self._bytes(output, SourceHashes())
+
+    def _bytes(
+        self, output: Output, read: SourceHashes, results: dict[int, list[Buffer]] | None = None
+    ) -> bytearray:
+        """All bytes of an output; what an earlier pass computes is computed, a node at a time, and kept
+        in `results`, by the node's identity."""
         data = bytearray(output.type.nbytes)
-        self._fill(output, memoryview(data), read)
+        self._fill(output, memoryview(data), read, results)
         return data
 
-    def _fill(self, output: Output, into: memoryview, read: SourceHashes) -> None:
+    def _fill(
+        self, output: Output, into: memoryview, read: SourceHashes,
+        results: dict[int, list[Buffer]] | None = None,
+    ) -> None:  # fmt: skip
         at = 0
-        results: Mapping[int, list[Buffer]] = {}
+        results = {} if results is None else results
         for origin, start, stop in output.pieces:
             target = into[at : at + stop - start]
             if isinstance(origin, Source):
@@ -231,7 +242,8 @@ class Weights:
                 read.feed(origin.name, start, target)
             else:
                 if id(origin.node) not in results:
-                    results = {id(origin.node): self._compute(origin.node, read)}
+                    results.clear()
+                    results[id(origin.node)] = self._compute(origin.node, read)
                 target[:] = results[id(origin.node)][origin.port].data[start:stop]
             at += stop - start
 

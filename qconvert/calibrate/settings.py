@@ -78,7 +78,9 @@ class ExpertSchemes:
 class LayerStats:
     """Statistics of a layer's routed experts, in numpy.
 
-    counts int64 [E]: tokens routed to each. Mean square and absmax of each input column, over the
+    counts int64 [E]: tokens routed to each. saliency float32 [E], REAP's: the mean over those tokens of
+    the router's weight times the L2 norm of the answer, before anything of the layer is quantized; 0
+    where it was not measured. Mean square and absmax of each input column, over the
     tokens that an expert was calibrated with: gate_up_* float32 [E, H], down_* float32 [E, I].
     `few` are experts with fewer routed tokens than asked for, `rounded` those that were rounded to
     nearest for it (or because all their inputs were zero). `dead_columns` counts input columns that
@@ -87,6 +89,7 @@ class LayerStats:
     """
 
     counts: Counts
+    saliency: Floats
     gate_up_mean_square: Floats
     gate_up_absmax: Floats
     down_mean_square: Floats

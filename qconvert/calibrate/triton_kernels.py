@@ -19,8 +19,8 @@ import triton.language as tl
 from qconvert.calibrate.kernel_choice import there
 
 if TYPE_CHECKING:
+    from qconvert.calibrate.solver.curvature import Grid
     from qconvert.calibrate.solver.parity import Lattice
-    from qconvert.calibrate.solver.problem import Grid
 
 
 # Answers of experts, weighted and added up by token, as a Triton kernel: each number is read once. By
@@ -66,8 +66,8 @@ def add_answers(
     weights: torch.Tensor,
     start: int,
 ) -> None:
-    """As slots.add_answers: rows BF16 [T, H] and answers BF16 [S, H], which are contiguous; a token's
-    slots int64 [T, k], ascending, and the weights of all slots."""
+    """As token_dispatch.add_answers: rows BF16 [T, H] and answers BF16 [S, H], which are contiguous; a
+    token's slots int64 [T, k], ascending, and the weights of all slots."""
     if not (rows.dtype == answers.dtype == torch.bfloat16):
         raise TypeError(f"answers {answers.dtype} to rows {rows.dtype}: expected BF16")
     tokens, width = rows.shape
@@ -491,8 +491,8 @@ def _add_product(
 
 @there
 def add_product(to: torch.Tensor, one: torch.Tensor, other: torch.Tensor, sign: int) -> None:
-    """As product.add_product, of float32 `to` [B, N, M], `one` [B, N, K] and `other` [B, K, M], whose
-    rows, but those of `one`, are contiguous. Triton's interpreter has no BF16 to multiply."""
+    """As kernel_choice.add_product, of float32 `to` [B, N, M], `one` [B, N, K] and `other` [B, K, M],
+    whose rows, but those of `one`, are contiguous. Triton's interpreter has no BF16 to multiply."""
     if to.stride(2) != 1 or other.stride(2) != 1:
         raise ValueError(f"expected contiguous rows, found strides {to.stride()}, {other.stride()}")
     batch, rows, columns = to.shape

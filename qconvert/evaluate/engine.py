@@ -1,4 +1,4 @@
-"""Two models on the same tokens, a decoder layer of each in turn.
+"""Two models on the same tokens, a decoder layer of each in turn: from what a user names to the result.
 
 Hidden states of both lie in files, BF16, as in a calibration; what is compared after a layer are the two
 files. What is in memory at a time is one layer of one model, and some of its experts; at the end a slice
@@ -10,27 +10,38 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.activation_store import InFile, ScratchRows, TokenRows
+from qconvert.calibrate.activation_store import InFile, Rows, ScratchRows, TokenRows
+from qconvert.calibrate.backend import silence_transformers
+from qconvert.calibrate.devices import check_devices, found_devices
 from qconvert.calibrate.experts import Expert, ExpertQuantizer, RoutedInputs
+from qconvert.calibrate.kernel_choice import linear
 from qconvert.calibrate.memory import keep_nothing_freed, trim
-from qconvert.calibrate.model import Layer
+from qconvert.calibrate.model import Layer, class_config
 from qconvert.calibrate.token_dispatch import dispatch_of
-from qconvert.core.errors import PlanError, RunError
-from qconvert.evaluate.head import scored
-from qconvert.evaluate.memory import CHUNK, Budget, Sizes
-from qconvert.evaluate.result import Logits, distance, logits_of
-from qconvert.evaluate.side import Experts, LoadedSide, Side
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.core.errors import CheckpointError, DataError, PlanError, RunError, UsageError
+from qconvert.core.extras import require
+from qconvert.core.family import text_config
+from qconvert.core.links import read_regular
+from qconvert.evaluate.head import CHUNK, Budget, Scores, Sizes, scored
+from qconvert.evaluate.result import WEIGHTS_ONLY, Evaluation, Logits, distance, logits_of
+from qconvert.evaluate.side import Experts, LoadedSide, Rounds, Side, side_of
+from qconvert.evaluate.task import Task, load_task, result_of
 from qconvert.models.experts import PROJECTIONS
-from qconvert.run.work.events import Events
+from qconvert.run.work.events import Events, NoEvents
+from qconvert.samples.data import digest, load_tokens
+from qconvert.samples.request import DataSpec
+from qconvert.samples.tokenizer import MOST_TOKENIZER, tokenizer_files
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -46,9 +57,9 @@ Tell = Callable[[int], None]
 
 def forward(
     opened: LoadedSide,
-    number: int,
-    states: InFile,
-    following: InFile,
+    layer: Layer,
+    states: Rows,
+    following: Rows,
     *,
     together: Sequence[int],
     tell: Tell,
@@ -56,11 +67,8 @@ def forward(
     """Compute `following`, what goes into the next layer, of `states`, what goes into this one.
     `together` is how many experts each device has at a time; `tell` is called with samples as they are
     done."""
-    import torch
-
     layers = opened.layers
-    device = layers.device
-    layer = layers.model.layer(number, opened.weights, device)
+    number, device = layer.number, layers.device
     if not layer.sparse:
         for batch, hidden, call in layers.through(number, states):
             following.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
@@ -71,9 +79,11 @@ def forward(
             f"layer {number}: {type(layer.module).__name__} has routed experts, and the checkpoint none "
             "there; evaluate the model as it was published"
         )
+    import torch
+
     scratch = ScratchRows(layers.folder, {}, layers.files)
     try:
-        answers = scratch.rows("answers", layers.total, layers.hidden, torch.bfloat16)
+        answers = scratch.rows("answers", layers.total, layers.hidden, layers.model.dtype)
         routed = layers.attend(layer, states, scratch)
         with torch.no_grad():
             _answer(opened, opened.experts, layer, routed, answers, together, tell)
@@ -82,7 +92,7 @@ def forward(
                 following.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
     finally:
         scratch.close()
-    del layer, routed
+    del routed
     trim()
 
 
@@ -96,10 +106,15 @@ def _answer(
     tell: Tell,
 ) -> None:
     """Return what every expert answers to its tokens, added up in the order of their numbers."""
-    layers = opened.layers
+    layers, rounds = opened.layers, opened.rounds
+
+    def middle(device: str) -> Rounds:
+        plain = layer.middle(device)
+        return plain if rounds is None else lambda rows: rounds(plain(rows))
+
     quantizers = [
         ExpertQuantizer(
-            device, layer, layer.middle(device), (), layers.settings, layers.reader, layers.clock
+            device, layer, middle(device), (), layers.settings, layers.reader, layers.clock
         )
         for device in opened.devices
     ]
@@ -109,9 +124,10 @@ def _answer(
         first, groups = at == 0, []
         for quantizer, most in zip(quantizers, together, strict=True):
             mine = used[at : at + most]
-            groups.append(list(_read(experts, layer.number, mine, quantizer.device)))
+            dtype = layers.model.dtype
+            groups.append(list(_read(experts, layer.number, mine, quantizer.device, dtype)))
             at += len(mine)
-        if first:
+        if first and rounds is None:  # which the class itself does not do
             _check(layer, quantizers[0], groups[0][0], routed)
         for start, stop in routed.chunks:
             rows = answers.read(start, stop)
@@ -126,6 +142,8 @@ def _answer(
                             rows,
                         )
                     )
+                    if rounds is not None:
+                        inputs = rounds(inputs)
                     quantizer.answer(
                         group, rows, inputs, dispatch_of(routes, weights, len(routed.counts)), tick
                     )
@@ -140,9 +158,7 @@ def _answer(
 def _check(layer: Layer, quantizer: ExpertQuantizer, expert: Expert, routed: RoutedInputs) -> None:
     """That the class's own experts answer what is computed here. Hidden states that are not finite are
     found after the layer."""
-    import torch
 
-    linear = torch.nn.functional.linear
     rows = routed.inputs.read(0, min(_CHECKED, routed.chunks[0][1])).to(quantizer.device)
     if not bool(rows.isfinite().all()):
         return
@@ -150,20 +166,26 @@ def _check(layer: Layer, quantizer: ExpertQuantizer, expert: Expert, routed: Rou
     layer.check(made, rows, expert.gate_up, expert.down)
 
 
-def _read(experts: Experts, layer: int, numbers: Sequence[int], device: str) -> Iterator[Expert]:
+def _read(
+    experts: Experts, layer: int, numbers: Sequence[int], device: str, dtype: torch.dtype
+) -> Iterator[Expert]:
     import torch
 
     for number in numbers:
-        gate, up, down = (experts.matrix(layer, number, kind).to(device) for kind in PROJECTIONS)
+        gate, up, down = (
+            experts.matrix(layer, number, kind).to(device, dtype) for kind in PROJECTIONS
+        )
         yield Expert(number, torch.cat([gate, up]), down, False, {})
 
 
 @dataclass(frozen=True)
 class LayerErrors:
-    """Relative errors of hidden states by layer, and of logits, None where not all layers were run."""
+    """Relative errors of hidden states by layer, and of logits with the scores of all tokens that are
+    followed by one, None where not all layers were run."""
 
     hidden: tuple[float, ...]
     logits: Logits | None
+    scores: Scores | None
 
 
 def compare(
@@ -182,41 +204,76 @@ def compare(
     Raises RunError where `memory`, in bytes, or the disk of TMPDIR is too small, before anything is run,
     and for hidden states that are not finite; PlanError for models that cannot be run.
     """
-    keep_nothing_freed()
-    lengths = [sample.size for sample in tokens]
     count = source.model.layers if layers is None else layers
     if layers is None:
         _check_heads(source, repo)
-    budget = Budget.of(memory, _sizes(source, repo, max(lengths)))
+    hidden = list[float]()
+    logits = scores = None
+    lengths = [sample.size for sample in tokens]
+
+    def apart(sides: Sequence[LoadedSide], states: Sequence[InFile], number: int) -> None:
+        hidden.append(_apart(sides, states, number, lengths))
+
+    with last_states(
+        (source, repo),
+        tokens,
+        count=count,
+        memory=memory,
+        devices=devices,
+        events=events,
+        after=apart,
+    ) as (sides, states, budget):
+        if layers is None:
+            events.phase("logits")
+            scores = _scores(sides, states, tokens, budget)
+            logits = logits_of(scores, [sample.size - 1 for sample in tokens])
+    return LayerErrors(tuple(hidden), logits, scores)
+
+
+@contextmanager
+def last_states(
+    models: Sequence[Side],
+    tokens: Sequence[Tokens],
+    *,
+    count: int,
+    memory: int | None,
+    devices: Sequence[str],
+    events: Events,
+    after: Callable[[Sequence[LoadedSide], Sequence[InFile], int], None],
+    jitter: bool = False,
+) -> Iterator[tuple[Sequence[LoadedSide], Sequence[InFile], Budget]]:
+    """Within this the models are open, and the hidden states that come out of their first `count` layers
+    lie in files; `after` is called with those of each layer. With `jitter` the lowest bits of what goes
+    into the first layer of the last model are drawn at random: what comes out then differs by what
+    rounding does, in any order of sums. Raises as `compare` does."""
+    keep_nothing_freed()
+    lengths = [sample.size for sample in tokens]
+    budget = Budget.of(memory, sizes_of(models, max(lengths)))
     with tempfile.TemporaryDirectory(prefix="qconvert-eval-") as where, ExitStack() as stack:
-        _check_disk(Path(where), sum(lengths), source.model.config.hidden_size)
+        _check_disk(Path(where), sum(lengths), models[0].model.config.hidden_size)
         sides = []
-        for name, side in (("source", source), ("repo", repo)):
-            folder = Path(where) / name
+        for number, side in enumerate(models):
+            folder = Path(where) / str(number)
             folder.mkdir()
             sides.append(stack.enter_context(side.opened(lengths, folder, devices)))
-        events.start(2 * count * len(lengths), 0)
-        states = [_embedded(opened, tokens) for opened in sides]
+        events.start(len(models) * count * len(lengths), 0)
+        shaken = [jitter and opened is sides[-1] for opened in sides]
+        states = [_embedded(*each, tokens) for each in zip(sides, shaken, strict=True)]
         try:
-            hidden = []
             for number in range(count):
                 events.phase(f"layer {number} of {count}")
                 states = _advanced(sides, number, states, budget, events)
-                hidden.append(_apart(sides, states, number, lengths))
-            logits = None
-            if layers is None:
-                events.phase("logits")
-                logits = _logits(sides, states, tokens, budget)
+                after(sides, states, number)
+            yield sides, states, budget
         finally:
             for file in states:
                 file.close()
-    return LayerErrors(tuple(hidden), logits)
 
 
-def _sizes(source: Side, repo: Side, longest: int) -> Sizes:
-    """Of the larger of both sides, in each respect."""
+def sizes_of(sides: Sequence[Side], longest: int) -> Sizes:
+    """Of the largest of the sides, in each respect."""
     found = []
-    for side in (source, repo):
+    for side in sides:
         dims = side.stored.role_index.dims
         layer, parameter = side.model.layer_bytes()
         middle = dims.moe_intermediate_size if side.is_sparse else 0
@@ -251,20 +308,26 @@ def _check_disk(folder: Path, tokens: int, hidden: int) -> None:
         )
 
 
-def _file(opened: LoadedSide, name: str, rows: int) -> InFile:
-    import torch
-
+def rows_file(opened: LoadedSide, name: str, rows: int, *, new: bool = True) -> InFile:
+    """A file of `rows` tokens' hidden states in the folder of a side, or one that is there."""
     layers = opened.layers
     path = layers.folder / f"{name}.rows"
-    return InFile(path, rows, layers.hidden, torch.bfloat16, layers.files, new=True)
+    return InFile(path, rows, layers.hidden, layers.model.dtype, layers.files, new=new)
 
 
-def _embedded(opened: LoadedSide, tokens: Sequence[Tokens]) -> InFile:
-    """Return what goes into the first layer."""
-    states = _file(opened, "hidden.0", opened.layers.total)
+def _embedded(opened: LoadedSide, jitter: bool, tokens: Sequence[Tokens]) -> InFile:
+    """Return what goes into the first layer; with `jitter` its lowest bits are random."""
+    import torch
+
+    states = rows_file(opened, "hidden.0", opened.layers.total)
+    chance = torch.Generator().manual_seed(0)
     at = 0
     for sample in tokens:
-        states.write(at, opened.layers.model.embed(sample, opened.weights))
+        found = opened.layers.model.embed(sample, opened.weights)
+        if jitter:
+            bits = torch.randint(0, 2, found.shape, generator=chance, dtype=torch.int16)
+            found = (found.cpu().contiguous().view(torch.int16) ^ bits).view(torch.bfloat16)
+        states.write(at, found)
         at += sample.size
     return states
 
@@ -276,8 +339,10 @@ def _advanced(
     together = [budget.experts(device) for device in sides[0].devices]
     found = []
     for opened, before in zip(sides, states, strict=True):
-        following = _file(opened, f"hidden.{number + 1}", opened.layers.total)
-        forward(opened, number, before, following, together=together, tell=events.wrote)
+        following = rows_file(opened, f"hidden.{number + 1}", opened.layers.total)
+        layer = opened.layers.model.layer(number, opened.weights, opened.layers.device)
+        forward(opened, layer, before, following, together=together, tell=events.wrote)
+        del layer
         found.append(following)
     for before in states:
         before.close()
@@ -315,27 +380,27 @@ def _apart(
     return off / total
 
 
-def _logits(
+def _scores(
     sides: Sequence[LoadedSide], states: Sequence[InFile], tokens: Sequence[Tokens], budget: Budget
-) -> Logits:
+) -> Scores:
     """Of the tokens that are followed by one."""
     import torch
 
-    predicting = [sample.size - 1 for sample in tokens]
-    finals = [_finals(opened, file, tokens) for opened, file in zip(sides, states, strict=True)]
+    finals = [finals_of(opened, file, tokens) for opened, file in zip(sides, states, strict=True)]
     targets = torch.cat([torch.from_numpy(sample[1:]) for sample in tokens])
     try:
-        scores = scored((sides[0], finals[0]), (sides[1], finals[1]), targets, budget.tokens())
+        return scored((sides[0], finals[0]), (sides[1], finals[1]), targets, budget.tokens())
     finally:
         for file in finals:
             file.close()
-    return logits_of(scores, predicting)
 
 
-def _finals(opened: LoadedSide, states: InFile, tokens: Sequence[Tokens]) -> InFile:
+def finals_of(
+    opened: LoadedSide, states: Rows, tokens: Sequence[Tokens], name: str = "finals"
+) -> InFile:
     """Return what goes into the head, of all tokens but the last of each sample."""
     layers = opened.layers
-    finals = _file(opened, "finals", sum(sample.size - 1 for sample in tokens))
+    finals = rows_file(opened, name, sum(sample.size - 1 for sample in tokens))
     at = start = 0
     for sample in tokens:
         rows = states.read(start, start + sample.size).to(layers.device)
@@ -343,3 +408,151 @@ def _finals(opened: LoadedSide, states: InFile, tokens: Sequence[Tokens]) -> InF
         finals.write(at, made)
         at, start = at + sample.size - 1, start + sample.size
     return finals
+
+
+# What the language models of both sides must have in common: sizes of what is compared.
+_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+
+
+def evaluate(
+    repo: Checkpoint,
+    source: Checkpoint,
+    data: DataSpec,
+    *,
+    pair: Checkpoint | None = None,
+    task: bool = False,
+    layers: int | None = None,
+    memory: int | None = None,
+    devices: Sequence[str] = (),
+    events: Events | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Evaluation:
+    """Run both models on the same samples. `task`: the data are questions. `pair` holds the layers
+    beside the CPU experts in `repo`, if those are not the source's. `layers`: only so many, and no
+    logits. `memory` is in bytes (None: three quarters of the machine), `devices` are torch's names
+    (none: all GPUs, else the CPU). `notice` is told what a user must know of the data.
+
+    Raises UsageError for options that do not fit, CheckpointError for models that cannot be compared,
+    PlanError for those that cannot be run and where torch or transformers is missing, DataError for the
+    data, RunError for too little memory or disk."""
+    what = "eval runs models as transformers computes them"
+    require("calibrate", what, "torch", "transformers")
+    if pair is not None and "amx" not in (repo.manifest or {}):
+        raise UsageError(
+            f"{repo.root}: --pair needs the folder of the CPU's experts, and this is not one; exchange "
+            "the two, or omit --pair"
+        )
+    if "amx" in (source.manifest or {}):
+        raise CheckpointError(
+            f"{source.root}: holds CPU experts alone; name the checkpoint that they were made from"
+        )
+    rest = (pair or source) if "amx" in (repo.manifest or {}) else None
+    _check_comparable(source, rest or repo)
+    check_devices(devices)
+    silence_transformers()
+    notes: list[str] = []
+
+    def remark(text: str) -> None:
+        notes.append(text)
+        if notice is not None:
+            notice(text)
+
+    told = digest(data, source.root)
+    asked: Task | None = load_task(data, source.root) if task else None
+
+    def load(folder: Path, told: Callable[[str], None]) -> Sequence[Tokens]:
+        return load_task(data, folder).tokens if task else load_tokens(data, folder, told)
+
+    tokens = load(source.root, remark) if asked is None else asked.tokens
+    _check_tokenizers(tokens, data, source, rest or repo, load)
+    if layers is None and max(sample.size for sample in tokens) < 2:
+        raise DataError(
+            f"{data.data}: no sample has 2 tokens, so none is predicted; give longer text, or evaluate "
+            "hidden states alone (--first-layers N)"
+        )
+    theirs, ours = side_of(source), side_of(repo, rest)
+    _check_layers(layers, theirs, ours)
+
+    found = compare(
+        theirs, ours, tokens, layers=layers, memory=memory,
+        devices=tuple(dict.fromkeys(devices)) or found_devices(), events=events or NoEvents(),
+    )  # fmt: skip
+    if layers is not None:
+        notes.append(
+            f"the first {layers} of {theirs.model.layers} layers: no perplexity, no KL, no agreement"
+        )
+    return Evaluation(
+        folder=repo.name, against=source.name, model=(rest or repo).model_line,
+        data="random tokens" if data.data is None else Path(data.data).name, digest=told,
+        samples=len(tokens), length=data.length, seed=data.seed,
+        tokens=sum(sample.size for sample in tokens), of_layers=theirs.model.layers,
+        hidden=found.hidden, logits=found.logits, notes=(*notes, WEIGHTS_ONLY),
+        task=result_of(asked, found.scores) if asked is not None and found.scores else None,
+    )  # fmt: skip
+
+
+def _check_comparable(source: Checkpoint, repo: Checkpoint) -> None:
+    """Raise CheckpointError for models whose hidden states or predictions have nothing in common."""
+    kinds = [_kind(one) for one in (source, repo)]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"{repo.root}: is model_type {kinds[1]!r}, and {source.root} is {kinds[0]!r}: models of "
+            "different architectures are not compared; name the checkpoint that it was made from"
+        )
+    for key in _SIZES:
+        there, here = (text_config(one.config).get(key) for one in (source, repo))
+        if there != here:
+            raise CheckpointError(
+                f"{repo.root}: config.json: {key} is {here!r}, and {there!r} in {source.root}: "
+                "what they compute cannot be compared; name the checkpoint that it was made from"
+            )
+
+
+def _kind(checkpoint: Checkpoint) -> object:
+    from qconvert.plan.plan import Plan
+
+    return class_config(Plan.identity(checkpoint)).get("model_type")
+
+
+def _check_tokenizers(
+    tokens: Sequence[Tokens],
+    data: DataSpec,
+    source: Checkpoint,
+    repo: Checkpoint,
+    load: Callable[[Path, Callable[[str], None]], Sequence[Tokens]],
+) -> None:
+    """Raise DataError where the folder's own tokenizer makes other ids of the data. Where its files are
+    the source's, or it has none, or the data are ids, nothing is to be compared."""
+    if data.kind in ("tokens", "synthetic") or source.root == repo.root:
+        return
+    here, there = (
+        {
+            file.name: read_regular(file, MOST_TOKENIZER, error=DataError)
+            for file in tokenizer_files(one.root)
+        }
+        for one in (repo, source)
+    )
+    if not here or here == there:
+        return
+    own = load(repo.root, lambda _: None)
+    same = len(own) == len(tokens) and all(
+        a.shape == b.shape and bool((a == b).all()) for a, b in zip(own, tokens, strict=True)
+    )
+    if not same:
+        raise DataError(
+            f"{repo.root}: its tokenizer makes other ids of {data.data} than that of {source.root}, so "
+            "their predictions cannot be compared; copy the tokenizer's files from there"
+        )
+
+
+def _check_layers(layers: int | None, source: Side, repo: Side) -> None:
+    if layers is not None and layers > source.model.layers:
+        raise UsageError(
+            f"--first-layers {layers}: {source.name} has {source.model.layers} layers; give at most "
+            "that, or omit --first-layers for perplexity and KL as well"
+        )
+    if not source.model.layers or repo.model.layers != source.model.layers:
+        raise CheckpointError(
+            f"{repo.name}: has {repo.model.layers} decoder layers, and {source.name} "
+            f"{source.model.layers}; name the checkpoint that it was made from"
+        )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from qconvert.evaluate.head import Scores
+    from qconvert.evaluate.task import TaskResult
 
 
 # What weights alone were changed says nothing of what a runtime rounds beside them.
@@ -50,7 +51,7 @@ class Evaluation:
     """Quality lost by a conversion. `folder` and `against` are the places of both models, as they
     were named, `model` says what they are. `data` is the data's name without its folder, `digest` a hash
     of its content, tokenizer and choice; `samples` of at most `length` tokens were drawn by `seed`,
-    `tokens` in all.
+    `tokens` in all. `task` are answers to the questions that these were, None where there were none.
 
     `hidden` are relative errors of the hidden states after each layer that was run: the norm of the
     difference over the source's norm, the mean over tokens. `logits` are None where not all `of_layers`
@@ -69,6 +70,7 @@ class Evaluation:
     hidden: tuple[float, ...]
     logits: Logits | None
     notes: tuple[str, ...] = ()
+    task: TaskResult | None = None
 
     @property
     def layers(self) -> int:
@@ -82,7 +84,7 @@ class Evaluation:
 
     def fact(self) -> dict[str, Any]:
         """Return what a manifest keeps: no place on a disk."""
-        left = ("folder", "against", "model", "notes")
+        left = ("folder", "against", "model", "notes", *(["task"] if self.task is None else []))
         return {key: value for key, value in self.as_object().items() if key not in left}
 
 

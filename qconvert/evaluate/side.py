@@ -4,9 +4,9 @@ form they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -76,10 +76,11 @@ class _Outputs:
 
 class TextModel(Model):
     """The text model of `plan`, whose weights but those of routed experts are numbers, made from
-    `stored`, which has them as they are stored. Raises PlanError as Model does."""
+    `stored`, which has them as they are stored; it computes in `dtype` of torch. Raises PlanError as
+    Model does."""
 
-    def __init__(self, plan: Plan, stored: Plan) -> None:
-        super().__init__(plan, "sdpa")
+    def __init__(self, plan: Plan, stored: Plan, dtype: str = "bfloat16") -> None:
+        super().__init__(plan, "sdpa", dtype)
         self._as_stored = stored
 
     def layer_bytes(self) -> tuple[int, int]:
@@ -182,6 +183,10 @@ class TextModel(Model):
         return not torch.equal(made, probe)
 
 
+# Rows [T, N] as a runtime that quantizes activations sees them.
+Rounds = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
 class Experts(Protocol):
     """Routed experts of a model."""
 
@@ -244,6 +249,7 @@ class Side:
         """The model with its files open, and a folder for hidden states."""
         weights = Weights(self.stored)
         amx = None if self.amx is None else Reader(self.checkpoint.shards)
+        found: dict[tuple[int, int, str], Projection] = {}
         try:
             experts: Experts | None = None
             if amx is not None and self.amx is not None:
@@ -261,7 +267,7 @@ class Side:
                 files=Files(), reader=weights, clock=Clock(),
                 experts=self.stored.role_index.dims.num_experts,
             )  # fmt: skip
-            yield LoadedSide(self, layers, experts, weights, devices)
+            yield LoadedSide(self, layers, experts, weights, devices, found)
         finally:
             weights.close()
             if amx is not None:
@@ -270,13 +276,17 @@ class Side:
 
 @dataclass(frozen=True)
 class LoadedSide:
-    """A side at work, on devices of which the first does all but experts."""
+    """A side at work, on devices of which the first does all but experts. `projections` are the matrices
+    of its routed experts by layer, expert and kind, where a checkpoint of its own has them; `rounds` is
+    what a runtime makes of rows before it multiplies them with experts (None: nothing)."""
 
     side: Side
     layers: Layers
     experts: Experts | None
     weights: Weights
     devices: Sequence[str]
+    projections: Mapping[tuple[int, int, str], Projection] = field(default_factory=dict)
+    rounds: Rounds | None = None
 
 
 def side_of(

@@ -183,6 +183,7 @@ class Calibration(GptqSettings, DataSpec):
         False, "Calibrate on several machines, on each of which torchrun or srun starts this command, "
         "with one SRC and OUT on a file system that they share. RANK, WORLD_SIZE (SLURM_PROCID, "
         "SLURM_NTASKS) tell them apart; number 0, which writes, is met at MASTER_ADDR, MASTER_PORT.",
+        rare=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

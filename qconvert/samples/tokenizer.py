@@ -105,6 +105,27 @@ class Tokenizer:
             raise DataError(f"{where}: the chat template rejects it: {_line(error)}") from error
         return self._ids([text], special=False)[0]
 
+    def pair(self, context: str, text: str) -> tuple[list[int], list[int]]:
+        """Ids of a context and of the text that follows it, as lm-evaluation-harness takes them apart
+        (0.4.13, `TemplateLM._encode_pair`, `HFLM.tok_encode`): spaces at the end of the context belong
+        to the text, and an empty context is the token that begins a text, or else ends one."""
+        tokenizer = self._tokenizer()
+        begin = tokenizer.bos_token_id
+        begin = tokenizer.eos_token_id if begin is None else begin
+        mark = "" if begin is None else tokenizer.decode(begin)
+        if not context:
+            (ids,) = self._ids([text], special=False)
+            if begin is None:
+                return ids[:1], ids[1:]
+            return ([begin], ids) if ids[:1] != [begin] else (ids[:1], ids[1:])
+        ends = len(context.rstrip())
+        context, text = context[:ends], context[ends:] + text
+        both = [context, context + text]
+        # A context that begins with the mark itself gets no second one.
+        marked = bool(mark) and context.startswith(mark)
+        before, whole = self._ids(both, special=not marked)
+        return before, whole[len(before) :]
+
     def row(self, row: Mapping[str, Any], column: str | None, where: str) -> list[int]:
         """A row of JSONL or of a dataset: `text`, `messages`, `conversations`, `input_ids`, or the
         column of that form that is named. Raises DataError, naming `where`."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.kernel_choice import fused
+from qconvert.calibrate.kernel_choice import add_product, fused, product, product_with_codes
 from qconvert.calibrate.settings import Settings
-from qconvert.calibrate.solver.curvature import curvature
-from qconvert.calibrate.solver.problem import (
+from qconvert.calibrate.solver.curvature import (
     Curvature,
     Grid,
     Rounding,
+    curvature,
     in_groups,
     meant,
     rounding,
     spread,
 )
-from qconvert.calibrate.solver.product import add_product, product, product_with_codes
 from qconvert.core.int_scheme import IntScheme, Signs
 
 if TYPE_CHECKING:

@@ -19,8 +19,14 @@ from typing import TYPE_CHECKING
 
 from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.solver.best import row_parts
-from qconvert.calibrate.solver.curvature import curvature
-from qconvert.calibrate.solver.problem import Curvature, Rounding, in_groups, meant, rounding
+from qconvert.calibrate.solver.curvature import (
+    Curvature,
+    Rounding,
+    curvature,
+    in_groups,
+    meant,
+    rounding,
+)
 from qconvert.core.parameter_names import Dialect
 from qconvert.formats.nvfp4.format import RANGE
 from qconvert.ops.fp4 import BLOCK, SIZES
