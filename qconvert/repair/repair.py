@@ -35,13 +35,13 @@ from qconvert.repair.blocks import (
     MendedConfig,
     as_json,
     hf_quant_config,
+    true_ignore_list,
     with_fp8_linears,
     with_mixed_precision,
     with_root_block,
     with_true_numbers,
     without_stale_blocks,
 )
-from qconvert.repair.ignore_lists import true_ignore_list
 from qconvert.repair.sealed import edited, hash_of, resealed
 from qconvert.runtimes.serving import loads
 from qconvert.validation.findings import Finding

@@ -128,14 +128,10 @@ class Verdict:
 NO_FINDINGS = Verdict()
 
 
-_MOST_LINE = 100  # of a plan, which people read on a screen
-
-
 def _summed(findings: Sequence[Finding], what: str) -> Iterator[str]:
     by_rule: dict[str, list[Finding]] = {}
     for finding in findings:
         by_rule.setdefault(finding.rule, []).append(finding)
     for rule, found in by_rule.items():
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        line = printable(f"{rule} {what}{more}: {found[0].where}: {found[0].message}")
-        yield line if len(line) <= _MOST_LINE else f"{line[: _MOST_LINE - 4]} ..."
+        yield printable(f"{rule} {what}{more}: {found[0].where}: {found[0].message}")

@@ -24,12 +24,15 @@ from qconvert.checkpoint.checkpoint import (
     ASCEND,
     DESCRIPTION,
     HF_QUANT_CONFIG,
+    RECEIPT,
     Checkpoint,
     QuantConfig,
     Shard,
     quantization_in,
 )
+from qconvert.checkpoint.delta import Patched
 from qconvert.checkpoint.prepared import layout_of
+from qconvert.checkpoint.receipt import read_receipt
 from qconvert.core.dtypes import TypesOf
 from qconvert.core.errors import CheckpointError, OutputError, PlanError
 from qconvert.core.family import RoleIndex, role_index
@@ -37,8 +40,7 @@ from qconvert.core.graph import Output, Source, Value
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import SMALL, open_regular, read_regular
 from qconvert.core.profiling import phase
-from qconvert.plan.manifest import described
-from qconvert.plan.plan import Plan
+from qconvert.plan.plan import Plan, described
 from qconvert.run.folder.prepare import Prepared
 from qconvert.run.folder.staging import Staged
 from qconvert.runtimes.consumers import consumer_in
@@ -130,6 +132,8 @@ def judge_staged(folders: Sequence[Staged]) -> None:
     """Raise OutputError, naming the rule, for the first folder of a run whose files have an error that
     its source does not have: nothing of the run is published."""
     source = folders[0].ready.plan.checkpoint
+    if isinstance(source, Patched):
+        _check_patched(folders[0], source)
     made = [_staged_checkpoint(each) for each in folders]
     known: frozenset[_Key] | None = None
     for one, here in zip(folders, made, strict=True):
@@ -147,6 +151,21 @@ def judge_staged(folders: Sequence[Staged]) -> None:
                 f"{one.space.out}: the result fails validation, so nothing is published: "
                 f"{_named(added)}. This is a fault of qconvert, or of what wrote to "
                 f"{one.space.stage} meanwhile: see qconvert report; qconvert clean removes the work"
+            )
+
+
+def _check_patched(one: Staged, source: Patched) -> None:
+    """Raise OutputError for a tensor that a delta did not make what it says: the old checkpoint is not
+    the one that was compared, where nothing changed either."""
+    file = one.file(RECEIPT)
+    receipt = None if file is None else read_receipt(file, len(one.ready.plan.tensors))
+    for line in () if receipt is None else receipt.lines:
+        made = source.delta.tensors.get(str(line.get("name")))
+        if made is not None and line["xxh3"] != made.xxh3:
+            raise OutputError(
+                f"{line['name']!r}: expected bytes with the hash {made.xxh3}, found {line['xxh3']}: "
+                f"{source.name} is not the checkpoint that the delta was made of, so nothing is "
+                "published"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, cast
@@ -47,6 +48,11 @@ def partition(given: str | int) -> str:
     return str(given)
 
 
+def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
+    """Names of folders, or of one."""
+    return (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
+
+
 @dataclass(frozen=True)
 class ValidateOptions:
     """Options of a validation. Raises UsageError for options that exclude one another."""
@@ -59,9 +65,14 @@ class ValidateOptions:
         None, "The folder of the draft that was grafted to SRC. [with --against]", kind="source",
         parse=str, metavar="DRAFT",
     )  # fmt: skip
+    adapter: tuple[str, ...] = option(
+        (), "An adapter that was merged into SRC, in the order of the merge. Repeatable. "
+        "[with --against]", kind="source", parse=_names, metavar="ADAPTER", repeated=True,
+    )  # fmt: skip
     beside: str | None = option(
         None, "Another folder made from SRC: it is checked too, and shown side by side with OUT in the "
         "text, JSON and HTML reports. [with --against]", kind="source", parse=str, metavar="OTHER",
+        rare=True,
     )  # fmt: skip
     level: Level = option("headers", SAYS_LEVEL, choices=LEVELS)
     pair: str | None = option(
@@ -70,11 +81,11 @@ class ValidateOptions:
     )  # fmt: skip
     kernels: bool = option(
         False, "Compare qconvert's Triton kernels with torch, on random weights and on those of OUT. "
-        "Without a GPU they run in Triton's interpreter, on small shapes.",
+        "Without a GPU they run in Triton's interpreter, on small shapes.", rare=True,
     )  # fmt: skip
     layers: tuple[int, ...] | None = option(
         None, "Layers for --kernels.", kind="layers", parse=_layers, metavar="0,3,58-60",
-        shown="a few",
+        shown="a few", rare=True,
     )  # fmt: skip
     runtime: str | None = option(
         None, "The runtime or model class that will load the result. [sglang, whose loader is "
@@ -87,11 +98,11 @@ class ValidateOptions:
     )  # fmt: skip
     pp: str | None = option(
         None, "Layers of each stage, or a number of stages to split as the runtime would. [with --for]",
-        kind="partition", parse=partition, metavar="15,15,15,16|N",
+        kind="partition", parse=partition, metavar="15,15,15,16|N", rare=True,
     )  # fmt: skip
     ep: int | None = option(
         None, "Groups of experts among the tensor-parallel ranks. [with --for; default: 1]",
-        kind="count", metavar="N",
+        kind="count", metavar="N", rare=True,
     )  # fmt: skip
     loader: str | None = option(
         None, "Ask the runtime itself, by the Python of the environment that serves: it builds the "
@@ -113,6 +124,8 @@ class ValidateOptions:
     def __post_init__(self) -> None:
         if self.against is None and self.draft is not None:
             raise UsageError("--draft was grafted to a source: give --against SRC")
+        if self.against is None and self.adapter:
+            raise UsageError("--adapter was merged into a source: give --against SRC")
         if self.against is None and self.beside is not None:
             raise UsageError("--beside compares two folders of one source: give --against SRC")
         if self.runtime is None and (self.tp or self.pp or self.ep):
@@ -146,6 +159,7 @@ class ValidateOptions:
 
 class ValidateKeywords(TypedDict, total=False):
     draft: str | Path | None
+    adapter: Sequence[str | Path]
     beside: str | Path | None
     level: Literal["headers", "sample", "full"]
     pair: str | Path | None

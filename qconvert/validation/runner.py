@@ -1,9 +1,9 @@
 """Validators: what they are, how they are found, and the report of a validation.
 
-A validator is a file in `validators/` with a `VALIDATOR`. It reads a finished folder (and its
-source, if given) and yields findings, measures, and tasks: work on tensor data that is done
-afterwards, all validators' tasks together in the order of the layers, by worker processes. It never
-imports the code that made the folder. The report says what was proved, what was only read and
+A validator is a function in a file of `validators/`, or that file's `VALIDATOR`. It reads a finished
+folder (and its source, if given) and yields findings, measures, and tasks: work on tensor data that is
+done afterwards, all validators' tasks together in the order of the layers, by worker processes. It
+never imports the code that made the folder. The report says what was proved, what was only read and
 what was not checked.
 """
 
@@ -12,20 +12,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
+from qconvert.checkpoint.adapter import adapted
 from qconvert.checkpoint.checkpoint import RECEIPT, REPAIR_DIR, WORK_DIR, Checkpoint
 from qconvert.checkpoint.open import grafted
+from qconvert.checkpoint.ranks import parts_in
 from qconvert.checkpoint.receipt import ReceiptText, parse_receipt
 from qconvert.checkpoint.stated_as import FACT as STATED_AS
 from qconvert.checkpoint.stated_as import as_stated
 from qconvert.core.discovery import VALIDATORS, discover, held
 from qconvert.core.errors import CheckpointError
 from qconvert.core.extras import Extra, lacking
+from qconvert.core.manifest_keys import RANK
 from qconvert.core.names import KV_SCALES
 from qconvert.core.profiling import phase, working
 from qconvert.runtimes.serving import ServingSetup
@@ -46,7 +49,8 @@ if TYPE_CHECKING:
 Level = Literal["headers", "sample", "full"]
 Need = Literal[
     "source", "receipt", "data", "full", "amx", "kt-kernel", "pair", "gdn", "kernels", "model",
-    "nvfp4", "prepared", "files", "runtime", "kv-cache",
+    "nvfp4", "prepared", "files", "runtime", "kv-cache", "rank", "ranks",
+    "draft-vocabulary",
 ]  # fmt: skip
 Yield: TypeAlias = "Finding | Measure | OnlyRead | Proved | Skipped | Table | AnyTask"
 
@@ -64,8 +68,13 @@ _OPTIONS: Mapping[str, tuple[str, str, Extra, tuple[str, ...]]] = {
     "kernels": ("Triton kernels against torch", "--kernels", "kernels", ()),
 }  # fmt: skip
 # Kinds of folders, not options: a validator of another kind does not apply. A `model` holds the layers
-# of one, all or a stage's; `amx` folders hold only experts for CPU kernels; `runtime`: one is named.
-_KINDS = ("amx", "gdn", "kv-cache", "model", "nvfp4", "prepared", "runtime")
+# of one, all or a stage's; `amx` folders hold only experts for CPU kernels, a `rank`'s its parameters;
+# `ranks`: the source is in files of ranks, and the folder is not; `draft-vocabulary`: a draft has tokens
+# of its own; `runtime`: one is named.
+_KINDS = (
+    "amx", "draft-vocabulary", "gdn", "kv-cache", "model", "nvfp4", "prepared", "rank", "ranks",
+    "runtime",
+)  # fmt: skip
 # Names that only such folders have.
 _NVFP4 = (".weight_scale_2", ".weight_global_scale")
 # Keys of a quantization block that state scales of a KV cache.
@@ -151,11 +160,34 @@ class Folder:
 class Validator(Protocol):
     """`proves` is one phrase for the report; `needs` what must be available. May raise NotChecked."""
 
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def proves(self) -> str: ...
+
+    @property
+    def needs(self) -> frozenset[Need]: ...
+
+    def __call__(self, folder: Folder) -> Iterator[Yield]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A validator that is one function."""
+
     name: str
     proves: str
     needs: frozenset[Need]
+    check: Callable[[Folder], Iterator[Yield]]
 
-    def __call__(self, folder: Folder) -> Iterator[Yield]: ...
+    def __call__(self, folder: Folder) -> Iterator[Yield]:
+        return self.check(folder)
+
+
+def validator(proves: str, *needs: Need) -> Callable[[Callable[[Folder], Iterator[Yield]]], Check]:
+    """Make the validator of its name of a function."""
+    return lambda check: Check(check.__name__, proves, frozenset(needs), check)
 
 
 @dataclass
@@ -199,7 +231,17 @@ class Report:
 
 def validators() -> list[Validator]:
     """Every validator, in file order. An import error is fatal and names the file."""
-    return list(held(_modules(), "VALIDATOR"))
+    return list(validators_of(discover(*PACKAGES, group=VALIDATORS)))
+
+
+def validators_of(modules: Iterable[Any]) -> Iterator[Validator]:
+    """Those that modules hold as VALIDATOR or VALIDATORS, else those that their functions are."""
+    for module in modules:
+        named = list(held((module,), "VALIDATOR"))
+        yield from named or (
+            one for one in vars(module).values()
+            if isinstance(one, Check) and one.check.__module__ == module.__name__
+        )  # fmt: skip
 
 
 def _validators_with(have: set[Need]) -> list[Validator]:
@@ -207,11 +249,7 @@ def _validators_with(have: set[Need]) -> list[Validator]:
     imported: of 62 modules, which take 0.15 s of CPU, a planned model needs 24 (0.06)."""
     packages = [name for name in PACKAGES if name not in NEEDED_BY or NEEDED_BY[name] & have]
     modules = discover(*packages, group=VALIDATORS)
-    return [one for one in held(modules, "VALIDATOR") if one.needs <= have]
-
-
-def _modules() -> list[Any]:
-    return discover(*PACKAGES, group=VALIDATORS)
+    return [one for one in validators_of(modules) if one.needs <= have]
 
 
 def rules() -> dict[str, Rule]:
@@ -235,12 +273,14 @@ def validate_folder(
     request: Request = Request(),
     pair: str | None = None,
     draft: str | None = None,
+    adapters: Sequence[str] = (),
     progress: Progress | None = None,
     follow_links: bool = False,
 ) -> Report:
     """Run every validator that has what it needs, links as for Checkpoint.open. A folder that cannot
-    be opened is a finding (QC001); a source, the GPU side `pair`, or the folder `draft` of a draft that
-    was grafted to the source, that cannot be opened is the caller's error and raises CheckpointError."""
+    be opened is a finding (QC001); a source, the GPU side `pair`, the folder `draft` of a draft that was
+    grafted to the source, or one of `adapters` that were merged into it, that cannot be opened is the
+    caller's error and raises CheckpointError."""
     from qconvert.checkpoint.open import open_source
     from qconvert.checkpoint.torchao import translated
 
@@ -265,6 +305,8 @@ def validate_folder(
     source = opened(against) if against is not None else None
     if source is not None and draft is not None:
         source = grafted(source, opened(draft))
+    if source is not None and adapters:
+        source = adapted(source, adapters)
     partner = opened(pair) if pair is not None else None
     if against is not None:
         report.about["against"] = against
@@ -343,6 +385,7 @@ def _at_hand(folder: Folder) -> set[Need]:
     broken."""
     checkpoint, request = folder.checkpoint, folder.request
     manifest, stated = checkpoint.manifest, checkpoint.quantization_configs
+    of_model = {"amx", RANK}.isdisjoint(manifest or {})
     found: dict[Need, bool] = {
         "source": folder.source is not None,
         "receipt": folder.receipt is not None,
@@ -350,13 +393,18 @@ def _at_hand(folder: Folder) -> set[Need]:
         "full": request.level == "full",
         "pair": folder.partner is not None,
         "amx": "amx" in (manifest or {}),
-        "model": "amx" not in (manifest or {}),
-        "gdn": checkpoint.role_index.dims.gdn is not None and "amx" not in (manifest or {}),
+        "model": of_model,
+        "gdn": checkpoint.role_index.dims.gdn is not None and of_model,
         "nvfp4": any(end.endswith(_NVFP4) for end in checkpoint.ends),
         "kv-cache": any(end.endswith(KV_SCALES) for end in checkpoint.ends)
         or "kv_scale" in (manifest or {})
         or any(one.block.get(key) for one in stated for key in KV_STATED),
         "prepared": checkpoint.says_prepared,
+        "rank": RANK in (manifest or {}),
+        "draft-vocabulary": "d2t" in checkpoint or "draft_vocab_size" in checkpoint.config,
+        "ranks": folder.source is not None
+        and bool(parts_in(folder.source.sources))
+        and not parts_in(checkpoint.sources),
         "kt-kernel": importlib.util.find_spec("kt_kernel") is not None,
         "kernels": request.kernels,
         "files": not folder.planned,

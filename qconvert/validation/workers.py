@@ -188,8 +188,6 @@ class Watch(ABC):
 
 
 class _Looking:
-    """The progress of a look."""
-
     def __init__(self, watch: Watch) -> None:
         self.watch, self.look = watch, watch.look()
         self._ranges = deque(watch.ranges)
@@ -219,8 +217,6 @@ Numbered = tuple[int, AnyTask]
 
 
 class Progress(Protocol):
-    """Progress of the tasks, in bytes."""
-
     def start(self, total: int, done: int) -> None: ...
 
     def wrote(self, nbytes: int) -> None: ...

@@ -1,4 +1,4 @@
-"""One check a file, each a `VALIDATOR`: found by file, imported as `qconvert.validators`.
+"""One check a file, a function under `@validator`: found by file, imported as `qconvert.validators`.
 
 A validator reads a finished output (and its source, if given) and yields findings. It never
 imports the code that made the output.

@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.core.errors import UsageError
-from qconvert.validation.reports import (
-    as_html,
-    as_markdown,
-    as_text,
-    for_programs,
-)
+from qconvert.validation.reports import as_html, as_markdown, as_text, for_programs
 from qconvert.validation.runner import Report, rules
 
 _RENDER = {
@@ -36,13 +31,14 @@ _SUFFIX = {
 FORMATS = tuple(_RENDER)
 
 
-def render(report: Report, format: str, *, terminal: bool = False) -> str:
+def render(report: Report, format: str, *, terminal: bool = False, brief: bool = False) -> str:
     """The report in one of FORMATS, without a newline at its end. Text has colours and keeps to the
-    terminal's width if it is for a `terminal`. Raises UsageError for any other format."""
+    terminal's width if it is for a `terminal`, and counts what was not checked if it is `brief`. Raises
+    UsageError for any other format."""
     if format not in _RENDER:
         raise UsageError(f"unknown report format {format!r}; known: {', '.join(FORMATS)}")
     if format == "text":
-        return as_text.render(report, rules(), terminal=terminal)
+        return as_text.render(report, rules(), terminal=terminal, brief=brief)
     return _RENDER[format](report, rules())
 
 

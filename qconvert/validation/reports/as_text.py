@@ -22,7 +22,7 @@ from qconvert.validation.reports.figures import (
     side_by_side,
     worst,
 )
-from qconvert.validation.reports.words import by_rule, claims, is_figure, totals
+from qconvert.validation.reports.words import by_rule, claims, is_figure, totals, verdict
 from qconvert.validation.runner import Report
 
 if TYPE_CHECKING:
@@ -36,10 +36,12 @@ _STYLES = {"error": "bold red", "warning": "bold yellow"}
 _LABELS = {"proved": "green", "only read": "yellow", "not checked": "bright_black"}
 
 
-def render(report: Report, rules: Mapping[str, Rule], *, terminal: bool = False) -> str:
-    """Tables, measures, findings (of one rule at most 20), what to do about each rule, what was
-    proved, only read and not checked, and the totals. One thing a line; nothing wraps a line but the
-    terminal."""
+def render(
+    report: Report, rules: Mapping[str, Rule], *, terminal: bool = False, brief: bool = False
+) -> str:
+    """The verdict, tables, measures, findings (of one rule at most 20), what to do about each rule,
+    what was proved, only read and not checked (in `brief` how much), and the totals. One thing a line;
+    nothing wraps a line but the terminal."""
     from rich.console import Console
 
     stream = StringIO()
@@ -47,6 +49,8 @@ def render(report: Report, rules: Mapping[str, Rule], *, terminal: bool = False)
         file=stream, force_terminal=terminal, force_jupyter=False, markup=False, highlight=False,
         emoji=False, soft_wrap=True, legacy_windows=False, width=None if terminal else 100_000,
     )  # fmt: skip
+    style = {3: "bold red", 5: "bold yellow"}.get(report.exit_code, "bold green")
+    _line(console, (f"{verdict(report)}: {totals(report)}", style))
     for table in report.tables:
         _table(console, table)
     if report.measures:
@@ -57,9 +61,10 @@ def render(report: Report, rules: Mapping[str, Rule], *, terminal: bool = False)
         console.print()
     _findings(console, report, rules)
     for label, texts in claims(report):
+        if brief and label == "not checked" and texts:
+            texts = [f"{count(len(texts), 'claim')}, which -v lists"]
         for text in texts:
             _line(console, (f"{label}:", _LABELS[label]), (f" {printable(text)}", ""))
-    style = {3: "bold red", 5: "bold yellow"}.get(report.exit_code, "bold green")
     _line(console, (totals(report), style))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 

@@ -24,15 +24,10 @@ from qconvert.core.errors import PlanError
 from qconvert.core.extras import lacking
 from qconvert.run.work.reader import Reader
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validation.runner import Folder, NotChecked, validator
+from qconvert.validators.amx.amx_weights import tiles_before
 from qconvert.validators.amx.kt_forward import UNABLE, Job
-from qconvert.validators.amx.reading import (
-    Block,
-    Sources,
-    matching_source,
-    read_block,
-    weights,
-)
+from qconvert.validators.amx.reading import Block, Sources, matching_source, read_block, weights
 from qconvert.validators.reading.experts import KINDS
 from qconvert.validators.reading.rows import bf16_rows
 
@@ -61,34 +56,32 @@ class ClientError(Exception):
     """kt-kernel did not compute; the text says how it ended."""
 
 
-@dataclass(frozen=True)
-class AmxClient:
+@validator(
+    "kt-kernel loads the experts and computes what they mean (a sample: the first and the last "
+    "layer)",
+    "amx",
+    "full",
+    "kt-kernel",
+    "source",
+)
+def amx_client(folder: Folder) -> Iterator[Finding]:
     """Two layers through kt-kernel in a process of their own, and again in torch."""
-
-    name: str = "amx_client"
-    proves: str = (
-        "kt-kernel loads the experts and computes what they mean (a sample: the first and the last "
-        "layer)"
-    )
-    needs: frozenset[Need] = frozenset({"amx", "full", "source", "kt-kernel"})
-
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        if missing := lacking("kernels", "torch"):
-            raise NotChecked(f"kt-kernel computes with torch: {missing}")
-        block, sources, layers = _prepare(folder)
-        _check_memory(folder, block)
-        for layer in layers:
-            where = f"blk.{layer}"
-            try:
-                errors = compare_layer(folder, block, sources, layer)
-            except ClientError as error:
-                yield Finding("QC045", "error", where, f"layer {layer}: {error}")
-            except PlanError as error:
-                what = f"layer {layer}: kt-kernel loads it, but it does not match the manifest"
-                yield Finding("QC045", "error", where, f"{what}: {error}")
-            else:
-                if not errors.fit:
-                    yield Finding("QC045", "error", where, f"layer {layer}: {errors}")
+    if missing := lacking("kernels", "torch"):
+        raise NotChecked(f"kt-kernel computes with torch: {missing}")
+    block, sources, layers = _prepare(folder)
+    _check_memory(folder, block)
+    for layer in layers:
+        where = f"blk.{layer}"
+        try:
+            errors = compare_layer(folder, block, sources, layer)
+        except ClientError as error:
+            yield Finding("QC045", "error", where, f"layer {layer}: {error}")
+        except PlanError as error:
+            what = f"layer {layer}: kt-kernel loads it, but it does not match the manifest"
+            yield Finding("QC045", "error", where, f"{what}: {error}")
+        else:
+            if not errors.fit:
+                yield Finding("QC045", "error", where, f"layer {layer}: {errors}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +112,15 @@ class Errors:
         )
 
 
-def _prepare(folder: Folder) -> tuple[Block, Sources, list[int]]:
-    """The block, the source's matrices and the layers to check. Tensors that are not the manifest's
-    (QC040) do not prevent the client's run: what it does with them is what a user sees."""
+def _prepare(folder: Folder) -> tuple[Block, Sources | Block, list[int]]:
+    """The block, the source's matrices, or its tiles, and the layers to check. Tensors that are not the
+    manifest's (QC040) do not prevent the client's run: what it does with them is what a user sees."""
     assert folder.source is not None
     try:
         block = read_block(folder.checkpoint)
     except PlanError as error:
         raise NotChecked(f"QC040: {error}") from error
-    sources = matching_source(block, folder)
+    sources = tiles_before(block, folder) or matching_source(block, folder)
     served = [n for n in block.layers if n < folder.source.role_index.dims.num_layers]
     if not served:
         raise NotChecked("it holds draft layers only, which kt-kernel does not serve")
@@ -147,7 +140,7 @@ def _check_memory(folder: Folder, block: Block) -> None:
         )
 
 
-def compare_layer(folder: Folder, block: Block, sources: Sources, layer: int) -> Errors:
+def compare_layer(folder: Folder, block: Block, sources: Sources | Block, layer: int) -> Errors:
     """Both errors of a layer. Raises ClientError if the client does not compute, NotChecked if
     it cannot on this machine, PlanError if there is nothing to compare with."""
     import numpy as np
@@ -164,7 +157,12 @@ def compare_layer(folder: Folder, block: Block, sources: Sources, layer: int) ->
             inputs.add(by_ours, expert, [values for values, _ in mine], block.numa)
             noise += [each for _, each in mine]
             del mine
-            real = [bf16_rows(theirs, sources[layer, kind, expert]) for kind in KINDS]
+            real = [
+                weights(sources, folder.source, theirs, layer, kind, expert)[0]
+                if isinstance(sources, Block)
+                else bf16_rows(theirs, sources[layer, kind, expert])
+                for kind in KINDS
+            ]
             inputs.add(by_source, expert, real, block.numa)
             size += [float(np.linalg.norm(matrix)) ** 2 for matrix in real]
     finally:
@@ -286,6 +284,3 @@ def _distance(found: Floats, expected: Floats) -> float:
         off = float(np.linalg.norm((found - expected).astype(np.float64)))
         size = float(np.linalg.norm(expected.astype(np.float64)))
     return 0.0 if off == 0 else off / size if size else float("inf")
-
-
-VALIDATOR = AmxClient()

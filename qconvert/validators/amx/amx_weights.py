@@ -3,35 +3,156 @@
 At level sample up to four experts of each layer are checked, evenly spaced, all their matrices and
 NUMA shards completely. Only rounding is judged, so every element has to fit; whether the codes are the
 best ones is not checked.
+
+Codes and scales must be valid for the format, and the tensors those that the manifest implies, which it
+must be possible to have made from the source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from qconvert.checkpoint.checkpoint import MANIFEST
+from qconvert.core.errors import PlanError
 from qconvert.core.graph import Source
+from qconvert.core.names import natural_key
 from qconvert.validation.compiled import LOOPS, done
 from qconvert.validation.findings import Finding, Measure, Proved, Skipped
-from qconvert.validation.runner import Folder, Need, Yield
-from qconvert.validation.workers import Folders
+from qconvert.validation.runner import Folder, NotChecked, Yield, validator
+from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.amx.reading import (
     Block,
+    faults,
     matching_source,
+    mismatches,
+    read_block,
     shard_name,
     shard_weights,
     sound_block,
 )
-from qconvert.validators.reading.amx import LARGEST, STEP
-from qconvert.validators.reading.experts import KINDS, Kind
+from qconvert.validators.amx.recut import RecutTask, shard_tensors, tile_mismatches, tiles_in
+from qconvert.validators.reading.amx import LARGEST, STEP, Method
+from qconvert.validators.reading.experts import KINDS, Kind, routed_layers
 from qconvert.validators.reading.matrices import Matrix
 from qconvert.validators.reading.rows import bf16_rows
 from qconvert.validators.weights.int_bounds import LENGTHS, lengths_off, lost_row
 from qconvert.validators.weights.sums import Sums
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.core.arrays import Bools
     from qconvert.validators.reading.decode import Floats
+
+    Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+@validator("the experts' tensors are those that method, NUMA count and sizes imply", "amx")
+def amx_headers(folder: Folder) -> Iterator[Finding]:
+    try:
+        block = read_block(folder.checkpoint)
+    except PlanError as error:
+        yield Finding("QC040", "error", MANIFEST, str(error))
+        return
+    found = dict(faults(block, folder.checkpoint))
+    for name in sorted(found, key=natural_key):
+        yield Finding("QC040", "error", name, found[name])
+
+
+@validator("experts, sizes and layers are the source's", "amx", "source")
+def amx_source(folder: Folder) -> Iterator[Finding]:
+    """The manifest against the source's config and headers."""
+    assert folder.source is not None
+    try:
+        block = read_block(folder.checkpoint)
+    except PlanError as error:
+        raise NotChecked(f"QC040: {MANIFEST}: {error}") from error
+    try:
+        before = tiles_in(folder.source)
+        if before is not None:
+            for text in tile_mismatches(block, before):
+                yield Finding("QC043", "error", MANIFEST, text)
+            return
+        own, drafts = routed_layers(folder.source)
+    except PlanError as error:
+        yield Finding("QC043", "error", str(folder.source.root), str(error))
+        return
+    for text in mismatches(block, folder, own, drafts):
+        yield Finding("QC043", "error", MANIFEST, text)
+
+
+_OUT_OF_RANGE = {"int4": -8, "int8": -128}
+
+
+@validator(
+    "every code is in the format's range, every scale is finite and 0 or more", "amx", "data"
+)
+def amx_codes(folder: Folder) -> Iterator[CodesTask]:
+    """Reads every tensor once, a chunk at a time."""
+    block = sound_block(folder.checkpoint)
+    for name, kind in folder.some(list(block.tensors())):
+        method = None if kind.dtype == "F32" else block.method
+        yield CodesTask(tensor=folder.checkpoint[name], method=method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodesTask(Watch):
+    """One tensor: codes of `method`, or (None) scales."""
+
+    method: Method | None
+    scratch: ClassVar[int] = 4 * CHUNK
+
+    def look(self) -> _Looking:
+        return _Looking(self)
+
+
+class _Looking:
+    def __init__(self, task: CodesTask) -> None:
+        self._task, self._fault = task, ""
+
+    def take(self, at: int, data: memoryview) -> None:
+        if not self._fault:
+            method = self._task.method
+            found = _scale_fault(at, data) if method is None else _code_fault(at, data, method)
+            self._fault = found or ""
+
+    def end(self, folders: Folders) -> Iterator[Finding]:
+        if self._fault:
+            yield Finding("QC041", "error", self._task.where, self._fault)
+
+
+def _scale_fault(start: int, data: memoryview) -> str | None:
+    import numpy as np
+
+    scales = np.frombuffer(data, np.float32)
+    wrong = ~((scales >= 0) & (scales < np.inf))
+    if not wrong.any():
+        return None
+    row = int(np.argmax(wrong))
+    return f"row {start // 4 + row}: expected a finite scale >= 0, found {scales[row]:g}"
+
+
+def _code_fault(start: int, data: memoryview, method: Method) -> str | None:
+    import numpy as np
+
+    wrong = _out_of_range(np.frombuffer(data, np.uint8), method)
+    if not wrong.any():
+        return None
+    code = _OUT_OF_RANGE[method]
+    return (
+        f"byte {start + int(np.argmax(wrong))}: expected codes from {code + 1} to {-code - 1}, "
+        f"found {code}"
+    )
+
+
+def _out_of_range(data: Bytes, method: Method) -> Bools:
+    """Return which bytes hold the code that two's complement has but the format does not."""
+    int4 = method == "int4"
+    wrong: Bools = ((data & 0x0F == 0x08) | (data & 0xF0 == 0x80)) if int4 else data == 0x80
+    return wrong
+
 
 _SAMPLE = 4
 # Parts of the step from a row's largest weight that calibration takes: it searches from 0.1 to 1.05 of
@@ -48,32 +169,49 @@ _STEP_SLACK = 2.0**-20
 _FLUSHED = 2.0**-119
 
 
-@dataclass(frozen=True)
-class AmxWeights:
+@validator(
+    "the experts' weights are the source's within the format's rounding", "amx", "data", "source"
+)
+def amx_weights(folder: Folder) -> Iterator[Yield]:
     """A sample of matrices, as the consumer computes them, against the source decoded to BF16."""
+    assert folder.source is not None
+    block = sound_block(folder.checkpoint)
+    before = tiles_before(block, folder)
+    if block.rounding == "gptq" and before is None:  # no rounding is asked of calibrated codes
+        yield Proved("calibrated experts have rows that follow the source's")
+        yield Skipped(
+            "how good the codes of calibrated experts are, or whether they are better than rounding "
+            "(`qconvert eval` measures what the model computes)"
+        )
+    sources = {} if before is not None else matching_source(block, folder)
+    everything = folder.request.level == "full"
+    for layer in block.layers:
+        for expert in range(block.experts) if everything else sampled(block.experts):
+            for kind in KINDS:
+                which = layer, kind, expert
+                tensors = shard_tensors(block, folder.checkpoint, *which)
+                if before is None:
+                    yield MatrixTask(block, *which, tensors, sources[which])
+                else:
+                    theirs = shard_tensors(before, folder.source, *which)
+                    yield RecutTask(block, before, *which, tensors, theirs)
 
-    name: str = "amx_weights"
-    proves: str = "the experts' weights are the source's within the format's rounding"
-    needs: frozenset[Need] = frozenset({"amx", "data", "source"})
 
-    def __call__(self, folder: Folder) -> Iterator[Yield]:
-        block = sound_block(folder.checkpoint)
-        if block.rounding == "gptq":  # of codes that calibration chose no rounding is asked
-            yield Proved("calibrated experts have rows that follow the source's")
-            yield Skipped(
-                "how good the codes of calibrated experts are, or whether they are better than rounding "
-                "(`qconvert eval` measures what the model computes)"
-            )
-        sources = matching_source(block, folder)
-        everything = folder.request.level == "full"
-        for layer in block.layers:
-            for expert in range(block.experts) if everything else sampled(block.experts):
-                for kind in KINDS:
-                    names = [shard_name(layer, kind, expert, n) for n in range(block.numa)]
-                    parts = [f"{name}.{part}" for name in names for part in ("weight", "scale")]
-                    tensors = {name: folder.checkpoint[name] for name in parts}
-                    source = sources[layer, kind, expert]
-                    yield MatrixTask(block, layer, kind, expert, tensors, source)
+def tiles_before(block: Block, folder: Folder) -> Block | None:
+    """The source's tiles, None where it is a model. Raises NotChecked where the folder was not made from
+    the source it is compared with."""
+    assert folder.source is not None
+    try:
+        before = tiles_in(folder.source)
+        if before is None and block.cut_from:
+            raise NotChecked("its tiles were cut from others: give --against the folder of those")
+        if before is not None and any(True for _ in faults(before, folder.source)):
+            raise NotChecked("QC040: the source's tensors are not those of whole tiles")
+    except PlanError as error:
+        raise NotChecked(f"QC043: {error}") from error
+    if before is not None and (wrong := tile_mismatches(block, before)):
+        raise NotChecked(f"QC043: {wrong[0]}")
+    return before
 
 
 def sampled(experts: int) -> list[int]:
@@ -267,6 +405,3 @@ def _odd_step(
             wrong = np.abs(step - plain) > plain * _STEP_SLACK
         wrong &= largest > _FLUSHED
     return int(np.argmax(wrong)) if wrong.any() else None
-
-
-VALIDATOR = AmxWeights()

@@ -3,8 +3,7 @@ its errors end a process without an exception, and its threads stay.
 
     python -m qconvert.validators.amx.kt_forward JOB.json
 
-JOB.json is a `Job` (kt-kernel, `kt_kernel/experts.py`, KTMoEWrapper). Not a validator itself: it
-has no `VALIDATOR`, so discovery skips it.
+JOB.json is a `Job` (kt-kernel, `kt_kernel/experts.py`, KTMoEWrapper).
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """A folder of experts for KTransformers' CPU kernels, as its validators see it: what its manifest
 implies, its weights as the consumer computes them, and those of its source.
-
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
 """
 
 from __future__ import annotations
@@ -49,6 +47,9 @@ class Block:
     intermediate: int
     experts: int
     layers: tuple[int, ...]
+    cut_from: tuple[
+        int, ...
+    ] = ()  # for how many nodes its tiles were cut before, the last one last
 
     @property
     def runtime_name(self) -> str:
@@ -114,7 +115,11 @@ def read_block(checkpoint: Checkpoint) -> Block:
     if fault is not None:
         raise PlanError(fault)
     how = _METHODS[method], _ROUNDINGS[_ROUNDINGS.index(rounding)]
-    return Block(*how, numa, hidden, intermediate, experts, tuple(layers))
+    before = found.get("cut_from", {"numa": []})
+    counts = before.get("numa") if isinstance(before, dict) else None
+    if not isinstance(counts, list) or any(type(one) is not int or one < 1 for one in counts):
+        raise PlanError(f"expected cut_from to have a list of NUMA counts, found {before!r}")
+    return Block(*how, numa, hidden, intermediate, experts, tuple(layers), tuple(counts))
 
 
 def faults(block: Block, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

@@ -90,8 +90,7 @@ def _kind(checkpoint: Checkpoint, name: str) -> object:
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> bool:
-    described = any(config.method == ASCEND for config in checkpoint.quantization_configs)
-    return described and name.endswith(".weight")
+    return name.endswith(".weight")
 
 
 def _names(kind: object) -> tuple[str, str]:
@@ -152,6 +151,7 @@ def _shape(checkpoint: Checkpoint, name: str, shape: Shape) -> Shape | None:
 SPEC = Spec(
     name="msmodelslim",
     dtypes=("I8",),
+    applies=lambda folder: any(one.method == ASCEND for one in folder.quantization_configs),
     stored=_stored,
     read=_form,
     faults=_faults,

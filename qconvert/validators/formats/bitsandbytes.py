@@ -250,6 +250,7 @@ def _read8(checkpoint: Checkpoint, name: str) -> Form:
 BNB8 = Spec(
     name="bitsandbytes INT8",
     dtypes=("I8",),
+    applies=lambda checkpoint: ".SCB" in checkpoint.ends,
     stored=_stored8,
     read=_read8,
     faults=_faults8,

@@ -124,6 +124,7 @@ def _in_order(checkpoint: Checkpoint) -> bool:
 SPEC = Spec(
     name="Quark integers",
     dtypes=("I32", "I8"),
+    applies=lambda folder: any(one.method == "quark" for one in folder.quantization_configs),
     stored=_stored,
     read=_read,
     faults=_faults,

@@ -130,6 +130,7 @@ _STATED = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": BL
 SPEC = Spec(
     name="MXFP4",
     dtypes=("U8", "I8"),
+    applies=lambda checkpoint: not checkpoint.dtypes.isdisjoint(("U8", "F8_E8M0")),
     stored=_stored,
     read=_read,
     stack=_stack,

@@ -333,6 +333,7 @@ def _floats_int8(data: Bytes, dtype: str) -> Floats:
 INT8 = Spec(
     name="INT8",
     dtypes=("I8",),
+    applies=lambda checkpoint: ".weight_scale" in checkpoint.ends,
     stored=_stored_int8,
     read=_read_int8,
     faults=_faults_int8,

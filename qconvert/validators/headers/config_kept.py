@@ -12,10 +12,10 @@ stored: transformers 4 has rope_theta and rope_scaling, 5 has rope_parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.ranks import parts_in
 from qconvert.core.family import (
     ALWAYS,
     MTP_COUNTS,
@@ -26,8 +26,9 @@ from qconvert.core.family import (
 )
 from qconvert.core.names import is_scale, scale_candidates
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validation.runner import Folder, NotChecked, validator
 from qconvert.validators.reading.decode import FP8
+from qconvert.validators.reading.pruned import pruned
 
 CONFIG = "config.json"
 
@@ -48,6 +49,9 @@ _OF_TRAINING = frozenset(
     }
 )  # fmt: skip
 _TIED = "tie_word_embeddings"
+_PRESHARDED = (
+    "load_presharded_moe"  # whether experts are in parts of ranks (sglang's models/grok.py)
+)
 # Of a class, or of a multi-modal config's root, not of the text model.
 _OF_CLASS = frozenset(
     {
@@ -71,38 +75,38 @@ _MOST = 20
 Settings = dict[str, Any]  # by dotted path
 
 
-@dataclass(frozen=True)
-class ConfigKept:
+@validator("config.json has every setting of the source, changed only as its passes say", "source")
+def config_kept(folder: Folder) -> Iterator[Finding]:
     """The folder's config.json against the source's."""
-
-    name: str = "config_kept"
-    proves: str = "config.json has every setting of the source unchanged"
-    needs: frozenset[Need] = frozenset({"source"})
-
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        here, source = folder.checkpoint, folder.source
-        assert source is not None
-        identity = (here.manifest or {}).get("identity", {})
-        if folder.receipt is not None and identity.get("source") != source.header_digest:
-            raise NotChecked("QC031: the folder was not made from the given source")
-        kind, theirs = here.config.get("model_type"), source.config.get("model_type")
-        families = {here.family.name, source.family.name}
-        if kind == theirs:
-            ours, wanted = settings(here.config), settings(source.config)
-        elif (len(families) == 1 and "generic" not in families) or families == _SAME_MODEL:
-            ours, wanted = _of_text(here), _of_text(source)
-        elif kind is not None and kind == text_model_type(source.config):
-            ours, wanted = _of_text_alone(here, source)
-        else:
-            message = f"model_type is {kind!r}, the source's is {theirs!r}: another model"
-            yield Finding("QC083", "error", CONFIG, message)
-            return
-        found = [*_tied(here, source), *_differences(here, source, ours, wanted)]
-        yield from found[:_MOST]
-        if len(found) > _MOST:
-            message = f"{len(found) - _MOST} more settings differ from the source's"
-            yield Finding("QC083", "error", CONFIG, message)
-        yield from _fp8(here, source)
+    here, source = folder.checkpoint, folder.source
+    assert source is not None
+    identity = (here.manifest or {}).get("identity", {})
+    if folder.receipt is not None and identity.get("source") != source.header_digest:
+        raise NotChecked("QC031: the folder was not made from the given source")
+    kind, theirs = here.config.get("model_type"), source.config.get("model_type")
+    families = {here.family.name, source.family.name}
+    if kind == theirs:
+        ours, wanted = settings(here.config), settings(source.config)
+    elif families == _SAME_MODEL or (
+        len(families) == 1 and "generic" not in families and theirs in here.family.model_types
+    ):
+        ours, wanted = _of_text(here), _of_text(source)
+    elif kind is not None and kind == text_model_type(source.config):
+        ours, wanted = _of_text_alone(here, source)
+    else:
+        message = f"model_type is {kind!r}, the source's is {theirs!r}: another model"
+        yield Finding("QC083", "error", CONFIG, message)
+        return
+    if (less := pruned(here, source)) is not None:
+        wanted = {k: less.setting(k.rpartition(".")[2], v) for k, v in wanted.items()}
+    if parts_in(source.sources) and not parts_in(here.sources):
+        wanted = {**wanted, _PRESHARDED: False}  # else sglang's class ends the load
+    found = [*_tied(here, source), *_differences(here, source, ours, wanted)]
+    yield from found[:_MOST]
+    if len(found) > _MOST:
+        message = f"{len(found) - _MOST} more settings differ from the source's"
+        yield Finding("QC083", "error", CONFIG, message)
+    yield from _fp8(here, source)
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
@@ -273,6 +277,3 @@ def _fp8_types(checkpoint: Checkpoint) -> set[tuple[str, ...]]:
         for name, tensor in checkpoint.items()
         if tensor.type.dtype in FP8 and not is_scale(name)
     }
-
-
-VALIDATOR = ConfigKept()

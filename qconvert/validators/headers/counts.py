@@ -10,21 +10,13 @@ Missing tensors of the model itself are QC013's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError
-from qconvert.core.family import (
-    Config,
-    Role,
-    RoleIndex,
-    first_int,
-    text_config,
-    vision_config,
-)
+from qconvert.core.family import Config, Role, RoleIndex, first_int, text_config, vision_config
 from qconvert.core.names import KV_SCALES
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need
+from qconvert.validation.runner import Folder, validator
 from qconvert.validators.reading.model import (
     EXPERTS,
     draft_alone,
@@ -40,26 +32,19 @@ _K, _V = (f".{part}_proj{end}" for part, end in zip("kv", KV_SCALES, strict=True
 _VISION = ("visual.", "vision_tower.", "mm_projector.", "vision_model.")
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Tensors against the config's numbers."""
-
-    name: str = "counts"
-    proves: str = "layers, their parts, draft layers and vision tower match the config's counts"
-    needs: frozenset[Need] = frozenset({"model"})
-
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        checkpoint = folder.checkpoint
-        vision = vision_config(checkpoint.config)
-        yield from _uncounted(checkpoint)
-        yield from _vision(checkpoint, vision)
-        try:
-            stage = stage_of(checkpoint)
-        except PlanError:
-            return  # QC054: the layers of this stage are unknown
-        if stage is None or stage.last:
-            yield from _drafts(checkpoint)
-        known_family(checkpoint)
+@validator("layers, their parts, draft layers and vision tower match the config's counts", "model")
+def counts(folder: Folder) -> Iterator[Finding]:
+    checkpoint = folder.checkpoint
+    vision = vision_config(checkpoint.config)
+    yield from _uncounted(checkpoint)
+    yield from _vision(checkpoint, vision)
+    try:
+        stage = stage_of(checkpoint)
+    except PlanError:
+        return  # QC054: the layers of this stage are unknown
+    if stage is None or stage.last:
+        yield from _drafts(checkpoint)
+    known_family(checkpoint)
 
 
 def _uncounted(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -68,6 +53,8 @@ def _uncounted(checkpoint: Checkpoint) -> Iterator[Finding]:
     if role_index.family.name == "generic":
         return  # configs count experts by many keys, some without those that have no weights
     for name, place in role_index.places.items():
+        if place.role.vision:
+            continue  # a tower counts its experts itself (Dots 3)
         if place.expert is not None and place.expert >= experts:
             message = f"belongs to expert {place.expert}, but the config counts {experts}"
             yield Finding("QC019", "error", name, message)
@@ -90,11 +77,9 @@ def _is_vision(name: str) -> bool:
 
 def _vision(checkpoint: Checkpoint, config: Config) -> Iterator[Finding]:
     role_index = checkpoint.role_index
-    if not any(role.name.startswith("vision.") for role in role_index.family.roles):
+    if not any(role.vision for role in role_index.family.roles):
         return  # a family without a tower, or an undescribed one
-    tower = next(
-        (n for n, p in role_index.places.items() if p.role.name.startswith("vision.")), None
-    )
+    tower = next((n for n, p in role_index.places.items() if p.role.vision), None)
     tower = tower or next((name for name in role_index.unknown if _is_vision(name)), None)
     if tower is not None and not config:
         message = "belongs to a vision tower, but config.json has no vision_config"
@@ -128,7 +113,8 @@ def _drafts(checkpoint: Checkpoint) -> Iterator[Finding]:
         stated = first_int(text, "num_nextn_predict_layers", "mtp_num_hidden_layers")
         if stated:
             message = (
-                f"counts {stated} draft (MTP) layers, but none is present and no rule dropped them"
+                f"counts {stated} draft (MTP) layers, but none is present and no rule dropped them; "
+                "`qconvert mtp graft` puts back those of the original model"
             )
             yield Finding("QC023", "warning", "config.json", message)
         return
@@ -150,6 +136,3 @@ def _needed(role: Role, role_index: RoleIndex) -> bool:
     return own in role_index.present or not any(
         body.name == own for body in role_index.family.roles
     )
-
-
-VALIDATOR = Counts()

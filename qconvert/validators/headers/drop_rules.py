@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+from qconvert.checkpoint.adapter import Adapted
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
+from qconvert.core.names import split_parameter
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Skipped
-from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validation.runner import Folder, NotChecked, validator
+from qconvert.validators.reading.adapters import bare, plain_own
+from qconvert.validators.reading.pruned import EXPERTS_RULE, ROWS_RULE, Pruned, pruned
 from qconvert.validators.reading.quantization_tensors import ACTIVATIONS
 
 Takes = Callable[[str], bool]
@@ -40,6 +43,9 @@ _NAMES: Mapping[str, re.Pattern[str]] = {
     "dequant: activation scales and shapes beside quantized weights": re.compile(
         rf".*({_NOTED}|{_SCALES_OF_INPUTS})$"
     ),
+    "merge: shapes and activation scales beside weights that are numbers now": re.compile(
+        rf".*({_NOTED}|{_SCALES_OF_INPUTS})$"
+    ),
     "fuse: equal to the per-tensor scale kept for all parts": re.compile(
         rf".*(\.weight_scale(_inv|_2)?|\.weight_global_scale|{_SCALES_OF_INPUTS})$"
     ),
@@ -52,43 +58,40 @@ _TOWERS = (
     "as_class: qwen3_next has no vision tower",
     "text_only: of a tower, or of what joins one to the text model",
 )
+_NO_RANK = "elsewhere: of a draft, or a table of positions, which vLLM's class reads in no rank"
+_OTHER_RANKS = "elsewhere: routed experts that other ranks hold"
 _NOT_EXPERTS = "elsewhere: no routed expert; the runtime reads it from its GPU side"
+_REPLACED = "merge: replaced by the adapter's own tensor"
 _SHARED = ("elsewhere", "derived")  # beginnings that are no pass's name
 _ALSO_OF = {"fuse": "unfuse"}  # a pass that gives its reasons in another's name
 _RENAMING = ("as_class", "text_only", "fuse", "unfuse", "stack", "unstack", "prepare")
 _MOST = 20
 
 
-@dataclass(frozen=True)
-class DropRules:
-    """Names alone."""
-
-    name: str = "drop_rules"
-    proves: str = "each rule that left tensors out is about them"
-    needs: frozenset[Need] = frozenset()
-
-    def __call__(self, folder: Folder) -> Iterator[Finding | Skipped]:
-        manifest = folder.checkpoint.manifest
-        if manifest is None:
-            raise NotChecked(f"the folder has no {MANIFEST}")
-        unheld: list[str] = []
-        for rule, names in manifest["dropped"].items():
-            takes = _takes(rule, manifest, folder.source)
-            if takes is None:
-                unheld.append(rule)
-                continue
-            wrong = [name for name in names if isinstance(name, str) and not takes(name)]
-            for name in wrong[:_MOST]:
-                more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
-                message = f"was dropped by a rule that is not about it: {rule!r}{more}"
-                yield Finding("QC099", "error", name, message)
-        if unheld:
-            why = "give --against SRC" if folder.source is None else "another package's, or renamed"
-            yield Skipped(f"what {count(len(unheld), 'rule')} left out ({unheld[0]!r}: {why})")
+@validator("each rule that left tensors out is about them")
+def drop_rules(folder: Folder) -> Iterator[Finding | Skipped]:
+    manifest = folder.checkpoint.manifest
+    if manifest is None:
+        raise NotChecked(f"the folder has no {MANIFEST}")
+    unheld: list[str] = []
+    for rule, names in manifest["dropped"].items():
+        takes = _takes(rule, manifest, folder)
+        if takes is None:
+            unheld.append(rule)
+            continue
+        wrong = [name for name in names if isinstance(name, str) and not takes(name)]
+        for name in wrong[:_MOST]:
+            more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            message = f"was dropped by a rule that is not about it: {rule!r}{more}"
+            yield Finding("QC099", "error", name, message)
+    if unheld:
+        why = "give --against SRC" if folder.source is None else "another package's, or renamed"
+        yield Skipped(f"what {count(len(unheld), 'rule')} left out ({unheld[0]!r}: {why})")
 
 
-def _takes(rule: str, manifest: Mapping[str, Any], source: Checkpoint | None) -> Takes | None:
+def _takes(rule: str, manifest: Mapping[str, Any], folder: Folder) -> Takes | None:
     """Tell whether a rule may take a name; None where that cannot be told."""
+    source = folder.source
     passes = [step for step in manifest["passes"] if isinstance(step, Mapping)]
     begins = rule.partition(":")[0]
     of_passes = {str(step.get("name")) for step in passes}
@@ -96,8 +99,13 @@ def _takes(rule: str, manifest: Mapping[str, Any], source: Checkpoint | None) ->
         return _none
     if rule in _NAMES:
         return partial(_fits, _NAMES[rule])
-    if rule in (*_DRAFT, _NOT_DRAFT, *_TOWERS, _NOT_EXPERTS):
+    if rule in (*_DRAFT, _NOT_DRAFT, *_TOWERS, _NOT_EXPERTS, _NO_RANK, _OTHER_RANKS):
         return None if source is None else partial(_is_part, rule, source)
+    if rule == _REPLACED:
+        return None if not isinstance(source, Adapted) else partial(_is_replaced, source)
+    if rule in (EXPERTS_RULE, ROWS_RULE):
+        less = None if source is None else pruned(folder.checkpoint, source)
+        return None if less is None else partial(_is_left_out, rule, less)
     return _by_pattern(rule, passes) if begins == "drop" else None
 
 
@@ -113,12 +121,30 @@ def _is_part(rule: str, source: Checkpoint, name: str) -> bool:
     index = source.role_index
     if rule in _DRAFT or rule == _NOT_DRAFT:
         return index.family.is_mtp(name, index.dims) == (rule in _DRAFT)
+    if rule == _NO_RANK:
+        return index.family.is_mtp(name, index.dims) or name.endswith("rotary_emb.inv_freq")
+    if rule == _OTHER_RANKS:
+        return index.kind(name).routed
     if rule == _NOT_EXPERTS:
         return not index.kind(name).routed
     place = index.places.get(name)
     if place is None:
         return "visual" in name or "vision" in name
-    return place.role.name.startswith("vision.")
+    return place.role.vision
+
+
+def _is_replaced(source: Adapted, name: str) -> bool:
+    """Tell whether an adapter holds a tensor in place of this one."""
+    module = split_parameter(bare(name))[0]
+    held = (plain_own(own) for each in source.adapters for own in each.tensors)
+    return any(split_parameter(own)[0] == module for own in held)
+
+
+def _is_left_out(rule: str, less: Pruned, name: str) -> bool:
+    """Tell whether a tensor is of an expert that goes, or has a part for each expert."""
+    if name not in less.source:
+        return False
+    return less.name(name) is None if rule == EXPERTS_RULE else less.rows(name) is not None
 
 
 def _by_pattern(rule: str, passes: list[Mapping[str, Any]]) -> Takes | None:
@@ -133,6 +159,3 @@ def _by_pattern(rule: str, passes: list[Mapping[str, Any]]) -> Takes | None:
                 return None  # patterns are of the names at that step
             patterns.append(str(asked["match"]))
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-VALIDATOR = DropRules()

@@ -11,7 +11,6 @@ A folder that is stored in a way that is judged nowhere has no finding otherwise
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from qconvert.core.graph import Source
 from qconvert.core.names import is_scale, scale_candidates
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need
+from qconvert.validation.runner import Folder, validator
 from qconvert.validators.formats.fp8 import fp8_blocks
 from qconvert.validators.formats.qweight import states_qweight
 from qconvert.validators.reading.decode import FP8
@@ -52,43 +51,34 @@ _PACKED_TYPES = (
 _OPEN = ("mixed-precision", "dense")
 
 
-@dataclass(frozen=True)
-class Encodings:
-    """Names and types; no numbers."""
-
-    name: str = "encodings"
-    proves: str = "every quantized module is stored in the format that the config states for it"
-    needs: frozenset[Need] = frozenset({"model"})
-
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        checkpoint = folder.checkpoint
-        unjudged = list(_unjudged(checkpoint))
-        yield from unjudged
-        if unjudged:
-            return
-        coded, config = coded_weights(checkpoint), taken_block(checkpoint.quantization_configs)
-        unread: dict[str, list[str]] = {}
-        other: dict[str, list[tuple[str, str]]] = {}
-        for name, source in checkpoint.items():
-            if source.type.dtype in _FLOATS and not name.endswith(_ALWAYS):
-                continue
-            if not _is_code(checkpoint, name, source):
-                continue
-            if name not in coded:
-                unread.setdefault(source.type.dtype, []).append(name)
-            elif config is not None:
-                said = _misstated(checkpoint, config, name, coded[name].name)
-                if said is not None:
-                    other.setdefault(said, []).append((name, coded[name].name))
-        for dtype, names in unread.items():
-            message = (
-                f"{count(len(names), 'tensor')} of {dtype} that no format here has: not judged"
-            )
-            yield Finding("QC097", "error", names[0], message)
-        for said, found in other.items():
-            name, stored = found[0]
-            more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
-            yield Finding("QC096", "error", name, f"is stored as {stored}, but {said}{more}")
+@validator("every quantized module is stored in the format that the config states for it", "model")
+def encodings(folder: Folder) -> Iterator[Finding]:
+    checkpoint = folder.checkpoint
+    unjudged = list(_unjudged(checkpoint))
+    yield from unjudged
+    if unjudged:
+        return
+    coded, config = coded_weights(checkpoint), taken_block(checkpoint.quantization_configs)
+    unread: dict[str, list[str]] = {}
+    other: dict[str, list[tuple[str, str]]] = {}
+    for name, source in checkpoint.items():
+        if source.type.dtype in _FLOATS and not name.endswith(_ALWAYS):
+            continue
+        if not _is_code(checkpoint, name, source):
+            continue
+        if name not in coded:
+            unread.setdefault(source.type.dtype, []).append(name)
+        elif config is not None:
+            said = _misstated(checkpoint, config, name, coded[name].name)
+            if said is not None:
+                other.setdefault(said, []).append((name, coded[name].name))
+    for dtype, names in unread.items():
+        message = f"{count(len(names), 'tensor')} of {dtype} that no format here has: not judged"
+        yield Finding("QC097", "error", names[0], message)
+    for said, found in other.items():
+        name, stored = found[0]
+        more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
+        yield Finding("QC096", "error", name, f"is stored as {stored}, but {said}{more}")
 
 
 def _unjudged(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -259,6 +249,3 @@ def _by_form(form: str) -> Kinds | None:
 def _by_numbers(weights: Mapping[str, Any]) -> Kinds:
     """Formats that a group's type and bits are stored as; nothing for those that are not read here."""
     return _named(spec for spec in specs() if spec.states(weights))
-
-
-VALIDATOR = Encodings()

@@ -4,7 +4,7 @@ loader, or by its own loader (`--loader`)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError
@@ -14,76 +14,60 @@ from qconvert.runtimes.advisories import advisories
 from qconvert.runtimes.loader.ask import FILES
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.setting import NotSimulated
-from qconvert.runtimes.serving import (
-    Answer,
-    NotKnown,
-    Offered,
-    asked,
-    class_of,
-    drafted,
-)
+from qconvert.runtimes.serving import Answer, NotKnown, Offered, asked, class_of, drafted
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Severity, Skipped
-from qconvert.validation.runner import Folder, Need, NotChecked, Yield
+from qconvert.validation.runner import Folder, NotChecked, Yield, validator
 from qconvert.validators.reading.matrices import gdn_groups_here
 from qconvert.validators.reading.model import stage_of
 
 _MOST = 3  # places named of one kind
 
 
-@dataclass(frozen=True)
-class ForRuntime:
-    """Reads headers and config alone."""
-
-    name: str = "for_runtime"
-    proves: str = "the runtime loads the folder whole"
-    needs: frozenset[Need] = frozenset({"runtime", "model"})
-
-    def __call__(self, folder: Folder) -> Iterator[Yield]:
-        serving = folder.request.serving
-        assert serving is not None
-        checkpoint = folder.checkpoint
-        for row in advisories(serving.consumer, checkpoint.config):
-            if row.setting:
-                yield Skipped(f"that {row.setting} is not set: {row.what} ({row.source})")
-                continue
-            text = f"{serving}: {row.what} ({row.source})"
-            yield Finding("QC134", "warning", "config.json", text)
-        tensors = {name: source.type for name, source in checkpoint.items()}
-        try:
-            stage = stage_of(checkpoint)
-            place = None if stage is None else (stage.number, stage.partition)
-            alone = DRAFT in (checkpoint.manifest or {})
-            files = {} if serving.loader is None else read_files(checkpoint)
-            groups = gdn_groups_here(checkpoint)
-            offered = Offered(checkpoint.config, tensors, groups, place, alone, files)
-        except PlanError as reason:
-            raise NotChecked(str(NotKnown(class_of(checkpoint.config), str(reason)))) from None
-        answer = asked(serving.consumer, offered, serving.setting, loader=serving.loader)
-        if isinstance(answer, NotKnown):
-            raise NotChecked(str(answer))
-        draft = None
-        try:
-            if not alone:
-                name = serving.consumer.name
-                draft = drafted(offered, answer, runtime=name, loader=serving.loader)
-        except NotSimulated as reason:
-            yield OnlyRead(f"the draft is not simulated: {reason}")
-        who = serving.who
-        how = (
-            "simulated from headers"
-            if serving.loader is None
-            else f"headers given to {serving.loader}"
-        )
-        yield OnlyRead(f"{who} at {answer.setting}: {how}, no kernel was run")
-        yield from findings(answer)
-        if answer.whole:
-            size = format_size(answer.nbytes)
-            yield Proved(f"{who} loads the folder whole: {size} of weights on the fullest rank")
-        if draft is not None:
-            yield from _of_draft(draft)
-            if draft.whole:
-                size = format_size(draft.nbytes)
-                yield Proved(f"{who} loads the folder's draft model: {size} of weights more")
+@validator("the runtime loads the folder whole", "model", "runtime")
+def for_runtime(folder: Folder) -> Iterator[Yield]:
+    serving = folder.request.serving
+    assert serving is not None
+    checkpoint = folder.checkpoint
+    for row in advisories(serving.consumer, checkpoint.config):
+        if row.setting:
+            yield Skipped(f"that {row.setting} is not set: {row.what} ({row.source})")
+            continue
+        text = f"{serving}: {row.what} ({row.source})"
+        yield Finding("QC134", "warning", "config.json", text)
+    tensors = {name: source.type for name, source in checkpoint.items()}
+    try:
+        stage = stage_of(checkpoint)
+        place = None if stage is None else (stage.number, stage.partition)
+        alone = DRAFT in (checkpoint.manifest or {})
+        files = {} if serving.loader is None else read_files(checkpoint)
+        groups = gdn_groups_here(checkpoint)
+        offered = Offered(checkpoint.config, tensors, groups, place, alone, files)
+    except PlanError as reason:
+        raise NotChecked(str(NotKnown(class_of(checkpoint.config), str(reason)))) from None
+    answer = asked(serving.consumer, offered, serving.setting, loader=serving.loader)
+    if isinstance(answer, NotKnown):
+        raise NotChecked(str(answer))
+    draft = None
+    try:
+        if not alone:
+            name = serving.consumer.name
+            draft = drafted(offered, answer, runtime=name, loader=serving.loader)
+    except NotSimulated as reason:
+        yield OnlyRead(f"the draft is not simulated: {reason}")
+    who = serving.who
+    how = (
+        "simulated from headers" if serving.loader is None else f"headers given to {serving.loader}"
+    )
+    yield OnlyRead(f"{who} at {answer.setting}: {how}, no kernel was run")
+    yield from findings(answer)
+    if answer.whole:
+        size = format_size(answer.nbytes)
+        yield Proved(f"{who} loads the folder whole: {size} of weights on the fullest rank")
+    if draft is not None:
+        yield from _of_draft(draft)
+        if draft.whole:
+            size = format_size(draft.nbytes)
+            yield Proved(f"{who} loads the folder's draft model: {size} of weights more")
 
 
 def findings(answer: Answer) -> Iterator[Finding]:
@@ -140,6 +124,3 @@ def read_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Small files that a runtime's own loader reads beside config.json."""
     found = {name: checkpoint.read(name) for name in FILES}
     return {name: data for name, data in found.items() if data is not None}
-
-
-VALIDATOR = ForRuntime()

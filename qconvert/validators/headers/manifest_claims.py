@@ -4,55 +4,139 @@ QC051 it says that linear attention is fused (or split) in an order that the ten
 QC053 it contradicts tensors or config.
 QC054 what it says about a pipeline stage does not match the folder.
 QC055 a tensor that it lists as dropped is present.
-QC092, QC093, QC094: see conversions.
+QC092 it states a tensor-parallel size at which no rank gets whole groups.
+QC093 weights were calibrated on synthetic tokens.
+QC094 its calibration entry is invalid, or contradicts what it states about the weights.
 
 QC052, in projections, checks whether the model's class takes the stated form and order.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.errors import PlanError
 from qconvert.core.names import is_scale
+from qconvert.core.roles import Cut
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need, NotChecked
-from qconvert.validators.headers.conversions import quantizing_claims
+from qconvert.validation.runner import Folder, NotChecked, validator
 from qconvert.validators.reading.decode import FP8
-from qconvert.validators.reading.model import (
-    LINEAR_ATTENTION,
-    Stage,
-    forms_in,
-    holds,
-    stage_of,
-)
+from qconvert.validators.reading.matrices import matrices
+from qconvert.validators.reading.model import LINEAR_ATTENTION, Stage, forms_in, holds, stage_of
+from qconvert.validators.reading.pruned import EXPERTS_RULE, ROWS_RULE
 
-FACT = "gdn_groups"
-_ELSEWHERE = "elsewhere:"  # prefix of rules that leave a tensor to another folder
+CALIBRATION = "calibration"  # of the manifest
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_COUNTS = ("samples", "length", "block_size", "min_tokens")
+_CHANNEL_STEP = 64  # of a row under one scale, what a rank has fits kernels in multiples of this
 
 
-@dataclass(frozen=True)
-class ManifestClaims:
+def quantizing_claims(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[Finding]:
     """Each claim on its own."""
+    yield from _calibration(manifest)
+    if "amx" not in manifest:
+        yield from _parallel(checkpoint, manifest)
 
-    name: str = "manifest_claims"
-    proves: str = "qconvert.json agrees with tensors and config"
-    needs: frozenset[Need] = frozenset()
 
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        checkpoint = folder.checkpoint
-        manifest = checkpoint.manifest
-        if manifest is None:
-            raise NotChecked(f"the folder has no {MANIFEST}")
-        yield from _stage(checkpoint)
-        yield from _dropped(checkpoint, manifest)
-        yield from _other_claims(checkpoint, manifest)
-        yield from quantizing_claims(checkpoint, manifest)
-        if "amx" not in manifest:
-            yield from _fused_order(checkpoint, manifest)
+def _calibration(manifest: Mapping[str, Any]) -> Iterator[Finding]:
+    block = manifest.get("amx")
+    rounding = block.get("rounding") if isinstance(block, dict) else None
+    if CALIBRATION not in manifest:
+        if rounding == "gptq":
+            message = (
+                f"says that AMX codes were calibrated, but has no `{CALIBRATION}`, which states "
+                "the data"
+            )
+            yield Finding("QC094", "error", MANIFEST, message)
+        return
+    found = manifest[CALIBRATION]
+    wrong = _fault(found)
+    if wrong:
+        yield Finding("QC094", "error", MANIFEST, f"`{CALIBRATION}`: {wrong}")
+        return
+    if rounding is not None and rounding != "gptq":
+        message = f"`{CALIBRATION}` exists, but `amx` says that codes were rounded ({rounding})"
+        yield Finding("QC094", "error", MANIFEST, message)
+    if found["synthetic"]:
+        message = (
+            f"calibrated on synthetic tokens ({found['samples']} samples of {found['length']})"
+        )
+        yield Finding("QC093", "warning", MANIFEST, message)
+
+
+def _fault(found: Any) -> str:
+    if not isinstance(found, dict):
+        return f"expected an object, found {found!r}"
+    data = found.get("data")
+    if not isinstance(data, str) or not _DIGEST.fullmatch(data):
+        return f"expected `data` to be a digest of 32 hex digits, found {data!r}"
+    if type(found.get("synthetic")) is not bool:
+        return f"expected `synthetic` to be true or false, found {found.get('synthetic')!r}"
+    for key in _COUNTS:
+        if type(found.get(key)) is not int or found[key] < 1:
+            return f"expected `{key}` to be 1 or more, found {found.get(key)!r}"
+    for key, known in (("experts", ("routed", "all")), ("undersampled", ("all", "rtn"))):
+        if found.get(key) not in known:
+            return f"expected `{key}` to be {' or '.join(known)}, found {found.get(key)!r}"
+    return ""
+
+
+def _parallel(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[Finding]:
+    """For each kind of packed matrix the first that cannot be divided."""
+    sizes = [
+        tp
+        for step in manifest["passes"]
+        if step["name"] == "w4a16" and type(tp := step["options"].get("tp")) is int
+    ]
+    if not sizes or sizes[-1] < 1:
+        return
+    tp, seen = sizes[-1], set()
+    for matrix in matrices(checkpoint).values():
+        form = matrix.form
+        if form.codes is None or form.grid is None or matrix.role in seen:
+            continue
+        cut = checkpoint.role_index.kind(matrix.tensor).cut
+        if cut is Cut.WHOLE:
+            continue
+        packed_rows = form.transposed or not form.codes.symmetric
+        size, step = form.rows, form.codes.word if packed_rows else 1
+        what = "rows"
+        if cut is Cut.COLUMNS:
+            whole = form.grid.block[1] == form.columns
+            size, step, what = (
+                form.columns,
+                _CHANNEL_STEP if whole else form.grid.block[1],
+                "columns",
+            )
+        if tp > 1 and size % (tp * step):
+            seen.add(matrix.role)
+            message = (
+                f"{MANIFEST} states tensor parallel {tp}: expected {what} in {tp} equal parts "
+                f"of whole {step}s, found {size}"
+            )
+            yield Finding("QC092", "error", matrix.tensor, message)
+
+
+_GROUPS = "gdn_groups"
+# Prefixes of rules that leave a tensor to another folder, or to an adapter's.
+_ELSEWHERE = ("elsewhere:", "merge: replaced")
+
+
+@validator("qconvert.json agrees with tensors and config")
+def manifest_claims(folder: Folder) -> Iterator[Finding]:
+    checkpoint = folder.checkpoint
+    manifest = checkpoint.manifest
+    if manifest is None:
+        raise NotChecked(f"the folder has no {MANIFEST}")
+    yield from _stage(checkpoint)
+    yield from _dropped(checkpoint, manifest)
+    yield from _other_claims(checkpoint, manifest)
+    yield from quantizing_claims(checkpoint, manifest)
+    if "amx" not in manifest:
+        yield from _fused_order(checkpoint, manifest)
 
 
 # --- Linear attention ----------------------------------------------------------------------------
@@ -65,11 +149,11 @@ def _fused_order(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[F
         if where.forms is LINEAR_ATTENTION:
             fused = fused or next(iter(present.fused.values()), None)
             split = split or next(iter(present.split.values()), None)
-    groups = manifest.get(FACT)
+    groups = manifest.get(_GROUPS)
     if groups is None or gdn is None:
         return
     if type(groups) is not int or groups < 0 or (groups and (gdn[0] % groups or gdn[1] % groups)):
-        message = f"{FACT} is {groups!r}, which does not divide {gdn[0]} key heads"
+        message = f"{_GROUPS} is {groups!r}, which does not divide {gdn[0]} key heads"
         yield Finding("QC051", "error", MANIFEST, message)
         return
     if groups and split is not None and fused is None:
@@ -111,7 +195,7 @@ def _of_other_stages(checkpoint: Checkpoint, stage: Stage) -> Iterator[Finding]:
     for name, place in role_index.places.items():
         role = place.role
         draft = role.name.startswith("mtp.")
-        if role.name.startswith("vision.") or (place.layer is None and not draft):
+        if role.vision or (place.layer is None and not draft):
             continue
         if not holds(stage, place.layer, draft=draft):
             span = f"{stage.layers.start} to {stage.layers.stop - 1}"
@@ -124,8 +208,8 @@ def _of_other_stages(checkpoint: Checkpoint, stage: Stage) -> Iterator[Finding]:
 
 def _dropped(checkpoint: Checkpoint, manifest: dict[str, Any]) -> Iterator[Finding]:
     for rule, names in manifest["dropped"].items():
-        if rule.startswith(_ELSEWHERE):
-            continue  # a tensor of the same name was made again
+        if rule.startswith(_ELSEWHERE) or rule in (EXPERTS_RULE, ROWS_RULE):
+            continue  # a tensor of the same name was made again, or holds what is left
         for name in names:
             if isinstance(name, str) and name in checkpoint:
                 message = f"is present, but {MANIFEST} says it was dropped ({rule})"
@@ -198,6 +282,3 @@ def _pair(checkpoint: Checkpoint, manifest: dict[str, Any], pair: Any) -> Iterat
     ):
         message = "says this is the gpu side, but no expert is packed"
         yield Finding("QC053", "error", MANIFEST, message)
-
-
-VALIDATOR = ManifestClaims()

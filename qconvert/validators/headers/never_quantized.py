@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need
+from qconvert.validation.runner import Folder, validator
 from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.model import readable_quantization
 from qconvert.validators.reading.quantization import named_targets, targets
@@ -46,30 +45,23 @@ _EMBEDDING = re.compile(
 _HEADS = ("lm_head", "embed_out")
 
 
-@dataclass(frozen=True)
-class NeverQuantized:
-    """Headers and names."""
-
-    name: str = "never_quantized"
-    proves: str = "embeddings, norms, routers, heads and convolutions are not quantized"
-    needs: frozenset[Need] = frozenset({"model"})
-
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        checkpoint = folder.checkpoint
-        readable_quantization(checkpoint)
-        holders = _holders_of_experts(checkpoint)
-        for name in checkpoint:
-            module = _quantized_module(checkpoint, name)
-            if module is None:
-                continue
-            kind = _kind(checkpoint, name, module, holders)
-            if kind is None or (kind is Kind.HEAD and _said(checkpoint, module)):
-                continue
-            found = checkpoint[name].type
-            message = (
-                f"{found} is quantized, and {module!r} is {_WHAT[kind]}: expected BF16, F16 or F32"
-            )
-            yield Finding("QC095", "error", name, message)
+@validator("embeddings, norms, routers, heads and convolutions are not quantized", "model")
+def never_quantized(folder: Folder) -> Iterator[Finding]:
+    checkpoint = folder.checkpoint
+    readable_quantization(checkpoint)
+    holders = _holders_of_experts(checkpoint)
+    for name in checkpoint:
+        module = _quantized_module(checkpoint, name)
+        if module is None:
+            continue
+        kind = _kind(checkpoint, name, module, holders)
+        if kind is None or (kind is Kind.HEAD and _said(checkpoint, module)):
+            continue
+        found = checkpoint[name].type
+        message = (
+            f"{found} is quantized, and {module!r} is {_WHAT[kind]}: expected BF16, F16 or F32"
+        )
+        yield Finding("QC095", "error", name, message)
 
 
 def _quantized_module(checkpoint: Checkpoint, name: str) -> str | None:
@@ -132,6 +124,3 @@ def _said(checkpoint: Checkpoint, module: str) -> bool:
         if layer_table(config) is not None and (of_table := targets(config)) is not None:
             return of_table.names(module)
     return False
-
-
-VALIDATOR = NeverQuantized()

@@ -12,7 +12,6 @@ loads silently. The actual order of the rows is found from the source, by conten
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.errors import PlanError
@@ -20,9 +19,9 @@ from qconvert.core.family import Role
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
 from qconvert.core.shown import count
-from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need
-from qconvert.validators.reading.matrices import GROUPS_FACT, gdn_groups
+from qconvert.validation.findings import Finding, OnlyRead
+from qconvert.validation.runner import Folder, NotChecked, Yield, validator
+from qconvert.validators.reading.matrices import FUSED, GROUPS_FACT, gdn_groups
 from qconvert.validators.reading.model import (
     EXPERTS,
     LINEAR_ATTENTION,
@@ -40,24 +39,36 @@ from qconvert.validators.reading.model import (
 from qconvert.validators.reading.prepared import prepared_tensors
 
 
-@dataclass(frozen=True)
-class Projections:
-    """One form, complete, in all layers."""
-
-    name: str = "projections"
-    proves: str = (
-        "projections are fused or split, not mixed, complete, and in the form that the class takes"
+@validator("the order of fused linear-attention rows is stated, or they are split", "gdn")
+def gdn_stated(folder: Folder) -> Iterator[Yield]:
+    checkpoint = folder.checkpoint
+    if not any(f".{name}." in tensor for tensor in checkpoint for name in FUSED):
+        return
+    groups = gdn_groups(checkpoint)
+    if groups is None:
+        raise NotChecked(f"no valid {GROUPS_FACT} in {MANIFEST}, and the family has no convention")
+    if folder.source is not None and folder.request.level != "headers":
+        return
+    said = (checkpoint.manifest or {}).get(GROUPS_FACT)
+    who = f"says {MANIFEST}" if said else f"by the convention of {checkpoint.family.name}"
+    count = f"{groups} group" + ("s" if groups > 1 else "")
+    yield OnlyRead(
+        f"linear attention is fused in {count}, {who} (--against SRC --level sample proves it)"
     )
-    needs: frozenset[Need] = frozenset({"model"})
 
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        checkpoint = folder.checkpoint
-        found = forms_in(checkpoint)
-        yield from _side_by_side(found)
-        yield from _layers_disagree(checkpoint, found)
-        yield from _half_sets(checkpoint)
-        yield from _form_of_class(folder, found)
-        known_family(checkpoint)
+
+@validator(
+    "projections are fused or split, not mixed, complete, and in the form that the class takes",
+    "model",
+)
+def projections(folder: Folder) -> Iterator[Finding]:
+    checkpoint = folder.checkpoint
+    found = forms_in(checkpoint)
+    yield from _side_by_side(found)
+    yield from _layers_disagree(checkpoint, found)
+    yield from _half_sets(checkpoint)
+    yield from _form_of_class(folder, found)
+    known_family(checkpoint)
 
 
 def _own(forms: TwoForms, side: Side) -> frozenset[str]:
@@ -198,6 +209,3 @@ def _order_of_class(fused: str, groups: int, heads: int, family: str) -> Iterato
     )
     # Other orders are for files of single ranks, which are made on purpose.
     yield Finding("QC052", "error" if groups in names else "warning", fused, message)
-
-
-VALIDATOR = Projections()

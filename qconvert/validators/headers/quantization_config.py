@@ -15,14 +15,13 @@ by others, so its sets need the names of all parts and of the fused whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint, QuantConfig
 from qconvert.core.roles import Kind
 from qconvert.core.versions import SGLANG
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validation.runner import Folder, NotChecked, validator
 from qconvert.validators.headers.stated_numbers import missing_numbers
 from qconvert.validators.reading.forms import coded_weights
 from qconvert.validators.reading.model import readable_quantization
@@ -64,58 +63,51 @@ _WITH_HEADS = ("ForCausalLM", "ForConditionalGeneration")
 _LANGUAGE = "language_model."
 
 
-@dataclass(frozen=True)
-class QuantizationConfig:
-    """Lists, targets and blocks against tensors."""
-
-    name: str = "quantization_config"
-    proves: str = "quantization blocks agree with one another and with what is quantized"
-    needs: frozenset[Need] = frozenset({"model"})
-
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        checkpoint = folder.checkpoint
-        configs = checkpoint.quantization_configs
-        quantized = _quantized(checkpoint)
-        if quantized and (where := nested_alone(checkpoint.config)) is not None:
-            message = "is the only block, and sglang and transformers read the root's alone"
-            yield Finding("QC037", "error", where, message)
-        readable_quantization(checkpoint)
-        if not quantized:
-            return  # QC012: a block without quantized tensors
-        yield from missing_numbers(checkpoint)
-        contradictions = list(_contradictions(checkpoint))
-        yield from contradictions
-        for config in configs:
-            yield from _two_lists(config)
-        taken = taken_block(configs)
-        if taken is not None and taken.method == "mxfp4":
-            return  # gpt-oss's stacks of experts alone, whatever is listed
-        if any(found.severity == "error" for found in contradictions):
-            return  # unknown which block is meant
-        if configs and (taken is None or taken.method not in _LISTED):
-            where, method = configs[0].where, configs[0].method
-            raise NotChecked(f"{where}: lists of quant_method {method!r} are not supported")
-        if taken is None:
-            return  # QC012
-        listed = ignored(taken)
-        yield from _broken(taken, listed)
-        yield from _left_out(taken, listed, quantized)
-        if checkpoint.role_index.family.name == "generic":
-            return  # unknown which of its modules are linear layers
-        yield from _never_quantized(checkpoint, quantized)
-        named = None if _all_linear(taken) else targets(taken)
-        # vLLM (kimi_k25.py) quantizes no tower by a block of the language model's config, which
-        # may name modules as that model alone has them (Kimi-K2.5's `lm_head`).
-        towers = "text_config" not in taken.where
-        plain = [m for m in _plain_linears(checkpoint, towers=towers) if m not in quantized]
-        plain += [m for m in _linears_of_classes(checkpoint, taken) if m not in quantized]
-        if not towers:
-            plain = [m for m in plain if not listed.names(m.partition(_LANGUAGE)[2])]
-        yield from _uncovered(checkpoint, listed, named, plain)
-        if taken.method == "compressed-tensors":
-            yield from _draft_names(checkpoint, listed, named, plain)
-            if not _all_linear(taken):
-                yield from _fused_names(checkpoint, listed, plain)
+@validator("quantization blocks agree with one another and with what is quantized", "model")
+def quantization_config(folder: Folder) -> Iterator[Finding]:
+    checkpoint = folder.checkpoint
+    configs = checkpoint.quantization_configs
+    quantized = _quantized(checkpoint)
+    if quantized and (where := nested_alone(checkpoint.config)) is not None:
+        message = "is the only block, and sglang and transformers read the root's alone"
+        yield Finding("QC037", "error", where, message)
+    readable_quantization(checkpoint)
+    if not quantized:
+        return  # QC012: a block without quantized tensors
+    yield from missing_numbers(checkpoint)
+    contradictions = list(_contradictions(checkpoint))
+    yield from contradictions
+    for config in configs:
+        yield from _two_lists(config)
+    taken = taken_block(configs)
+    if taken is not None and taken.method == "mxfp4":
+        return  # gpt-oss's stacks of experts alone, whatever is listed
+    if any(found.severity == "error" for found in contradictions):
+        return  # unknown which block is meant
+    if configs and (taken is None or taken.method not in _LISTED):
+        where, method = configs[0].where, configs[0].method
+        raise NotChecked(f"{where}: lists of quant_method {method!r} are not supported")
+    if taken is None:
+        return  # QC012
+    listed = ignored(taken)
+    yield from _broken(taken, listed)
+    yield from _left_out(taken, listed, quantized)
+    if checkpoint.role_index.family.name == "generic":
+        return  # unknown which of its modules are linear layers
+    yield from _never_quantized(checkpoint, quantized)
+    named = None if _all_linear(taken) else targets(taken)
+    # vLLM (kimi_k25.py) quantizes no tower by a block of the language model's config, which
+    # may name modules as that model alone has them (Kimi-K2.5's `lm_head`).
+    towers = "text_config" not in taken.where
+    plain = [m for m in _plain_linears(checkpoint, towers=towers) if m not in quantized]
+    plain += [m for m in _linears_of_classes(checkpoint, taken) if m not in quantized]
+    if not towers:
+        plain = [m for m in plain if not listed.names(m.partition(_LANGUAGE)[2])]
+    yield from _uncovered(checkpoint, listed, named, plain)
+    if taken.method == "compressed-tensors":
+        yield from _draft_names(checkpoint, listed, named, plain)
+        if not _all_linear(taken):
+            yield from _fused_names(checkpoint, listed, plain)
 
 
 def nested_alone(config: Mapping[str, Any]) -> str | None:
@@ -315,6 +307,3 @@ def _two_lists(config: QuantConfig) -> Iterator[Finding]:
     if len({frozenset(map(str, names)) for names in lists.values()}) > 1:
         message = " and ".join(f"{key} ({len(names)} names)" for key, names in lists.items())
         yield Finding("QC039", "error", config.where, f"{message} differ; runtimes read one")
-
-
-VALIDATOR = QuantizationConfig()

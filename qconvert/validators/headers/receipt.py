@@ -11,58 +11,49 @@ QC049 receipt or manifest does not match its seal.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
-from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, Checkpoint
+from qconvert.checkpoint.checkpoint import MANIFEST, RECEIPT, SIGNATURE, Checkpoint
 from qconvert.checkpoint.receipt import Seal, manifest_seal
 from qconvert.validation.findings import Finding, Skipped
-from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validation.runner import Folder, NotChecked, validator
 
-# Changed after a conversion: the model card by people and `upload`, the other by the Hub.
-EDITED = frozenset({"README.md", ".gitattributes"})
+# Changed after a conversion: the model card by people and `upload`, one by the Hub, one by `sign`.
+EDITED = frozenset({"README.md", ".gitattributes", SIGNATURE})
 
 
-@dataclass(frozen=True)
-class ReceiptHolds:
+@validator("the receipt describes these tensors and files", "receipt")
+def receipt(folder: Folder) -> Iterator[Finding]:
     """Receipt against headers and file sizes."""
-
-    name: str = "receipt"
-    proves: str = "the receipt describes these tensors and files"
-    needs: frozenset[Need] = frozenset({"receipt"})
-
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        checkpoint = folder.checkpoint
-        lines = folder.receipt or ()
-        tensors = {line["name"]: line for line in lines if "name" in line}
-        for name in sorted(set(checkpoint) ^ set(tensors)):
-            where = "the receipt" if name in checkpoint else "the folder"
-            yield Finding("QC020", "error", name, f"is not in {where}")
-        for name in sorted(set(checkpoint) & set(tensors)):
-            source, line = checkpoint[name], tensors[name]
-            real = (
-                source.type.dtype,
-                list(source.type.shape),
-                checkpoint.shards[source.shard].path.name,
-                source.offset,
-            )
-            said = (line["dtype"], line["shape"], line["file"], line["offset"])
-            if real != said:
-                yield Finding("QC021", "error", name, f"receipt says {said}, header says {real}")
-        yield from _strays(checkpoint, {line["file"] for line in lines if "name" not in line})
-        for line in lines:
-            if "name" in line or line["file"] in EDITED:
-                continue
-            there = checkpoint.there(line["file"])
-            if there is None:
-                yield Finding(
-                    "QC020", "error", line["file"], f"is in {RECEIPT}, but not in the folder"
-                )
-            elif there.st_size != line["nbytes"]:
-                yield Finding(
-                    "QC021", "error", line["file"],
-                    f"has {there.st_size} bytes, but the receipt says {line['nbytes']}",
-                )  # fmt: skip
+    checkpoint = folder.checkpoint
+    lines = folder.receipt or ()
+    tensors = {line["name"]: line for line in lines if "name" in line}
+    for name in sorted(set(checkpoint) ^ set(tensors)):
+        where = "the receipt" if name in checkpoint else "the folder"
+        yield Finding("QC020", "error", name, f"is not in {where}")
+    for name in sorted(set(checkpoint) & set(tensors)):
+        source, line = checkpoint[name], tensors[name]
+        real = (
+            source.type.dtype,
+            list(source.type.shape),
+            checkpoint.shards[source.shard].path.name,
+            source.offset,
+        )
+        said = (line["dtype"], line["shape"], line["file"], line["offset"])
+        if real != said:
+            yield Finding("QC021", "error", name, f"receipt says {said}, header says {real}")
+    yield from _strays(checkpoint, {line["file"] for line in lines if "name" not in line})
+    for line in lines:
+        if "name" in line or line["file"] in EDITED:
+            continue
+        there = checkpoint.there(line["file"])
+        if there is None:
+            yield Finding("QC020", "error", line["file"], f"is in {RECEIPT}, but not in the folder")
+        elif there.st_size != line["nbytes"]:
+            yield Finding(
+                "QC021", "error", line["file"],
+                f"has {there.st_size} bytes, but the receipt says {line['nbytes']}",
+            )  # fmt: skip
 
 
 def _strays(checkpoint: Checkpoint, known: set[str]) -> Iterator[Finding]:
@@ -76,34 +67,23 @@ def _strays(checkpoint: Checkpoint, known: set[str]) -> Iterator[Finding]:
         yield Finding("QC020", severity, file, f"is not in {RECEIPT}")
 
 
-@dataclass(frozen=True)
-class Seals:
+@validator("receipt and manifest match their seals", "files")
+def seals(folder: Folder) -> Iterator[Finding | Skipped]:
     """Each seal against the bytes before it; if only one of the two has a seal, the other was
     truncated."""
-
-    name: str = "seals"
-    proves: str = "receipt and manifest match their seals"
-    needs: frozenset[Need] = frozenset({"files"})
-
-    def __call__(self, folder: Folder) -> Iterator[Finding | Skipped]:
-        receipt = folder.receipt_text
-        found: dict[str, Seal] = {}
-        if receipt is not None:
-            found[RECEIPT] = receipt.seal
-        manifest = folder.checkpoint.manifest_bytes
-        if manifest is not None:
-            found[MANIFEST] = manifest_seal(manifest)
-        if not found:
-            raise NotChecked(f"the folder has no {MANIFEST}")
-        if set(found.values()) == {"none"}:
-            raise NotChecked("made by a version that wrote no seals")
-        for name, seal in found.items():
-            if seal == "broken":
-                yield Finding("QC049", "error", name, "its bytes do not match its seal")
-            elif seal == "none":
-                yield Finding(
-                    "QC049", "error", name, "has no seal, but the other of the two has one"
-                )
-
-
-VALIDATORS = ReceiptHolds(), Seals()
+    receipt = folder.receipt_text
+    found: dict[str, Seal] = {}
+    if receipt is not None:
+        found[RECEIPT] = receipt.seal
+    manifest = folder.checkpoint.manifest_bytes
+    if manifest is not None:
+        found[MANIFEST] = manifest_seal(manifest)
+    if not found:
+        raise NotChecked(f"the folder has no {MANIFEST}")
+    if set(found.values()) == {"none"}:
+        raise NotChecked("made by a version that wrote no seals")
+    for name, seal in found.items():
+        if seal == "broken":
+            yield Finding("QC049", "error", name, "its bytes do not match its seal")
+        elif seal == "none":
+            yield Finding("QC049", "error", name, "has no seal, but the other of the two has one")

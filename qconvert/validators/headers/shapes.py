@@ -13,14 +13,13 @@ models/qwen3_next/ and models/qwen3_5/.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.family import first_int, text_config
 from qconvert.core.names import is_scale, split_parameter
 from qconvert.core.roles import Kind
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need
+from qconvert.validation.runner import Folder, validator
 from qconvert.validators.formats.packed import ints_of
 from qconvert.validators.formats.qweight import qweight_ints
 from qconvert.validators.reading.decode import FP8
@@ -45,25 +44,19 @@ _CODES = ("U8", "I8", "I32", "F4")
 _INTO_DRAFTS = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
 
 
-@dataclass(frozen=True)
-class Shapes:
+@validator("shapes follow the config's sizes; types and shapes follow their formats", "model")
+def shapes(folder: Folder) -> Iterator[Finding]:
     """Headers against config and formats."""
-
-    name: str = "shapes"
-    proves: str = "shapes follow the config's sizes; types and shapes follow their formats"
-    needs: frozenset[Need] = frozenset({"model"})
-
-    def __call__(self, folder: Folder) -> Iterator[Finding]:
-        checkpoint = folder.checkpoint
-        yield from _sizes(checkpoint)
-        yield from _roles(checkpoint)
-        yield from _of_table(checkpoint)
-        for name, spec in coded_weights(checkpoint).items():
-            yield from spec.faults(checkpoint, name)
-        yield from _lost(checkpoint)
-        yield from _experts(checkpoint)
-        known_family(checkpoint)
-        readable_quantization(checkpoint)
+    checkpoint = folder.checkpoint
+    yield from _sizes(checkpoint)
+    yield from _roles(checkpoint)
+    yield from _of_table(checkpoint)
+    for name, spec in coded_weights(checkpoint).items():
+        yield from spec.faults(checkpoint, name)
+    yield from _lost(checkpoint)
+    yield from _experts(checkpoint)
+    known_family(checkpoint)
+    readable_quantization(checkpoint)
 
 
 # --- Expected by the config ----------------------------------------------------------------------
@@ -182,6 +175,3 @@ def _experts(checkpoint: Checkpoint) -> Iterator[Finding]:
         message = f"{which}: its experts are stored in {len(forms)} formats; {first} is in another"
         for name in others:
             yield Finding("QC091", "error", name, message)
-
-
-VALIDATOR = Shapes()

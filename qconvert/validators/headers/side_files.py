@@ -1,22 +1,28 @@
-"""Side files: everything needed to load and upload the folder, and nothing stale.
+"""Side files: everything needed to load and upload the folder, nothing stale, and what the source has.
 
 QC028 no tokenizer file.
 QC029 a vision tower, but no processor file.
+QC032 a side file of the source is missing.
 QC056 weights that the index does not name: pickles, shards, another index.
 QC057 no shard's metadata says `format: pt`.
 QC058 config.json names code that is missing.
 QC059 README.md's front matter is broken.
+QC085 a side file differs from the source's.
 QC098 a file is read instead of the weights that the index names, or on top of them.
 
-The first ones are not checked in a folder with a receipt: QC020 and QC032 compare it with what was
-written and what its source has. generation_config.json is optional in every runtime, so only QC032
-checks it; a README.md without front matter, or none, is allowed.
+The first ones are not checked in a folder with a receipt: QC020 and QC032 (conservation) compare it with
+what was written and what its source has. Every runtime can do without generation_config.json, so only
+the source says that it is missing (QC032); a README.md without front matter, or none, is
+allowed. Without a receipt QC032 is a warning, because another tool may have left it out on purpose.
+
+Files are compared byte by byte, and JSON by content, because tools rewrite it. Those that conversions
+make themselves are left out.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from reprlib import Repr
 from typing import Any
 
@@ -24,10 +30,89 @@ from qconvert.checkpoint.checkpoint import INDEX, RECEIPT, Checkpoint
 from qconvert.checkpoint.safetensors import read_header
 from qconvert.core.errors import CheckpointError
 from qconvert.core.family import vision_config
-from qconvert.core.json_text import parse_object
+from qconvert.core.json_text import parse_json, parse_object
 from qconvert.core.yaml_lines import load
 from qconvert.validation.findings import Finding, OnlyRead, Proved, Severity
-from qconvert.validation.runner import Folder, Need
+from qconvert.validation.runner import Folder, validator
+
+_MADE = frozenset({"README.md", "hf_quant_config.json"})
+_STARTS = (
+    "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece",
+    "tekken", "chat_template", "preprocessor_config", "processor_config", "video_preprocessor_config",
+)  # fmt: skip
+_ENDS = (".tiktoken", "tiktoken.model", ".jinja", ".py")
+_OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_GENERATION = "generation_config.json"
+_CHUNK = 1 << 20
+_MOST_JSON = 128 << 20  # tokenizer.json has up to 33 MB
+_A_FEW = 8
+
+
+@validator("side files in both folders are equal", "files", "source")
+def files_kept(folder: Folder) -> Iterator[Finding]:
+    """Reads what both folders have, and names what only the source has."""
+    here, source = folder.checkpoint, folder.source
+    assert source is not None
+    ours = set(here.side_files)
+    wanted = [file for file in source.side_files if file not in _MADE]
+    for file in wanted:
+        message = _difference(here, source, file) if file in ours else ""
+        if message:
+            severity: Severity = "error" if is_loaded(file) else "warning"
+            yield Finding("QC085", severity, file, message)
+    if folder.receipt is None:
+        yield from _not_kept(here, source, [file for file in wanted if file not in ours])
+
+
+def is_loaded(file: str) -> bool:
+    """Tell whether runtimes read a file to make token ids, images or layers."""
+    name = file.rpartition("/")[2]
+    return name.startswith(_STARTS) or name.endswith(_ENDS)
+
+
+def _not_kept(here: Checkpoint, source: Checkpoint, gone: list[str]) -> Iterator[Finding]:
+    rules = (here.manifest or {}).get("dropped_files", {})
+    no_tower = "vision_config" in source.config and "vision_config" not in here.config
+    gone = [f for f in gone if f not in rules and not (no_tower and f in _OF_IMAGES)]
+    loaded = [file for file in gone if is_loaded(file) or file == _GENERATION]
+    for file in loaded:
+        yield Finding("QC032", "warning", file, "a side file of the source is missing")
+    others = [file for file in gone if file not in loaded]
+    if others:
+        more = f" and {len(others) - _A_FEW} more" if len(others) > _A_FEW else ""
+        message = f"side files of the source are missing: {', '.join(others[:_A_FEW])}{more}"
+        yield Finding("QC032", "warning", others[0], message)
+
+
+def _difference(here: Checkpoint, source: Checkpoint, name: str) -> str:
+    """Difference of two files, "" if they are equal."""
+    try:
+        same = _same_bytes(here, source, name) or (
+            name.endswith(".json") and _same_json(here, source, name)
+        )
+    except CheckpointError as error:  # a dangling link, above all
+        return f"cannot be compared with the source's: {error}"
+    return "" if same else "differs from the source's file of this name"
+
+
+def _same_bytes(here: Checkpoint, source: Checkpoint, name: str) -> bool:
+    with here.open_file(name) as ours, source.open_file(name) as theirs:
+        if os.fstat(ours.fileno()).st_size != os.fstat(theirs.fileno()).st_size:
+            return False
+        while chunk := ours.read(_CHUNK):
+            if chunk != theirs.read(_CHUNK):
+                return False
+    return True
+
+
+def _same_json(here: Checkpoint, source: Checkpoint, name: str) -> bool:
+    """Tell whether both have the same content. Broken JSON is compared as bytes."""
+    ours, theirs = (of.read(name, _MOST_JSON) or b"" for of in (here, source))
+    try:
+        return bool(parse_json(ours, name) == parse_json(theirs, name))
+    except CheckpointError:
+        return False
+
 
 README = "README.md"
 _SINGLE, _PICKLE, _PARAMS = "model.safetensors", "pytorch_model.bin", "params.json"
@@ -47,34 +132,26 @@ _BRIEF.maxstring = _BRIEF.maxother = 120
 _BRIEF.maxlevel = 2
 
 
-@dataclass(frozen=True)
-class SideFiles:
+@validator("tokenizer, processor and code are present, and no stale weights", "files")
+def side_files(folder: Folder) -> Iterator[Finding | OnlyRead | Proved]:
     """Names of files, config.json's auto_map, and README.md's first lines."""
-
-    name: str = "side_files"
-    proves: str = "tokenizer, processor and code are present, and no stale weights"
-    needs: frozenset[Need] = frozenset({"files"})
-
-    def __call__(self, folder: Folder) -> Iterator[Finding | OnlyRead | Proved]:
-        checkpoint = folder.checkpoint
-        if checkpoint.there(RECEIPT) is None:
-            yield from _missing(checkpoint)
-            first = list(_read_first(checkpoint))
-            yield from first
-            yield from (
-                f for f in _stale(checkpoint) if f.where not in {one.where for one in first}
-            )
-        else:
-            yield from _read_first(checkpoint)
-            if any(_missing(checkpoint)):
-                # The source may not have had them: the receipt lists everything that it had.
-                yield OnlyRead(f"no tokenizer, processor or code was left behind, says {RECEIPT}")
-                yield Proved("shard metadata and README front matter are valid")
-        if checkpoint.metadata.get("format") is None:
-            name = checkpoint.shards[0].path.name
-            message = "its metadata, and any other shard's, lacks format: pt"
-            yield Finding("QC057", "warning", name, message)
-        yield from _readme(checkpoint)
+    checkpoint = folder.checkpoint
+    if checkpoint.there(RECEIPT) is None:
+        yield from _missing(checkpoint)
+        first = list(_read_first(checkpoint))
+        yield from first
+        yield from (f for f in _stale(checkpoint) if f.where not in {one.where for one in first})
+    else:
+        yield from _read_first(checkpoint)
+        if any(_missing(checkpoint)):
+            # The source may not have had them: the receipt lists everything that it had.
+            yield OnlyRead(f"no tokenizer, processor or code was left behind, says {RECEIPT}")
+            yield Proved("shard metadata and README front matter are valid")
+    if checkpoint.metadata.get("format") is None:
+        name = checkpoint.shards[0].path.name
+        message = "its metadata, and any other shard's, lacks format: pt"
+        yield Finding("QC057", "warning", name, message)
+    yield from _readme(checkpoint)
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -82,7 +159,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
     if not any(name in _TOKENIZERS or name.endswith(_TIKTOKEN) for name in files):
         message = f"no tokenizer file ({', '.join(_TOKENIZERS[:3])}, ...)"
         yield Finding("QC028", "warning", _TOKENIZERS[0], message)
-    tower = any(p.role.name.startswith("vision.") for p in checkpoint.role_index.places.values())
+    tower = any(p.role.vision for p in checkpoint.role_index.places.values())
     if vision_config(checkpoint.config) and tower and files.isdisjoint(_PROCESSORS):
         message = f"missing, but there is a vision tower (or {_PROCESSORS[1]})"
         yield Finding("QC029", "warning", _PROCESSORS[0], message)
@@ -241,6 +318,3 @@ def _front_matter(found: dict[Any, Any], *, quantized: bool) -> Iterator[str]:
         yield "base_model_relation without base_model: the Hub links it to no model"
     if relation == "quantized" and not quantized:
         yield "base_model_relation is quantized, but config.json states no quantization"
-
-
-VALIDATOR = SideFiles()

@@ -90,14 +90,12 @@ def _set_findings(
     except CheckpointError as error:
         yield Finding("QC120", "error", str(parent), str(error))
         return
-    yield from _misplaced(folders, opened, whole)
+    yield from _misplaced(opened, whole)
     if against is not None:
         yield from _unused(opened, receipts, open_source(against, follow_links=follow_links))
 
 
-def _misplaced(
-    folders: Sequence[Path], opened: Sequence[Checkpoint], whole: Checkpoint
-) -> Iterator[Finding]:
+def _misplaced(opened: Sequence[Checkpoint], whole: Checkpoint) -> Iterator[Finding]:
     """The runtime is not recorded, so the one whose rules fit best is used for the rest."""
     facts = (opened[0].manifest or {})["stage"]
     held: dict[str, set[int]] = {}

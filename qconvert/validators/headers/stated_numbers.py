@@ -8,7 +8,7 @@ and vLLM ask GPTQ's own block for bits, group_size, desc_act and sym, AutoAWQ's 
 and zero_point, modelopt's NVFP4 for group_size. Each follows from shapes, where those leave one value
 open, or from what qconvert.json says was asked for; `repair` writes it.
 
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it; quantization_config uses it.
+Used by quantization_config.
 """
 
 from __future__ import annotations

@@ -13,23 +13,17 @@ QC048 a text-only class's tensors have the names of the multi-modal one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from qconvert.checkpoint.checkpoint import INDEX, Checkpoint
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Source
-from qconvert.core.names import (
-    is_scale,
-    scale_candidates,
-    split_parameter,
-    weight_candidates,
-)
+from qconvert.core.names import is_scale, scale_candidates, split_parameter, weight_candidates
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Skipped
-from qconvert.validation.runner import Folder, Need, NotChecked
+from qconvert.validation.runner import Folder, NotChecked, validator
 from qconvert.validators.formats.fp8 import fp8_blocks
 from qconvert.validators.reading.decode import FP8
-from qconvert.validators.reading.forms import coded_weights
+from qconvert.validators.reading.forms import coded_weights, each_coded
 from qconvert.validators.reading.model import (
     draft_alone,
     forms_in,
@@ -39,10 +33,7 @@ from qconvert.validators.reading.model import (
     unread_quantization,
     where_of,
 )
-from qconvert.validators.reading.quantization import (
-    HF_QUANT_CONFIG,
-    judged,
-)
+from qconvert.validators.reading.quantization import HF_QUANT_CONFIG, judged
 from qconvert.validators.reading.quantization_tensors import coded, lost, weights_of
 
 # Dtypes or parameters only quantized checkpoints have.
@@ -62,30 +53,30 @@ _OTHER_FORMS: Mapping[str, tuple[str, ...]] = {
     "weight_g_idx": ("weight", "qweight", "weight_packed"),
     "qweight": ("weight", "weight_packed"),
     **dict.fromkeys(("qzeros", "scales", "g_idx"), ("weight", "weight_packed", "qweight")),
+    **dict.fromkeys(("weight_global_scale", "input_global_scale"), ("weight", "qweight")),
+}
+# Of `weight_packed` the dtypes of codes, and of scales, beside which a layer has no such parameter.
+_OTHER_CODES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "weight_shape": (("U8",), ()),
+    "weight_global_scale": (("I32",), ("U8", "F8_E8M0")),
+    "input_global_scale": (("I32",), ("U8", "F8_E8M0")),
 }
 # Qwen3.5's: text-only names lack a component of the multi-modal ones.
 _LANGUAGE, _TEXT_ONLY = "model.language_model.", ("qwen3_5_text", "qwen3_5_moe_text")
 
 
-@dataclass(frozen=True)
-class Structure:
-    """Header-level rules."""
-
-    name: str = "structure"
-    proves: str = "scales are paired, config and tensors agree, no required tensor is missing"
-    needs: frozenset[Need] = frozenset()
-
-    def __call__(self, folder: Folder) -> Iterator[Finding | Proved | Skipped]:
-        checkpoint = folder.checkpoint
-        yield from _total_size(checkpoint)
-        yield from _unpaired(checkpoint)
-        yield from _scale_names(checkpoint)
-        yield from _quantization(checkpoint)
-        yield from _missing(checkpoint)
-        yield from _tied(checkpoint)
-        yield from _tied_and_not(checkpoint)
-        yield from _prefixes(checkpoint)
-        yield from _proved(checkpoint)
+@validator("scales are paired, config and tensors agree, no required tensor is missing")
+def structure(folder: Folder) -> Iterator[Finding | Proved | Skipped]:
+    checkpoint = folder.checkpoint
+    yield from _total_size(checkpoint)
+    yield from _unpaired(checkpoint)
+    yield from _scale_names(checkpoint)
+    yield from _quantization(checkpoint)
+    yield from _missing(checkpoint)
+    yield from _tied(checkpoint)
+    yield from _tied_and_not(checkpoint)
+    yield from _prefixes(checkpoint)
+    yield from _proved(checkpoint)
 
 
 def _proved(checkpoint: Checkpoint) -> Iterator[Proved | Skipped]:
@@ -177,7 +168,7 @@ def _quantization(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _first_quantized(checkpoint: Checkpoint) -> str | None:
     """The first tensor of codes, else of what only quantized checkpoints have."""
-    first = next(iter(coded_weights(checkpoint)), None)
+    first, _ = next(each_coded(checkpoint), (None, None))
     odd = "F4" in checkpoint.dtypes or any(end.endswith(_PACKED) for end in checkpoint.ends)
     if first is not None or not odd:
         return first
@@ -228,7 +219,14 @@ def _is_otherwise_there(name: str, checkpoint: Checkpoint) -> bool:
     if any(weight in checkpoint for weight in weight_candidates(name)):
         return True
     module, parameter = split_parameter(name)
-    return any(f"{module}.{one}" in checkpoint for one in _OTHER_FORMS.get(parameter, ()))
+    if any(f"{module}.{one}" in checkpoint for one in _OTHER_FORMS.get(parameter, ())):
+        return True
+    codes, scales = (
+        None if (found := checkpoint.sources.get(f"{module}.{one}")) is None else found.type.dtype
+        for one in ("weight_packed", "weight_scale")
+    )
+    of_codes, of_scales = _OTHER_CODES.get(parameter, ((), ()))
+    return codes in of_codes or (codes is not None and scales in of_scales)
 
 
 def _tied(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -270,6 +268,3 @@ def _prefixes(checkpoint: Checkpoint) -> Iterator[Finding]:
             "transformers loads this name, but sglang drops it with a warning"
         )
         yield Finding("QC048", "warning", found[usual][0][1], message)
-
-
-VALIDATOR = Structure()

@@ -43,7 +43,6 @@ def warm() -> None:
 
 
 def fp8_value(code: int, dtype: str) -> float:
-    """The value of one FP8 code."""
     mantissa_bits, bias = _BIAS[dtype]
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = divmod(code & 0x7F, 1 << mantissa_bits)
@@ -61,7 +60,6 @@ def fp8_value(code: int, dtype: str) -> float:
 
 @cache
 def fp8_table(dtype: str) -> Floats:
-    """The value of each of 256 codes."""
     import numpy as np
 
     return np.array([fp8_value(code, dtype) for code in range(256)], np.float32)

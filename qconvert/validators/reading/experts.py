@@ -104,8 +104,8 @@ def _routed(checkpoint: Checkpoint, candidates: Iterable[Matrix]) -> Iterator[_F
         named = stands.routed or ".experts." in matrix.tensor
         if not named or _is_beside(checkpoint, matrix.tensor):
             continue
-        if stands is RoleKind.BUFFER:
-            continue  # a router's bias that lies among them
+        if stands is RoleKind.BUFFER or role.startswith("vision."):
+            continue  # a router's bias that lies among them; experts of a tower
         kind = _ROLES.get(role.removeprefix("mtp."))
         if kind is None or layer is None or expert is None or parameter != "weight":
             raise PlanError(f"{matrix.tensor!r}: {_why_not(matrix)}")

@@ -71,7 +71,6 @@ class GlobalScale:
             return float(np.float64(1) / value) if self.divisor else float(value)
 
     def value(self, reader: Reads) -> np.float32:
-        """The stored number."""
         import numpy as np
 
         data = np.empty(1, "<f4")
@@ -280,17 +279,20 @@ def encodings() -> Mapping[str, Encoding]:
 @lru_cache(maxsize=4)  # every rule asks, of a folder and of its source
 def coded_weights(checkpoint: Checkpoint) -> Mapping[str, Spec]:
     """Every tensor that holds codes of a format, and which."""
+    return dict(each_coded(checkpoint))
+
+
+def each_coded(checkpoint: Checkpoint) -> Iterator[tuple[str, Spec]]:
+    """Yield tensors that hold codes, each with its format, in the checkpoint's order."""
     by_dtype: dict[str, list[Spec]] = {}
     for spec in specs():
         for dtype in spec.dtypes if spec.applies(checkpoint) else ():
             by_dtype.setdefault(dtype, []).append(spec)
-    found: dict[str, Spec] = {}
     for name, source in () if checkpoint.dtypes.isdisjoint(by_dtype) else checkpoint.items():
         for spec in by_dtype.get(source.type.dtype, ()):
             if spec.stored(checkpoint, name):
-                found[name] = spec
+                yield name, spec
                 break
-    return found
 
 
 def form_of(checkpoint: Checkpoint, name: str) -> Form:

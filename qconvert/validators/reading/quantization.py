@@ -93,7 +93,6 @@ class Listed:
         return self._patterns[1]
 
     def pattern_names(self, module: str) -> bool:
-        """Tell whether a pattern matches."""
         pattern = self._patterns[0]
         return pattern is not None and pattern.match(module) is not None
 

@@ -1,4 +1,11 @@
-"""Every byte as it was written: the receipt has a hash of each tensor and file."""
+"""Every byte as it was written: the receipt has a hash of each tensor and file.
+
+The source, read again, must equal what was read when the output was made.
+
+A head that the config ties to the embeddings, but that is stored all the same.
+
+QC025 a tied head is also stored: the same bytes twice, or others.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +18,53 @@ import xxhash
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.receipt import digest
 from qconvert.checkpoint.safetensors import read_header
+from qconvert.core.graph import Source
 from qconvert.validation.findings import Finding, Skipped
-from qconvert.validation.runner import Folder, Need
+from qconvert.validation.runner import Folder, validator
 from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.headers.receipt import EDITED
 
 
-@dataclass(frozen=True)
-class Hashes:
-    """Reads everything once and compares xxh3-128."""
+@validator("the source's bytes are those the output was made from", "data", "receipt", "source")
+def sources(folder: Folder) -> Iterator[HashTask]:
+    source = folder.source
+    assert source is not None
+    ranges = {
+        (part["name"], part["start"], part["stop"]): (part["xxh3"], line["name"])
+        for line in folder.receipt or ()
+        for part in line.get("sources", ())
+    }
+    for (name, start, stop), (expected, made) in folder.some(list(ranges.items())):
+        # QC031 and QC030 report a tensor that is gone or smaller.
+        if name in source and stop <= source[name].type.nbytes:
+            yield HashTask(
+                tensor=source[name], side="source", spans=((start, stop),), grouped_with=made,
+                rule="QC033", expected=expected,
+            )  # fmt: skip
 
-    name: str = "hashes"
-    proves: str = "every byte has the hash it was written with"
-    needs: frozenset[Need] = frozenset({"receipt", "data"})
 
-    def __call__(self, folder: Folder) -> Iterator[Finding | Skipped | HashTask]:
-        checkpoint = folder.checkpoint
-        lines = folder.receipt or ()
-        tensors = [line for line in lines if line.get("name") in checkpoint]
-        for line in folder.some(tensors):
-            yield HashTask(tensor=checkpoint[line["name"]], rule="QC022", expected=line["xxh3"])
-        shards = {shard.path.name: shard for shard in checkpoint.shards}
-        for line in lines:
-            # A shard has a hash of its header, and one of each tensor; a missing file is QC020.
-            if "name" in line or line["file"] in EDITED:
-                continue
-            there = checkpoint.there(line["file"]) is not None
-            if "xxh3" in line and there and _digest(checkpoint, line["file"]) != line["xxh3"]:
-                yield _changed("QC022", line["file"])
-            shard = shards.get(line["file"])
-            if shard is None:
-                continue
-            if "header_xxh3" not in line:
-                yield Skipped(
-                    f"the header of {line['file']} (its receipt is older than such hashes)"
-                )
-            elif digest(read_header(shard.path, shard.real).raw) != line["header_xxh3"]:
-                yield _changed("QC022", line["file"])
+@validator("every byte has the hash it was written with", "data", "receipt")
+def hashes(folder: Folder) -> Iterator[Finding | Skipped | HashTask]:
+    checkpoint = folder.checkpoint
+    lines = folder.receipt or ()
+    tensors = [line for line in lines if line.get("name") in checkpoint]
+    for line in folder.some(tensors):
+        yield HashTask(tensor=checkpoint[line["name"]], rule="QC022", expected=line["xxh3"])
+    shards = {shard.path.name: shard for shard in checkpoint.shards}
+    for line in lines:
+        # A shard has a hash of its header, and one of each tensor; a missing file is QC020.
+        if "name" in line or line["file"] in EDITED:
+            continue
+        there = checkpoint.there(line["file"]) is not None
+        if "xxh3" in line and there and _digest(checkpoint, line["file"]) != line["xxh3"]:
+            yield _changed("QC022", line["file"])
+        shard = shards.get(line["file"])
+        if shard is None:
+            continue
+        if "header_xxh3" not in line:
+            yield Skipped(f"the header of {line['file']} (its receipt is older than such hashes)")
+        elif digest(read_header(shard.path, shard.real).raw) != line["header_xxh3"]:
+            yield _changed("QC022", line["file"])
 
 
 def _digest(checkpoint: Checkpoint, file: str) -> str:
@@ -87,4 +104,47 @@ class _Hashing:
             yield _changed(self._task.rule, self._task.where)
 
 
-VALIDATOR = Hashes()
+@dataclass(frozen=True, slots=True)
+class CompareTied:
+    """Compares two tensors of one type, byte by byte."""
+
+    head: Source
+    embeddings: Source
+    scratch: ClassVar[int] = 4 * CHUNK
+
+    @property
+    def where(self) -> str:
+        return self.head.name
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.head.type.nbytes
+
+    def run(self, folders: Folders) -> Iterator[Finding]:
+        tied = self.embeddings.name
+        ours, other = (memoryview(bytearray(CHUNK)) for _ in range(2))
+        size = self.head.type.nbytes
+        for at in range(0, size, CHUNK):
+            ours, other = ours[: size - at], other[: size - at]
+            folders.output.read(self.head, at, ours)
+            folders.output.read(self.embeddings, at, other)
+            if bytes(ours) != bytes(other):
+                message = f"tied to {tied!r} by the config, but other bytes are stored for it"
+                yield Finding("QC025", "error", self.head.name, message)
+                return
+        message = f"tied to {tied!r} by the config; the same bytes are stored twice"
+        yield Finding("QC025", "warning", self.head.name, message)
+
+
+@validator("a tied head is not stored in addition to the embeddings", "data", "model")
+def tied_head(folder: Folder) -> Iterator[CompareTied]:
+    checkpoint = folder.checkpoint
+    role_index = checkpoint.role_index
+    if not role_index.dims.tied or role_index.family.tied is None:
+        return
+    head, embeddings = (role_index.named(role) for role in role_index.family.tied)
+    if head is None or embeddings is None:
+        return
+    one, other = checkpoint[head], checkpoint[embeddings]
+    if one.type == other.type:  # else QC014
+        yield CompareTied(one, other)

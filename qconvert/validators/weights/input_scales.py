@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.checkpoint.checkpoint import MANIFEST, Checkpoint
 from qconvert.core.graph import Source
@@ -24,11 +24,12 @@ from qconvert.core.names import KV_SCALES
 from qconvert.core.roles import Kind
 from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Proved, Skipped
-from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validation.runner import Folder, Yield, validator
 from qconvert.validation.workers import Folders
 from qconvert.validators.formats.nvfp4 import MOST, is_part, parts_of
 from qconvert.validators.reading.decode import SCALES, scale_floats
 from qconvert.validators.reading.matrices import plain_name
+from qconvert.validators.reading.pruned import pruned
 from qconvert.validators.reading.quantization_tensors import (
     ACTIVATIONS,
     is_of_activations,
@@ -78,41 +79,37 @@ class Scale:
     is_part: bool
 
 
-@dataclass(frozen=True)
-class InputScales:
-    """Few bytes, but many tensors."""
-
-    name: str = "input_scales"
-    proves: str = (
-        "scales of activations and of the KV cache are those of the source or of qconvert.json"
-    )
-    needs: frozenset[Need] = frozenset({"model", "data"})
-
-    def __call__(self, folder: Folder) -> Iterator[Yield]:
-        found = [one for one in _scales(folder) if one.tensor.type.dtype in SCALES[:3]]
-        alone = [one for one in found if not one.expected]
-        cache = sum(one.tensor.name.endswith(_CACHE) for one in alone)
-        for number, what in ((len(alone) - cache, "activations"), (cache, "the KV cache")):
-            if number:
-                why = f"neither {MANIFEST} nor a source says what they are"
-                yield Skipped(f"{count(number, 'scale')} of {what} ({why})")
-        if alone and len(alone) < len(found):
-            yield Proved("scales of activations and of the KV cache that something states are so")
-        elif alone:
-            yield Proved("scales of activations and of the KV cache are numbers above 0")
-        for start in range(0, len(found), _BATCH):
-            yield ReadScales(tuple(found[start : start + _BATCH]))
-        for layer in _layers(folder.checkpoint, alone):
-            yield Peers(layer)
+@validator(
+    "scales of activations and of the KV cache are those of the source or of qconvert.json",
+    "data",
+    "model",
+)
+def input_scales(folder: Folder) -> Iterator[Yield]:
+    found = [one for one in _scales(folder) if one.tensor.type.dtype in SCALES[:3]]
+    alone = [one for one in found if not one.expected]
+    cache = sum(one.tensor.name.endswith(_CACHE) for one in alone)
+    for number, what in ((len(alone) - cache, "activations"), (cache, "the KV cache")):
+        if number:
+            why = f"neither {MANIFEST} nor a source says what they are"
+            yield Skipped(f"{count(number, 'scale')} of {what} ({why})")
+    if alone and len(alone) < len(found):
+        yield Proved("scales of activations and of the KV cache that something states are so")
+    elif alone:
+        yield Proved("scales of activations and of the KV cache are numbers above 0")
+    for start in range(0, len(found), _BATCH):
+        yield ReadScales(tuple(found[start : start + _BATCH]))
+    for layer in _layers(folder.checkpoint, alone):
+        yield Peers(layer)
 
 
 def _scales(folder: Folder) -> Iterator[Scale]:
     checkpoint, source = folder.checkpoint, folder.source
-    theirs = (
-        {}
-        if source is None
-        else {scale_key(name): name for name in source if is_such_a_scale(source, name)}
-    )
+    theirs: dict[str, str] = {}
+    less = None if source is None else pruned(checkpoint, source)
+    for name in source or ():
+        here = name if less is None else less.name(name)
+        if here is not None and source is not None and is_such_a_scale(source, name):
+            theirs[scale_key(here)] = name
     manifest = checkpoint.manifest or {}
     maxima = _maxima(manifest.get("input_maxima"))
     for name, tensor in checkpoint.items():
@@ -204,8 +201,6 @@ def _layers(checkpoint: Checkpoint, alone: Sequence[Scale]) -> Iterator[tuple[So
 
 @dataclass(frozen=True, slots=True)
 class ReadScales:
-    """Some scales, one after another."""
-
     scales: tuple[Scale, ...]
 
     @property
@@ -273,6 +268,7 @@ class Peers:
     """Input scales of one layer's experts, which share their inputs."""
 
     scales: tuple[Source, ...]
+    scratch: ClassVar[int] = 0
 
     @property
     def where(self) -> str:
@@ -281,10 +277,6 @@ class Peers:
     @property
     def nbytes(self) -> int:
         return sum(scale.type.nbytes for scale in self.scales)
-
-    @property
-    def scratch(self) -> int:
-        return 0
 
     def run(self, folders: Folders) -> Iterator[Finding]:
         values = [float(_read(folders, scale, source=False)[0]) for scale in self.scales]
@@ -306,6 +298,3 @@ def _read(folders: Folders, scale: Source, *, source: bool) -> Floats:
     assert side is not None
     side.read(scale, 0, data.data)
     return scale_floats(data, scale.type.dtype)
-
-
-VALIDATOR = InputScales()

@@ -1,5 +1,5 @@
 """Bounds of the distance of packed integers from the source's weights: if they are rounded to nearest,
-and if calibration found them. Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
+and if calibration found them.
 
 Rounding is compressed-tensors' (`calculate_qparams` and `_quantize`): scale = amax / half the
 range, or (max - min) / the range with 0 in it, rounded to the scale's dtype, a scale of 0 replaced by

@@ -1,7 +1,4 @@
-"""Sums over a matrix, one part at a time, that measure how far it is from the source's.
-
-Not a validator itself: it has no `VALIDATOR`, so discovery skips it.
-"""
+"""Sums over a matrix, one part at a time, that measure how far it is from the source's."""
 
 from __future__ import annotations
 
@@ -73,7 +70,6 @@ class Sums:
     def measure(
         self, tensor: str, role: str, layer: int | None, expert: int | None, form: str
     ) -> Measure:
-        """The resulting measure."""
         if self.difference == 0:
             rms = 0.0
         else:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validation.runner import Folder, Yield, validator
 from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.formats.nvfp4 import is_part
-from qconvert.validators.headers.conversions import FACT as CALIBRATION
+from qconvert.validators.headers.manifest_claims import CALIBRATION
 from qconvert.validators.reading.decode import FNUZ, FP8, scale_floats
 from qconvert.validators.reading.forms import Form, Grid
 from qconvert.validators.reading.matrices import Matrix, matrices
@@ -75,56 +75,50 @@ _ABSURD = 2.0**15
 _EXPONENTS = (64, 190)  # the range of scales that are exponents: 2^-63 to 2^63
 
 
-@dataclass(frozen=True)
-class Values:
+@validator("no tensor holds NaN, infinity or an impossible scale", "data", "model")
+def values(folder: Folder) -> Iterator[Yield]:
     """One task per tensor, and one more for the scales of a quantized matrix."""
-
-    name: str = "values"
-    proves: str = "no tensor holds NaN, infinity or an impossible scale"
-    needs: frozenset[Need] = frozenset({"model", "data"})
-
-    def __call__(self, folder: Folder) -> Iterator[Yield]:
-        checkpoint = folder.checkpoint
-        full = folder.request.level == "full"
-        kinds: dict[tuple[str, str], list[Numbers | ScalesOf]] = {}
-        stacks: dict[str, set[tuple[int, int]]] = {}
-        graded: set[str] = set()
-        blanks: dict[str, int] = {}
-        allowed = _allows_infinity(checkpoint)
-        for matrix in matrices(checkpoint).values():
-            grid = matrix.form.grid
-            # Rows of a transposed matrix are spread over all of it: of those only experts are told
-            # apart.
-            begin = 0 if matrix.form.transposed else matrix.runs[0][0]
-            stacks.setdefault(matrix.tensor, set()).add((matrix.form.at, begin))
-            codes = matrix.form.codes
-            if codes is not None and codes.symmetric and not codes.signed:
-                blanks[matrix.tensor] = _BLANK.get(codes.bits, 0)
-            if grid is not None:
-                graded.add(grid.scale.name)
-                graded |= (
-                    set() if grid.global_scale is None else {grid.global_scale.scale.name}
-                )  # QC100
-                signed = may_be_negative(checkpoint.manifest, matrix.form)
-                kinds.setdefault((matrix.key[0], "scale"), []).append(
-                    _scales_of(matrix, grid, signed=signed)
-                )
-        for name, source in checkpoint.items():
-            place = checkpoint.role_index.places.get(name)
-            kind = (place.role.name if place else "", source.type.dtype)
-            blank = blanks.get(name, 0)
-            judged = name in graded or is_part(checkpoint, name)
-            floats = source.type.dtype in _BITS and not judged
-            if (floats or blank) and source.type.numel:
-                parts = len(stacks[name]) if len(source.type.shape) == 3 and name in stacks else 1
-                spans = None if full else _stretches(source.type.nbytes)
-                task = Numbers(
-                    tensor=source, spans=spans, parts=parts, blank=blank,
-                    infinities=allowed and source.type.dtype == "BF16",
-                )  # fmt: skip
-                kinds.setdefault(kind, []).append(task)
-        for tasks in kinds.values():
-            yield from folder.some(tasks, _A_FEW)
+    checkpoint = folder.checkpoint
+    full = folder.request.level == "full"
+    kinds: dict[tuple[str, str], list[Numbers | ScalesOf]] = {}
+    stacks: dict[str, set[tuple[int, int]]] = {}
+    graded: set[str] = set()
+    blanks: dict[str, int] = {}
+    allowed = _allows_infinity(checkpoint)
+    for matrix in matrices(checkpoint).values():
+        grid = matrix.form.grid
+        # Rows of a transposed matrix are spread over all of it: of those only experts are told
+        # apart.
+        begin = 0 if matrix.form.transposed else matrix.runs[0][0]
+        stacks.setdefault(matrix.tensor, set()).add((matrix.form.at, begin))
+        codes = matrix.form.codes
+        if codes is not None and codes.symmetric and not codes.signed:
+            blanks[matrix.tensor] = _BLANK.get(codes.bits, 0)
+        if grid is not None:
+            graded.add(grid.scale.name)
+            graded |= (
+                set() if grid.global_scale is None else {grid.global_scale.scale.name}
+            )  # QC100
+            signed = may_be_negative(checkpoint.manifest, matrix.form)
+            kinds.setdefault((matrix.key[0], "scale"), []).append(
+                _scales_of(matrix, grid, signed=signed)
+            )
+    for name, source in checkpoint.items():
+        place = checkpoint.role_index.places.get(name)
+        kind = (place.role.name if place else "", source.type.dtype)
+        blank = blanks.get(name, 0)
+        judged = name in graded or is_part(checkpoint, name)
+        floats = source.type.dtype in _BITS and not judged
+        if (floats or blank) and source.type.numel:
+            parts = len(stacks[name]) if len(source.type.shape) == 3 and name in stacks else 1
+            spans = None if full else _stretches(source.type.nbytes)
+            task = Numbers(
+                tensor=source, spans=spans, parts=parts, blank=blank,
+                infinities=allowed and source.type.dtype == "BF16",
+            )  # fmt: skip
+            kinds.setdefault(kind, []).append(task)
+    for tasks in kinds.values():
+        yield from folder.some(tasks, _A_FEW)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +360,3 @@ def _large(values: Floats, number: int, dtype: str) -> str:
     if whole and dtype not in ("U8", "F8_E8M0"):
         return f"{text}; all are integers, like exponents (E8M0) that were stored as numbers"
     return text
-
-
-VALIDATOR = Values()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.findings import Finding
-from qconvert.validation.runner import Folder, Need, Yield
+from qconvert.validation.runner import Folder, Yield, validator
 from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.formats.qweight import qweight_ints
 from qconvert.validators.reading.decode import fields_of
@@ -29,21 +29,16 @@ _A_FEW = 8
 _SOME = 1 << 14  # words that are taken apart at a time
 
 
-@dataclass(frozen=True)
-class ZeroPoints:
-    """One task per tensor of zero points."""
-
-    name: str = "zero_points"
-    proves: str = (
-        "GPTQ's zero points of symmetric weights are the middle, as the stated version stores it, and "
-        "readers agree on those of asymmetric ones in the first version, where there are any"
-    )
-    needs: frozenset[Need] = frozenset({"model", "data"})
-
-    def __call__(self, folder: Folder) -> Iterator[Yield]:
-        checkpoint = folder.checkpoint
-        names = [name for name in checkpoint if name.endswith(".qzeros")]
-        yield from folder.some(list(_tasks(checkpoint, names)), _A_FEW)
+@validator(
+    "GPTQ's zero points of symmetric weights are the middle, as the stated version stores it, and "
+    "readers agree on those of asymmetric ones in the first version, where there are any",
+    "data",
+    "model",
+)
+def zero_points(folder: Folder) -> Iterator[Yield]:
+    checkpoint = folder.checkpoint
+    names = [name for name in checkpoint if name.endswith(".qzeros")]
+    yield from folder.some(list(_tasks(checkpoint, names)), _A_FEW)
 
 
 def _tasks(checkpoint: Checkpoint, names: list[str]) -> Iterator[Middles]:
@@ -132,6 +127,3 @@ class _Looking:
     def end(self, folders: Folders) -> Iterator[Finding]:
         if self._fault:
             yield Finding("QC087", "error", self._task.where, self._fault)
-
-
-VALIDATOR = ZeroPoints()
