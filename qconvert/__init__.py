@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qconvert import api
+    from qconvert.service.converting import quantize
+    from qconvert.service.weights import open_weights
 
-__all__ = ("__version__", "api")
+    open = open_weights
+
+# `open` is not among them, or `from qconvert import *` would take the place of Python's own.
+__all__ = ("__version__", "api", "quantize")
 
 __version__ = "0.1.0"
 
@@ -22,8 +27,12 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name == "api":
         return import_module("qconvert.api")
+    if name == "quantize":
+        return import_module("qconvert.api").quantize
+    if name == "open":
+        return import_module("qconvert.api").open_weights
     raise AttributeError(f"module 'qconvert' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted((*__all__, "open"))

@@ -40,11 +40,14 @@ if TYPE_CHECKING:
         RunError,
         UsageError,
     )
+    from qconvert.evaluate.ask import Asked
     from qconvert.evaluate.result import Evaluation
+    from qconvert.fit.fitting import Budget, Fit, Fitting
     from qconvert.formats.base import Format
     from qconvert.formats.registry import formats
     from qconvert.hub.compare import FileDifference, FilesCompared
-    from qconvert.hub.publish import (
+    from qconvert.hub.signing import Signed, Verified
+    from qconvert.hub.upload import (
         CheckedFolder,
         Uploaded,
         check_upload,
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from qconvert.plan.plan import Pass, Plan
     from qconvert.recipe.recipe import Recipe, load_recipe
     from qconvert.repair.repair import Repair
+    from qconvert.run.delta import WrittenDelta
     from qconvert.run.dry_run import DryRun
     from qconvert.run.engines.shard import Share
     from qconvert.run.folder.status import FolderStatus, ShardStatus
@@ -64,7 +68,17 @@ if TYPE_CHECKING:
     from qconvert.run.work.events import Events
     from qconvert.run.work.options import PlanOptions
     from qconvert.samples.request import Calibration
-    from qconvert.service.checking import advise, evaluate, repair, validate
+    from qconvert.service.checking import (
+        advise,
+        ask,
+        evaluate,
+        expert_statistics,
+        fitting,
+        repair,
+        sign,
+        validate,
+        verify,
+    )
     from qconvert.service.converting import (
         convert,
         converter,
@@ -72,10 +86,21 @@ if TYPE_CHECKING:
         plan_after,
         plan_graft,
         plan_pair,
+        plan_patched,
+        plan_ranks,
         plan_stages,
+        quantize,
         run,
+        write_delta,
     )
-    from qconvert.service.planned import Planned, PlannedFolder, PlannedStages, Result
+    from qconvert.service.planned import (
+        Planned,
+        PlannedFolder,
+        PlannedStages,
+        Result,
+        carry_out,
+        check_dry_run,
+    )
     from qconvert.service.reading import (
         clean,
         diff,
@@ -86,24 +111,26 @@ if TYPE_CHECKING:
         render,
         status,
     )
-    from qconvert.service.running import carry_out, check_dry_run
+    from qconvert.service.weights import OpenedWeights, StoredWeight, open_weights
     from qconvert.validation.diff import Difference
     from qconvert.validation.findings import Finding, Measure, Rule, Verdict
     from qconvert.validation.options import ValidateKeywords
     from qconvert.validation.runner import Report, rules, validate_kernels
 
 __all__ = (
-    "Advice", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError", "Converter",
-    "DataError", "Difference", "DryRun", "Evaluation", "Events", "FileDifference", "FilesCompared",
-    "Finding", "FolderStatus", "Format", "Machine", "Measure", "OutputError", "Pass", "Plan",
-    "PlanError", "PlanOptions", "Planned", "PlannedFolder", "PlannedStages", "Profile", "Profiling",
-    "QConvertError", "Recipe", "RecipeError", "Repair", "Report", "Result", "Rule", "RunError",
-    "ShardStatus", "Share", "Uploaded", "UsageError", "ValidateKeywords", "Verdict", "advise",
-    "carry_out", "check_dry_run", "check_upload", "clean", "convert", "converter", "destination",
-    "diff", "diff_files", "evaluate", "formats", "headers_of", "load_recipe", "open_checkpoint",
-    "passes", "plan", "plan_after", "plan_graft", "plan_pair", "plan_stages", "profiled", "reading_as",
-    "recipes", "refusal", "render", "repair", "rules", "run", "status", "upload", "validate",
-    "validate_kernels",
+    "Advice", "Asked", "Budget", "Calibration", "CheckedFolder", "Checkpoint", "CheckpointError",
+    "Converter", "DataError", "Difference", "DryRun", "Evaluation", "Events", "FileDifference",
+    "FilesCompared", "Finding", "Fit", "Fitting", "FolderStatus", "Format", "Machine", "Measure",
+    "OpenedWeights", "OutputError", "Pass", "Plan", "PlanError", "PlanOptions", "Planned",
+    "PlannedFolder", "PlannedStages", "Profile", "Profiling", "QConvertError", "Recipe",
+    "RecipeError", "Repair", "Report", "Result", "Rule", "RunError", "ShardStatus", "Share",
+    "Signed", "StoredWeight", "Uploaded", "UsageError", "ValidateKeywords", "Verdict", "Verified",
+    "WrittenDelta", "advise", "ask", "carry_out", "check_dry_run", "check_upload", "clean",
+    "convert", "converter", "destination", "diff", "diff_files", "evaluate", "expert_statistics",
+    "fitting", "formats", "headers_of", "load_recipe", "open_checkpoint", "open_weights", "passes",
+    "plan", "plan_after", "plan_graft", "plan_pair", "plan_patched", "plan_ranks", "plan_stages",
+    "profiled", "quantize", "reading_as", "recipes", "refusal", "render", "repair", "rules", "run",
+    "sign", "status", "upload", "validate", "validate_kernels", "verify", "write_delta",
 )  # fmt: skip
 
 # The module of each name, imported when the name is asked for: all of them are 390 modules, of which a
@@ -117,15 +144,19 @@ _PLACES = {
         "checkpoint.reading": "reading_as",
         "core.errors": "CheckpointError DataError OutputError PlanError QConvertError RecipeError "
         "RunError UsageError",
+        "evaluate.ask": "Asked",
         "evaluate.result": "Evaluation",
+        "fit.fitting": "Budget Fit Fitting",
         "formats.base": "Format",
         "formats.registry": "formats",
         "hub.compare": "FileDifference FilesCompared",
-        "hub.publish": "CheckedFolder Uploaded check_upload destination refusal upload",
+        "hub.signing": "Signed Verified",
+        "hub.upload": "CheckedFolder Uploaded check_upload destination refusal upload",
         "passes": "passes",
         "plan.plan": "Pass Plan",
         "recipe.recipe": "Recipe load_recipe",
         "repair.repair": "Repair",
+        "run.delta": "WrittenDelta",
         "run.dry_run": "DryRun",
         "run.work.events": "Events",
         "run.in_memory": "Converter",
@@ -134,11 +165,13 @@ _PLACES = {
         "run.engines.shard": "Share",
         "run.folder.status": "FolderStatus ShardStatus",
         "samples.request": "Calibration",
-        "service.checking": "advise evaluate repair validate",
-        "service.converting": "convert converter plan plan_after plan_graft plan_pair plan_stages run",
-        "service.planned": "Planned PlannedFolder PlannedStages Result",
+        "service.checking": "advise ask evaluate expert_statistics fitting repair sign validate "
+        "verify",
+        "service.converting": "convert converter plan plan_after plan_graft plan_pair plan_patched "
+        "plan_ranks plan_stages quantize run write_delta",
+        "service.planned": "Planned PlannedFolder PlannedStages Result carry_out check_dry_run",
         "service.reading": "clean diff diff_files headers_of open_checkpoint recipes render status",
-        "service.running": "carry_out check_dry_run",
+        "service.weights": "OpenedWeights StoredWeight open_weights",
         "validation.diff": "Difference",
         "validation.findings": "Finding Measure Rule Verdict",
         "validation.options": "ValidateKeywords",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -15,10 +16,11 @@ from qconvert.advise.options import (
     candidates,
     considered,
     cpu_candidates,
+    few_experts,
 )
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError, UsageError
-from qconvert.core.shown import count, format_size
+from qconvert.core.shown import count, exact_size, format_size
 from qconvert.formats.amx.format import RUNTIME_NAME
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.runtimes.consumers import Consumer
@@ -58,7 +60,7 @@ class Hybrid:
 
     def line(self, source: str, hotness: str | None) -> str:
         """The command that starts the server."""
-        cpu = "OUT" if self.command else source
+        cpu = out_of(source, self.command) if self.command else source
         line = launch_line(self.method, self.numa, cpu, source)
         line = line.replace("<experts>", str(self.gpu_experts))
         if hotness is not None:
@@ -67,9 +69,10 @@ class Hybrid:
             )
         return line
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, source: str) -> Iterator[str]:
         """For people."""
-        yield f"qconvert {self.command}" if self.command else "nothing: kt-kernel reads it as it is"
+        made = with_names(self.command, source)
+        yield f"qconvert {made}" if made else "nothing: kt-kernel reads it as it is"
         if self.refused:
             yield f"  refused: {self.refused}"
             return
@@ -112,11 +115,12 @@ def hybrids(checkpoint: Checkpoint, machine: Machine, numa: int) -> list[Hybrid]
         )  # fmt: skip
 
     found = []
+    planned = few_experts(checkpoint) or checkpoint
     known = reads_as_it_is(checkpoint)
     if known is not None:
         found.append(made("", known, routed, None))
     for candidate in cpu_candidates(numa):
-        choice = considered(checkpoint, candidate, (), machine)
+        choice = considered(planned, candidate, (), machine)
         (step,) = candidate.passes
         assert isinstance(step, ExpertsToAmx)
         found.append(made(candidate.command, RUNTIME_NAME[step.method], choice.nbytes, choice))
@@ -125,12 +129,50 @@ def hybrids(checkpoint: Checkpoint, machine: Machine, numa: int) -> list[Hybrid]
 
 RUNTIMES = (*SIMULATED, "ktransformers")
 
+# --- Commands with the names of a model --------------------------------------------------------------
+
+
+def out_of(source: str, command: str) -> str:
+    """The folder that a command is said to make of a source: its name, and the command's."""
+    return f"{Path(source).name.partition('@')[0]}-{command.partition(' ')[0]}"
+
+
+def with_names(command: str, source: str, tp: int = 0, data: str | None = None) -> str:
+    """A candidate's command with the names of its source and result, for the ranks that it is to load on
+    (0: not said), and, where it rounds and there is data, calibrated by that."""
+    if not command:
+        return ""
+    name, *words = command.split()
+    names = {"SRC": quote(source), "OUT": quote(out_of(source, command))}
+    made = [name, *(names.get(word, word) for word in words)]
+    if data is not None and "--rtn" in made:
+        at = made.index("--rtn")
+        made[at : at + 1] = ["--gptq", "--data", quote(data)]
+    if tp > 1 and name in _TAKES_TP:
+        made += ["--tp", str(tp)]
+    return " ".join(made)
+
+
+_TAKES_TP = ("w4a16", "nvfp4")
+
+
+def fit_line(found: Advice) -> str:
+    """The command that chooses formats for the machine that was asked about, on the ranks of the advice;
+    by the data, where there is some."""
+    memory, data = exact_size(found.machine.gpu_memory).replace(" ", ""), found.data
+    words = [
+        "qconvert fit", quote(found.source), quote(out_of(found.source, "fit")),
+        f"--gpus {found.tp} --gpu-memory {memory} --for {found.runtime}",
+        "--rtn" if data is None else f"--data {quote(data)}",
+    ]  # fmt: skip
+    return " ".join(words)
+
 
 @dataclass(frozen=True)
 class Advice:
     """`best` is what to do, None if nothing considered loads and fits; `others` what was considered too.
-    `tp` is the tensor-parallel size to serve `best` at. `lines` start the server, one per role. `seen`:
-    the loader that answered, "" for the simulator."""
+    `tp` is the tensor-parallel size to serve `best` at. `seen`: the loader that answered, "" for the
+    simulator. The rest is as it was asked."""
 
     source: str
     runtime: str
@@ -138,8 +180,25 @@ class Advice:
     best: Choice | Hybrid | None
     others: tuple[Choice | Hybrid, ...]
     tp: int = 0
-    lines: tuple[str, ...] = ()
     seen: str = ""
+    disaggregated: bool = False
+    hotness: str | None = None
+    data: str | None = None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Commands that start the server, one per role."""
+        best = self.best
+        if best is None:
+            return ()
+        if isinstance(best, Hybrid):
+            return (best.line(self.source, self.hotness),)
+        command = best.candidate.command
+        folder = quote(out_of(self.source, command) if command else self.source)
+        line = launch(self.runtime, folder, self.tp, option=best.answers[self.tp].required_flag)
+        # sglang, server_args.py: each role is a server of its own over the same folder.
+        roles = tuple(f"{line} --disaggregation-mode {role}" for role in ("prefill", "decode"))
+        return roles if self.disaggregated else (line,)
 
     @property
     def not_known(self) -> str:
@@ -168,6 +227,7 @@ def advise(
     disaggregated: bool = False,
     numa: int = 2,
     hotness: str | None = None,
+    data: str | None = None,
     loader: RuntimeLoader | None = None,
 ) -> Advice:
     """Advice for sglang, vLLM or KTransformers, from headers alone; a `loader` answers for the runtime
@@ -185,6 +245,8 @@ def advise(
         raise UsageError(f"disaggregated roles are known of sglang, not of {consumer.name}")
     others: list[Choice] = []
     best: Choice | None = None
+    # A loader of the runtime itself is asked about the files, which have all experts.
+    planned = (few_experts(checkpoint) if loader is None else None) or checkpoint
     for number, candidate in enumerate(candidates(checkpoint, machine, consumer.name)):
         # What fits in small groups needs no larger ones, which lose more.
         fitting = [one for one in (best, *others) if one is not None and one.fits_at(machine)]
@@ -192,7 +254,7 @@ def advise(
             continue
         # Once something fits, others are asked at its size alone: a load of a large model takes seconds.
         sizes = machine.sizes if best is None else (max(best.fits_at(machine)),)
-        choice = considered(checkpoint, candidate, sizes, machine, consumer, loader)
+        choice = considered(planned, candidate, sizes, machine, consumer, loader, fitting=True)
         if best is None and choice.fits_at(machine):
             best = choice
         else:
@@ -200,15 +262,10 @@ def advise(
         if number == 0 and choice.unknown:
             break
     tp = 0 if best is None else max(best.fits_at(machine))
-    lines: tuple[str, ...] = ()
-    if best is not None:
-        folder = quote(source if not best.candidate.command else "OUT")
-        line = launch(consumer.name, folder, tp, option=best.answers[tp].required_flag)
-        # sglang, server_args.py: each role is a server of its own over the same folder.
-        roles = [f"{line} --disaggregation-mode {role}" for role in ("prefill", "decode")]
-        lines = tuple(roles) if disaggregated else (line,)
     seen = "" if loader is None else str(loader)
-    return Advice(source, consumer.name, machine, best, tuple(others), tp, lines, seen)
+    return Advice(
+        source, consumer.name, machine, best, tuple(others), tp, seen, disaggregated, data=data
+    )
 
 
 def _hybrid(
@@ -221,8 +278,7 @@ def _hybrid(
     found = hybrids(checkpoint, machine, numa)
     best = next((one for one in found if one.fits(machine)), None)
     others = tuple(one for one in found if one is not best)
-    lines = () if best is None else (best.line(source, hotness),)
-    return Advice(source, "ktransformers", machine, best, others, machine.gpus, lines)
+    return Advice(source, "ktransformers", machine, best, others, machine.gpus, hotness=hotness)
 
 
 def as_json(found: Advice) -> dict[str, Any]:
@@ -279,12 +335,12 @@ def why_not(choice: Choice) -> dict[int, str]:
 
 def lines_of(found: Advice) -> Iterator[str]:
     """For people."""
-    best, machine = found.best, found.machine
+    best = found.best
     yield f"{found.source} for {found.runtime}{f' ({found.seen})' if found.seen else ''}"
     if isinstance(best, Hybrid):
-        yield from best.lines()
+        yield from best.lines(found.source)
     elif best is not None:
-        yield from _said(best, machine)
+        yield from _said(best, found, found.tp)
     else:
         yield (
             f"{found.not_known}; start the server to try"
@@ -293,6 +349,10 @@ def lines_of(found: Advice) -> Iterator[str]:
         )
     for line in found.lines:
         yield f"    {line}"
+    if isinstance(best, Choice) and found.data is None and "--rtn" in best.candidate.command:
+        yield "  with samples, of better quality: advise with --data FILE prints the command"
+    if isinstance(best, Choice) and best.candidate.command.startswith("w4a16"):
+        yield f"  a format for each part of each layer: {fit_line(found)}"
     if isinstance(best, Hybrid):
         yield RUNTIME
     if found.others:
@@ -300,14 +360,15 @@ def lines_of(found: Advice) -> Iterator[str]:
         yield "also considered:"
     for other in found.others:
         yield from (f"  {line}" for line in (
-            other.lines() if isinstance(other, Hybrid) else _said(other, machine)
+            other.lines(found.source) if isinstance(other, Hybrid) else _said(other, found)
         ))  # fmt: skip
     yield ""
     yield found.assumes
 
 
-def _said(choice: Choice, machine: Machine) -> Iterator[str]:
-    command = choice.candidate.command
+def _said(choice: Choice, found: Advice, tp: int = 0) -> Iterator[str]:
+    machine = found.machine
+    command = with_names(choice.candidate.command, found.source, tp, found.data)
     yield f"qconvert {command}" if command else "nothing: serve it as it is"
     if choice.refused:
         yield f"  refused: {choice.refused}"

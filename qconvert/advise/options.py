@@ -1,14 +1,25 @@
-"""Conversions that a model may need, and what each would give, from headers alone."""
+"""Conversions that a model may need, and what each would give, from headers alone.
+
+A model with few of its experts, which stands for all of it in advice.
+
+Experts that are alike are planned, and loaded by a simulator, alike: whether a conversion can be made
+and loads is the same with 8 of 256, and sizes grow by the same bytes with each. So a candidate is
+considered at two counts of experts, from which its sizes follow, in a small part of the time.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.core.dtypes import TypesOf
+from qconvert.core.dtypes import TensorType, TypesOf
 from qconvert.core.errors import QConvertError, UsageError
+from qconvert.core.names import is_number
 from qconvert.core.parameter_names import Dialect
+from qconvert.core.roles import ALL_EXPERTS, EXPERT_COUNTS, Kind
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
@@ -17,7 +28,7 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Pass, Plan, run_passes
-from qconvert.run.folder.prepare import disk_bytes, prepare
+from qconvert.run.folder.prepare import Prepared, disk_bytes, prepare
 from qconvert.run.work.options import RunOptions
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loader.ask import RuntimeLoader
@@ -26,6 +37,94 @@ from qconvert.runtimes.loading.setting import BLACKWELL, Setting
 from qconvert.runtimes.serving import Answer, NotKnown, Offered, asked
 from qconvert.validation import judgement
 from qconvert.validators.reading.matrices import gdn_groups_here
+
+_COUNTS = (4, 8)
+_WORTH = 64  # experts from which two small models cost less than the one
+_BY_EXPERT = (Kind.ROUTER, Kind.BUFFER)  # may have a row or a number for each expert
+
+
+@dataclass(frozen=True)
+class FewExperts:
+    """Two models that are the whole one, with `number` experts, but for the experts that they lack."""
+
+    whole: Checkpoint
+    fewer: Checkpoint
+    more: Checkpoint
+    number: int
+
+    def all(self, fewer: int, more: int) -> int:
+        """A size of the model with all experts, from those of the two."""
+        low, high = _COUNTS
+        return fewer + (more - fewer) * (self.number - low) // (high - low)
+
+
+def few_experts(checkpoint: Checkpoint) -> FewExperts | None:
+    """The two models; None where there is no gain, or experts are not all alike."""
+    number = _alike(checkpoint)
+    if number < _WORTH:
+        return None
+    fewer, more = (_with(checkpoint, number, most) for most in _COUNTS)
+    if (fewer.role_index.dims.num_experts, more.role_index.dims.num_experts) != _COUNTS:
+        return None
+    return FewExperts(checkpoint, fewer, more, number)
+
+
+def _split(name: str) -> tuple[str, int, str] | None:
+    """The name of an expert's tensor before, at and after the expert's number."""
+    before, found, after = name.partition(".experts.")
+    digits = after.partition(".")[0] if found else ""
+    return (before, int(digits), after[len(digits) :]) if is_number(digits) else None
+
+
+def _alike(checkpoint: Checkpoint) -> int:
+    """Number of experts of each layer, if all have tensors of the same types; else 0."""
+    types: dict[tuple[str, str], TensorType] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, source in checkpoint.items():
+        if (parts := _split(name)) is not None:
+            key = (parts[0], parts[2])
+            counts[key] += 1
+            if types.setdefault(key, source.type) != source.type:
+                return 0
+    found = set(counts.values())
+    return found.pop() if len(found) == 1 else 0
+
+
+def _with(checkpoint: Checkpoint, number: int, most: int) -> Checkpoint:
+    """The checkpoint with the first `most` of `number` experts of each layer."""
+    kept = {
+        name: source
+        for name, source in checkpoint.items()
+        if (parts := _split(name)) is None or parts[1] < most
+    }
+    found = replace(checkpoint, sources=kept, config=_counting(checkpoint.config, number, most))
+    owners = {parts[0] for name in kept if (parts := _split(name)) is not None}
+    kinds = found.role_index
+    for name, source in kept.items():
+        shape = source.type.shape
+        if number in shape[:1] and kinds.kind(name) in _BY_EXPERT and _within(name, owners):
+            kind = replace(source.type, shape=(most, *shape[1:]))
+            kept[name] = replace(source, type=kind)
+    return replace(found, sources=kept)
+
+
+def _within(name: str, owners: set[str]) -> bool:
+    """Return whether a tensor is of a module that has experts."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in owners:
+            return True
+    return False
+
+
+def _counting(value: Any, number: int, most: int) -> Any:
+    """A config with another count of experts."""
+    if not isinstance(value, Mapping):
+        return value
+    counts = [key for key in EXPERT_COUNTS if value.get(key) == number]
+    made = {key: _counting(one, number, most) for key, one in value.items()}
+    return {**made, **dict.fromkeys(counts, most), ALL_EXPERTS: number} if counts else made
+
 
 # --- The machine that a model is to be served on --------------------------------------------------
 
@@ -136,39 +235,84 @@ def cpu_candidates(numa: int) -> tuple[Candidate, ...]:
 
 
 def considered(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | FewExperts,
     candidate: Candidate,
     sizes: Sequence[int],
     machine: Machine,
     consumer: Consumer = SGLANG,
     loader: RuntimeLoader | None = None,
+    *,
+    fitting: bool = False,
 ) -> Choice:
     """Plan a candidate, and ask the simulator of the runtime's loader, or that loader itself, at each
-    size (no size: it is not asked). Nothing but headers is read."""
+    size (no size: it is not asked); with `fitting`, up to the first that loads and is too much for a
+    GPU, of sizes with the largest first. Nothing but headers is read. Of a model with few of its experts
+    the bytes are those with all."""
+    few = checkpoint if isinstance(checkpoint, FewExperts) else None
+    whole = checkpoint.whole if isinstance(checkpoint, FewExperts) else checkpoint
+    models = (whole,) if few is None else (few.fewer, few.more)
     try:
-        plan = run_passes(Plan.identity(checkpoint), candidate.passes)
-        ready = prepare(plan, RunOptions()) if candidate.passes else None
-        if ready is not None:
-            judgement.judged([ready], checkpoint, serving=False)
+        made = [_planned(one, candidate, loader) for one in models]
     except QConvertError as error:
+        if not isinstance(checkpoint, Checkpoint):  # a message may count tensors
+            return considered(
+                checkpoint.whole, candidate, sizes, machine, consumer, fitting=fitting
+            )
         return Choice(candidate, refused=str(error))
-    folder = checkpoint if ready is None else judgement.planned_checkpoint(ready)
-    tensors = Tensors.of(TypesOf(folder.sources))
-    files = {} if loader is None else judgement.read_by_runtimes(plan)
-    offered = Offered(folder.config, tensors, gdn_groups_here(folder), files=files)
+
+    def every(*found: int) -> int:
+        return found[0] if few is None else few.all(*found)
+
     answers: dict[int, Answer] = {}
     unknown = ""
     for tp in sizes:
         setting = Setting(tp=tp, capability=machine.capability)
-        answer = asked(consumer, offered, setting, loader=loader)
+        asked_of = [asked(consumer, one.offered, setting, loader=loader) for one in made]
+        answer = asked_of[-1]
         if isinstance(answer, NotKnown):
             unknown = str(answer)
             break
-        answers[tp] = answer
+        ranks = zip(*(one.ranks for one in asked_of if isinstance(one, Answer)), strict=True)
+        sized = [replace(same[-1], nbytes=every(*(one.nbytes for one in same))) for same in ranks]
+        answers[tp] = answer = replace(answer, ranks=tuple(sized))
         if answer.cure:
             break  # whatever the size
-    written = 0 if ready is None else disk_bytes(ready)
+        if fitting and answer.verdict == "loads" and answer.nbytes > machine.for_weights:
+            break  # of fewer ranks each holds more
+    written = every(*(one.written for one in made))
     return Choice(
-        candidate, "", answers, unknown, plan.bytes_out, checkpoint.nbytes if written else 0, written,
-        plan.losses(),
+        candidate, "", answers, unknown, every(*(one.plan.bytes_out for one in made)),
+        whole.nbytes if written else 0, written,
+        {what: every(*(one.losses.get(what, 0) for one in made)) for what in made[-1].losses},
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A candidate's plan, the folder that it would make, and the bytes of its files, 0 where none is
+    made."""
+
+    plan: Plan
+    offered: Offered
+    written: int
+    losses: Mapping[str, int]
+
+
+def considered_plan(plan: Plan) -> Prepared:
+    """A plan with its files, none of which is to be made."""
+    return prepare(plan, RunOptions())
+
+
+def _planned(
+    checkpoint: Checkpoint, candidate: Candidate, loader: RuntimeLoader | None
+) -> _Planned:
+    """Raises QConvertError for a plan that is refused."""
+    plan = run_passes(Plan.identity(checkpoint), candidate.passes)
+    ready = considered_plan(plan) if candidate.passes else None
+    if ready is not None:
+        judgement.judged([ready], checkpoint, serving=False)
+    folder = checkpoint if ready is None else judgement.planned_checkpoint(ready)
+    tensors = Tensors.of(TypesOf(folder.sources))
+    files = {} if loader is None else judgement.read_by_runtimes(plan)
+    offered = Offered(folder.config, tensors, gdn_groups_here(folder), files=files)
+    return _Planned(plan, offered, 0 if ready is None else disk_bytes(ready), plan.losses())

@@ -35,12 +35,16 @@ def _setting(text: str) -> tuple[str, Any]:
         raise ValueError(f"{name}: {error.errors()[0]['msg']}, found {value!r}") from error
 
 
+# Fields that name samples, and what runs them.
+DATA_NAMES = (
+    "data", "synthetic", "samples", "length", "seed", "column", "save_stats", "devices", "distributed",
+)  # fmt: skip
+_SAMPLES = DATA_NAMES[:-1]
+# For commands that seldom need data: for --kv-scale calibrated alone.
+SAMPLES: Callable[[F], F] = options_of(Calibration, *_SAMPLES, given=True, rare=True)
 # For commands whose recipe decides whether there is a calibration.
 DATA: Callable[[F], F] = stacked(
-    options_of(
-        Calibration, "data", "synthetic", "samples", "length", "seed", "column", "save_stats", "devices",
-        given=True,
-    ),
+    options_of(Calibration, *_SAMPLES, given=True),
     rare(
         "--set", "settings", metavar="NAME=VALUE", multiple=True, type=Parsed("setting", _setting),
         help="A rarer setting, as a recipe's `calibrate` has it: dampening_frac, experts, "
@@ -72,7 +76,7 @@ def calibration_from(asked: Asked, *, gptq: bool) -> Calibration | None:
                 raise click.UsageError(f"{flag(name)} needs --solver best")
     if ("synthetic" in asked) == ("data" in asked):
         raise click.UsageError(
-            "--gptq needs --data FILE, or --synthetic (random tokens) for a trial"
+            "a calibration needs --data FILE, or --synthetic (random tokens) for a trial"
         )
     with from_options():
         return Calibration(**asked)

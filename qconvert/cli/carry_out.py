@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.checkpoint.delta import Patched
 from qconvert.cli.command import is_quiet
 from qconvert.cli.options import FINDINGS, MORE
 from qconvert.cli.profile import profile_json
@@ -29,7 +30,14 @@ if TYPE_CHECKING:
 # --- Advice on a result ---------------------------------------------------------------------------
 
 
-def tell_next(folders: Sequence[str], source: str, draft: str | None, *, validated: bool) -> None:
+def tell_next(
+    folders: Sequence[str],
+    source: str,
+    draft: str | None,
+    adapters: Sequence[str] = (),
+    *,
+    validated: bool,
+) -> None:
     """Name, on stderr, the command that compares the first folder with its source, or, where that has
     been done, the place of the line that serves it. Of two folders the second is the GPU side."""
     if is_quiet():
@@ -45,6 +53,7 @@ def tell_next(folders: Sequence[str], source: str, draft: str | None, *, validat
         words += ["--pair", others[0]]
     if draft is not None:
         words += ["--draft", draft]
+    words += [word for adapter in adapters for word in ("--adapter", adapter)]
     say(f"next    {shlex.join([*words, '--level', 'full'])}", err=True)
 
 
@@ -78,6 +87,7 @@ def carry_out(
     import time
 
     from qconvert import api
+    from qconvert.checkpoint.adapter import names_of_adapters
     from qconvert.cli.progress import Bar
 
     whole = Started.now().finishing
@@ -90,6 +100,7 @@ def carry_out(
     for remark in results[0].remarks:
         say(f"remark  {remark}", err=True)
     as_json = options.as_json
+    adapters = names_of_adapters(planned.source)
     more = results[0].left_units > 0
     if not as_json:
         for result in results[:1] if more else results:
@@ -107,9 +118,9 @@ def carry_out(
         # A folder of experts for CPUs is read together with that of its GPU side.
         pairs = (results[1].folder,) if len(results) > 1 else ()
         for result, pair in itertools.zip_longest(results, pairs):
-            reports.append(
-                checked(result.url or result.folder, source, options, pair=pair, draft=draft)
-            )
+            where = result.url or result.folder
+            found_there = checked(where, source, options, pair=pair, draft=draft, adapters=adapters)
+            reports.append(found_there)
     if as_json:
         from qconvert.validation.reports import as_object
 
@@ -122,7 +133,10 @@ def carry_out(
     end_with(reports)
     if results[0].published and not as_json:
         name = source if isinstance(source, str) else source.name
-        tell_next([result.name for result in results], name, draft, validated=bool(reports))
+        names = [result.name for result in results]
+        # What a delta makes has been compared with its hashes, and differs from its source.
+        known = bool(reports) or isinstance(planned.source, Patched)
+        tell_next(names, name, draft, adapters, validated=known)
 
 
 def checked(
@@ -132,6 +146,7 @@ def checked(
     *,
     pair: Path | None = None,
     draft: str | None = None,
+    adapters: Sequence[str] = (),
 ) -> Report:
     """Return what --validate finds in a folder that was made from `source`; printed, unless as JSON."""
     from qconvert import api
@@ -142,7 +157,7 @@ def checked(
     against = source if isinstance(source, str) else source.name
     with Bar() as bar:
         report = api.validate(
-            folder, against, level=options.validate, pair=pair, draft=draft,
+            folder, against, level=options.validate, pair=pair, draft=draft, adapter=adapters,
             jobs=options.jobs if options.engine == "local" else None, memory=options.memory,
             follow_links=options.follow_links, events=bar,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""inspect, diff, validate: commands that only read."""
+"""inspect, diff, validate, advise, repair: what is asked of folders, and their metadata made true."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli import completion
-from qconvert.cli.command import VERBOSITY, Command
+from qconvert.cli.command import VERBOSITY, Command, is_verbose
 from qconvert.cli.options import (
+    DRY_RUN,
     FINDINGS,
     JSON,
+    NOT_KNOWN,
     OPENING,
+    SIZE,
     SOURCE,
     SOURCE_NAME,
+    TP,
+    Count,
+    FolderPath,
     made_for,
+    option_of,
     options_of,
     report,
 )
@@ -27,9 +34,12 @@ from qconvert.cli.profile import PROFILE, profile_json
 from qconvert.cli.progress import Bar
 from qconvert.core.links import writing
 from qconvert.core.say import say, say_all, say_json, say_report
+from qconvert.core.shown import count
+from qconvert.samples.request import DataSpec
 from qconvert.validation.options import ValidateOptions
 
 if TYPE_CHECKING:
+    from qconvert.api import Repair
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.validation.runner import Report
 
@@ -42,7 +52,9 @@ if TYPE_CHECKING:
 @OPENING
 @JSON
 def inspect(source: str, tensors: str | None, follow_links: bool, as_json: bool) -> None:
-    """Show the contents of a checkpoint, from its headers: model, dtypes, roles, quantization.
+    """Show what a checkpoint holds.
+
+    Model, dtypes, roles and quantization, from its headers.
 
     Works on sources and on outputs of qconvert. From a repo on the Hub only headers and small files are
     fetched; with HF_HUB_OFFLINE the local cache is used.
@@ -98,7 +110,7 @@ def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None
 @OPENING
 @JSON
 def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json: bool) -> int:
-    """Compare two checkpoints tensor by tensor, whatever their shards.
+    """Compare two checkpoints tensor by tensor.
 
     Differences are grouped by role, at most a screen of them. Exit code 0 if A and B are equal, 3 if
     they differ. A repo that is named by hf:// is compared file by file, by the sizes and hashes that the
@@ -161,7 +173,9 @@ def _diff_files(a: str, b: str, *, follow_links: bool, as_json: bool) -> int:
 
 @click.command(cls=Command)
 @click.argument("out", type=SOURCE_NAME, required=False)
-@options_of(ValidateOptions, "against", "draft", "beside", "level", "pair", "kernels", "layers")
+@options_of(
+    ValidateOptions, "against", "draft", "adapter", "beside", "level", "pair", "kernels", "layers"
+)
 @made_for("sglang, whose loader is simulated: an H200 without other options", "sglang", "vllm")
 @options_of(ValidateOptions, "tp", "pp", "ep", "loader", "jobs", "memory")
 @click.option(
@@ -187,12 +201,14 @@ def validate(
     explain: str | None,
     **given: Any,
 ) -> int:
-    """Check a converted folder: index, headers, config, receipt, weights, and that nothing was lost.
+    """Check a folder, alone or against its source.
 
-    Prints findings, then what was proved, what was only read, and what was not checked. Exit code 3 on
-    an error-level finding, else 5 if what --for asks is not known for the class or version. In GitHub
-    Actions it also writes the step's summary. From a repo on the Hub level headers fetches no weights,
-    the others what they read, where the local cache lacks it.
+    Index, headers, config, receipt, weights, and that nothing was lost.
+
+    Prints the verdict, findings, what was proved, what was only read, and how much was not checked,
+    which -v lists. Exit code 3 on an error-level finding, else 5 if what --for asks is not known for
+    the class or version. In GitHub Actions it also writes the step's summary. From a repo on the Hub
+    level headers fetches no weights, the others what they read, where the local cache lacks it.
 
     \b
     Examples:
@@ -268,7 +284,8 @@ def _show_report(report: Report, form: str | None, files: Mapping[Path, str]) ->
     if profile:
         say_json({**as_object(report), **profile})
     else:
-        say_report(render(report, form, terminal=styled), form, styled=styled)
+        text = render(report, form, terminal=styled, brief=not is_verbose())
+        say_report(text, form, styled=styled)
     for file, kind in files.items():
         with writing(file):
             file.write_text(render(report, kind), encoding="utf-8")
@@ -276,3 +293,184 @@ def _show_report(report: Report, form: str | None, files: Mapping[Path, str]) ->
         append_step_summary(report)
     except OSError as error:  # no fault of the folder
         say(f"qconvert: the job's summary was not written: {error}", err=True)
+
+
+@click.command(cls=Command)
+@SOURCE
+@made_for(
+    "sglang or vllm, whose loaders are simulated, or ktransformers",
+    "sglang",
+    "vllm",
+    "ktransformers",
+)
+@click.option("--gpus", type=Count(), default=8, show_default=True, help="GPUs.")
+@click.option(
+    "--gpu-memory", type=SIZE, default="141GB", show_default=True, help="Memory of each GPU."
+)
+@click.option(
+    "--capability", type=click.Choice(["8.0", "8.9", "9.0", "10.0"]), default="9.0", show_default=True,
+    help="Compute capability of the GPUs: 9.0 is an H200, 10.0 a B200.",
+)  # fmt: skip
+@click.option("--cpu-memory", type=SIZE, help="Main memory. KTransformers keeps experts in it.")
+@click.option(
+    "--numa", type=Count(most=64), default=2, show_default=True,
+    help="NUMA nodes of the serving machine; the runtime must be started with the same count.",
+)  # fmt: skip
+@click.option(
+    "--hotness", metavar="FILE",
+    help="A hotness.pt of a calibration: KTransformers keeps the experts used most on the GPU.",
+)  # fmt: skip
+@click.option(
+    "--disk", type=SIZE, default="1GB", show_default=True, help="Bytes a second of the disk."
+)
+@click.option(
+    "--disaggregated", is_flag=True, help="Print a launch line for each role: prefill and decode."
+)
+@option_of(DataSpec, "data")
+@option_of(ValidateOptions, "loader")
+@OPENING
+@JSON
+def advise(
+    source: str,
+    consumer: str | None,
+    gpus: int,
+    gpu_memory: int,
+    capability: str,
+    cpu_memory: int | None,
+    disk: int,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Say which conversion a model needs, if any.
+
+    The first conversion that a runtime loads and the machine holds, and the line that serves it.
+
+    Plans several conversions from headers, asks a simulator of the runtime's loader whether each would
+    load at each tensor-parallel size, and compares the bytes of the fullest rank with the GPU's
+    memory. "nothing: serve it as it is" is an answer. Of a repo on the Hub only headers are fetched.
+
+    \b
+    Examples:
+      qconvert advise Qwen/Qwen3-30B-A3B-FP8 --for sglang --gpus 4
+      qconvert advise DeepSeek-V3 --for sglang==0.5.23 --gpus 8 --gpu-memory 80GB
+      qconvert advise DeepSeek-V3 --for vllm --gpus 8
+      qconvert advise DeepSeek-V3 --for ktransformers --gpus 1 --gpu-memory 48GB --cpu-memory 768GB
+
+    Exit code 3 if nothing that was considered loads and fits, 5 if that is not known for the class or
+    version.
+    """
+    from dataclasses import replace
+    from pathlib import Path
+
+    from qconvert import api
+    from qconvert.advise.advice import as_json as told
+    from qconvert.advise.advice import lines_of
+    from qconvert.cli.convert import uncollected
+    from qconvert.hub.headers import place_of
+
+    if consumer is None:
+        raise click.UsageError("name the runtime: --for sglang, --for vllm or --for ktransformers")
+    major, minor = capability.split(".")
+    machine = api.Machine(gpus, gpu_memory, cpu_memory, disk, (int(major), int(minor)))
+    with place_of(source) as place:
+        if place.fetched:
+            say(place.summary, err=True)
+        with uncollected():
+            advice = api.advise(Path(place.folder), consumer, machine, **given)
+        found = replace(advice, source=source)  # in lines to paste a repo is a repo
+        if as_json:
+            say_json(told(found))
+        else:
+            say_all(place.named(line) for line in lines_of(found))
+    return 0 if found.best is not None else NOT_KNOWN if found.not_known else FINDINGS
+
+
+_MOST_LINES = 40  # of a diff: an ignore list may have a line a layer
+
+
+@click.command(cls=Command)
+@click.argument("source", metavar="REPO", type=SOURCE_NAME)
+@click.option(
+    "--out",
+    type=FolderPath(),
+    metavar="DIR",
+    help="Write the changed files here, and leave REPO as it is. Needed for a repo on the Hub.",
+)
+@made_for("sglang, whose loader is simulated: an H200 without other options", "sglang")
+@TP
+@option_of(ValidateOptions, "loader")
+@DRY_RUN
+@OPENING
+@JSON
+def repair(
+    source: str,
+    out: Path | None,
+    consumer: str | None,
+    tp: int | None,
+    loader: str | None,
+    dry_run: bool,
+    follow_links: bool,
+    as_json: bool,
+) -> int:
+    """Make a folder's metadata true to its weights.
+
+    The weights are not touched.
+
+    Mends config.json (quantization blocks that describe no tensor, ignore lists, what is block FP8), the
+    index, hf_quant_config.json and the model card, and seals manifest and receipt again with the hashes
+    before and after. The result is validated before anything is written; what only a new conversion can
+    mend is refused. Of a repo on the Hub headers are fetched, and the changed files are written to a
+    folder that can be uploaded.
+
+    \b
+    Examples:
+      qconvert repair GLM-4.5-Air-int4 --dry-run
+      qconvert repair GLM-4.5-Air-int4 --for sglang==0.5.23 --tp 4
+      qconvert repair ORG/GLM-4.5-Air-int4 --out mended
+
+    Exit code 3 with --dry-run if errors would remain.
+    """
+    from qconvert import api
+
+    if consumer is None and tp is not None:
+        raise click.UsageError("--tp is a size of a runtime: give --for NAME")
+    found = api.repair(
+        source, out, runtime=consumer, tp=tp or 1, loader=loader, dry_run=dry_run,
+        follow_links=follow_links, notice=lambda text: say(text, err=True),
+    )  # fmt: skip
+    if as_json:
+        say_json([_as_json(one) for one in found])
+    else:
+        for one in found:
+            _show(one, out, dry_run=dry_run)
+    return FINDINGS if any(one.left for one in found) else 0
+
+
+def _as_json(one: Repair) -> dict[str, Any]:
+    return {
+        "folder": str(one.folder),
+        "changes": [
+            {"file": change.file, "why": list(change.why), "diff": change.diff()}
+            for change in one.changes
+        ],
+        "fixed": [f"{f.rule}: {f.where}: {f.message}" for f in one.fixed],
+        "left": [f"{f.rule}: {f.where}: {f.message}" for f in one.left],
+    }
+
+
+def _show(one: Repair, out: Path | None, *, dry_run: bool) -> None:
+    if not one.changes and not one.left:
+        say(f"{one.folder}: nothing to repair")
+        return
+    for change in one.changes:
+        say(f"{change.file}:", *(f"  {reason}" for reason in change.why))
+        lines = change.diff()
+        say(*(f"    {line}" for line in lines[:_MOST_LINES]))
+        if len(lines) > _MOST_LINES:
+            say(f"    ... {count(len(lines) - _MOST_LINES, 'more line')} (--json shows all)")
+    for finding in one.fixed:
+        say(f"ends {finding.rule}: {finding.where}: {finding.message}")
+    for finding in one.left:
+        say(f"left {finding.rule}: {finding.where}: {finding.message}")
+    files = count(len(one.changes), "file")
+    say(f"would change {files}" if dry_run else f"changed {files} in {out or one.folder}")

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from enum import Enum
+from inspect import cleandoc
 from typing import Any, TextIO, TypeVar
 
 import click
@@ -20,33 +21,46 @@ F = TypeVar("F", bound=Callable[..., Any])
 _RUNNING = ("memory", "jobs", "until", "validate", "dry_run", "as_json")
 _KEY = "qconvert.loudness"
 EVERY = "qconvert.help_all"  # of a context whose help shows every option
-MOST = 20  # options that --help shows
+_DETAIL = "qconvert.help_detail"
+SCREEN = 45  # lines of --help
+_EXAMPLES = 3
 
 
 class Command(click.Command):
-    """A command whose help is at most a screen."""
+    """A command whose help is at most a screen: where it would be longer, less of it is shown, by
+    degrees, and --help-all shows the rest."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
-        if not self._hidden():
-            return params
         every = click.Option(
             ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_help_all,
-            help="Show all options and exit.",
+            help="Show all options and exit.", hidden=not ctx.meta.get(_DETAIL),
         )  # fmt: skip
         return [*params[:-1], every, *params[-1:]]
 
-    def _hidden(self) -> list[click.Option]:
-        """Options that --help does not show: none where all fit a screen."""
-        options = [one for one in self.params if isinstance(one, click.Option)]
-        hidden: list[click.Option] = [one for one in options if isinstance(one, Rare)]
-        return hidden if len(options) > MOST else []
+    def get_help(self, ctx: click.Context) -> str:
+        text = ""
+        for detail in range(1 if ctx.meta.get(EVERY) else _LEAST + 1):
+            ctx.meta[_DETAIL] = detail
+            text = super().get_help(ctx)
+            if len(text.splitlines()) <= SCREEN:
+                break
+        return text
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        said, detail = self.help, ctx.meta.get(_DETAIL, 0)
+        self.help = _shortened(said or "", detail)
+        try:
+            super().format_help_text(ctx, formatter)
+        finally:
+            self.help = said
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        every = ctx.meta.get(EVERY, False)
-        hidden = [] if every else self._hidden()
-        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
-        shown = [one for one in options if one not in hidden]
+        detail = ctx.meta.get(_DETAIL, 0)
+        least = detail >= _NAMES
+        params = self.params if least else self.get_params(ctx)  # --help and --help-all are below
+        options = [one for one in params if isinstance(one, click.Option)]
+        shown = [one for one in options if detail < _USUAL or not isinstance(one, Rare)]
         running = sorted(
             (one for one in shown if one.name in _RUNNING),
             key=lambda one: _RUNNING.index(str(one.name)),
@@ -54,15 +68,34 @@ class Command(click.Command):
         own = [one for one in shown if one not in running]
         for title, group in (("Options", own), ("Running", running)):
             rows = [row for one in group if (row := one.get_help_record(ctx)) is not None]
-            if hidden:
-                rows = [(name, _first_sentence(text)) for name, text in rows]
-            if rows:
+            if rows and not (least and title == "Running"):
+                if detail >= _USUAL:
+                    rows = [(name, _first_sentence(text)) for name, text in rows]
                 with formatter.section(title):
-                    formatter.write_dl(rows)
-        if hidden:
+                    formatter.write_dl(rows, col_max=20 if least else 30)
+        if detail:
+            rare = len(options) - len(shown)
+            more = f"{rare} rarer options: --help-all." if rare else "All texts: --help-all."
+            names = ", ".join(one.opts[0] for one in running) if least else ""
             formatter.write_paragraph()
-            with formatter.indentation():
-                formatter.write_text(f"{len(hidden)} rarer options: --help-all.")
+            formatter.write_text(f"{title}: {names}. {more}" if names else more)
+
+
+# What help leaves out, by degrees: nothing; paragraphs of the text; rare options, and all but the first
+# sentence of the others; what the options of every run do, and all but a few examples.
+_BRIEF, _USUAL, _NAMES = 1, 2, 3
+_LEAST = _NAMES
+
+
+def _shortened(text: str, detail: int) -> str:
+    """A command's text: its summary, what that is of, and the examples; all of it with full detail."""
+    paragraphs = cleandoc(text).split("\n\n")
+    if detail < _BRIEF:
+        return text
+    kept = [one for one in paragraphs if one.startswith("\b")]
+    if detail >= _NAMES:
+        kept = ["\n".join(one.splitlines()[: 2 + _EXAMPLES]) for one in kept]
+    return "\n\n".join([*(one for one in paragraphs[:2] if one not in kept), *kept])
 
 
 def _first_sentence(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from qconvert.cli import completion
-from qconvert.cli.calibration import DATA, split, split_data
+from qconvert.cli.calibration import DATA, DATA_NAMES, calibration_from, flag, split, split_data
 from qconvert.cli.carry_out import Started, carry_out
 from qconvert.cli.command import (
     VERBOSITY,
@@ -107,14 +107,19 @@ def conversion(
             from qconvert.passes.kv_scale import KvScale
             from qconvert.recipe.recipe import Recipe
 
-            asked, rest = split(given) if "gptq" in given else ({}, given)
+            asked, rest = split(given) if "data" in given else ({}, given)
             options = CommandOptions(**{n: rest.pop(n) for n in _NAMES if n in rest})
-            kv_scale = rest.pop("kv_scale", None)
+            kv_scale, own = rest.pop("kv_scale", None), None
+            if kv_scale == "calibrated" and not given.get("gptq"):
+                own = {name: asked.pop(name) for name in DATA_NAMES if name in asked}
+            calibrate = None if own is None else calibration_from(own, gptq=True)
+            if asked and "gptq" not in given:
+                raise click.UsageError(f"{flag(next(iter(asked)))} needs --kv-scale calibrated")
             with from_options():
                 made = function(**_fields(rest), **({"asked": asked} if "gptq" in given else {}))
-            steps = made if isinstance(made, tuple) else (made,)
-            if kv_scale is not None:
-                steps = (*steps, KvScale(kv_scale))
+                steps = made if isinstance(made, tuple) else (made,)
+                if kv_scale is not None:
+                    steps = (*steps, KvScale(kv_scale, calibrate))
             recipe = Recipe(function.__name__, steps, options.max_shard_size)
             convert(recipe, source, out, options)
 
@@ -137,7 +142,7 @@ def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
 @_PLANNING
 @DATA
 def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None:
-    """Show the plan of RECIPE for SRC, from its headers alone.
+    """Show what a recipe would do, from headers.
 
     RECIPE is a YAML file, of qconvert or llm-compressor, or a built-in name. With OUT, the time is
     estimated from the write speed of its disk.
@@ -161,7 +166,7 @@ def plan(recipe: str, source: str, out: Path | str | None, **given: Any) -> None
 @RUNNING
 @DATA
 def run(recipe: str, source: str, out: Path | str, **given: Any) -> None:
-    """Run RECIPE on SRC and write the folder OUT.
+    """Run a recipe and write a folder.
 
     After any interruption the same command continues where it stopped. Recipes of llm-compressor
     (GPTQModifier, QuantizationModifier) run unchanged; one that calibrates takes its data from --data.
@@ -190,7 +195,9 @@ def run(recipe: str, source: str, out: Path | str, **given: Any) -> None:
     ),
 )  # fmt: skip
 def dequant(drop_mtp: bool, **fields: Any) -> tuple[Pass, ...]:
-    """Dequantize all weights of SRC to BF16, each rounded once: bf16(fp32(w) * fp32(s)).
+    """Dequantize all weights to BF16, F16 or F32.
+
+    Each weight is rounded once: bf16(fp32(w) * fp32(s)).
 
     Reads FP8 (block, per-channel, per-tensor and MX scales), NVFP4 of both dialects, MXFP4 of
     compressed-tensors, DeepSeek-V4 and gpt-oss, INT4 and INT8 of compressed-tensors, GPTQ's and
@@ -214,10 +221,15 @@ def dequant(drop_mtp: bool, **fields: Any) -> tuple[Pass, ...]:
 
 
 def convert(
-    recipe: Recipe, source: str | Checkpoint, out: Path | str | None, options: CommandOptions
+    recipe: Recipe,
+    source: str | Checkpoint,
+    out: Path | str | None,
+    options: CommandOptions,
+    *,
+    show: Callable[[Planned, CommandOptions], None] | None = None,
 ) -> Planned | None:
-    """Plan a recipe, show the plan and, unless it is a dry run, carry it out. None if only the recipe or
-    a dump was requested."""
+    """Plan a recipe, show the plan (by `show`, None: as one folder is shown) and, unless it is a dry
+    run, carry it out. None if only the recipe or a dump was requested."""
     if options.print_recipe:
         say(*recipe.to_yaml().splitlines())
         return None
@@ -229,8 +241,9 @@ def convert(
     if isinstance(source, str):
         _note_folder(source, out)
     return planned_and_run(
-        lambda opened, more: api.plan(recipe, opened, out, **more), source, options, recipe.passes
-    )
+        lambda opened, more: api.plan(recipe, opened, out, **more), source, options, recipe.passes,
+        show=show,
+    )  # fmt: skip
 
 
 def planned_and_run(
@@ -257,6 +270,18 @@ def planned_and_run(
         for part in () if options.dry_run else planned.parts:
             carry_out(part, options, opened, draft, part=not planned.together)
     return planned
+
+
+def planned_with(
+    plan: Callable[..., Planned], source: str, other: str, out: Path | str, options: CommandOptions,
+    *, draft: str | None = None,
+) -> None:  # fmt: skip
+    """As `planned_and_run`, by a function of the API that reads another folder beside the source."""
+    if options.dump_after is not None:
+        raise click.UsageError("--dump-after is not supported with two sources")
+    planned_and_run(
+        lambda opened, more: plan(opened, other, out, **more), source, options, draft=draft
+    )
 
 
 def _note_folder(source: str, out: Path | str | None) -> None:

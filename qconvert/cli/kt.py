@@ -10,15 +10,25 @@ import click
 
 from qconvert.cli.calibration import CALIBRATION, Asked, calibration_from, split
 from qconvert.cli.command import Command
-from qconvert.cli.convert import RUNNING, CommandOptions, conversion, convert, planned_and_run
+from qconvert.cli.convert import (
+    RUNNING,
+    CommandOptions,
+    conversion,
+    convert,
+    planned_and_run,
+    show_plan,
+)
 from qconvert.cli.options import SOURCE, TP, Count, FolderPath
 from qconvert.core.int_scheme import DEFAULT_GROUP
 from qconvert.core.say import say
+from qconvert.runtimes.ktransformers import NATIVE
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.checkpoint import Checkpoint
     from qconvert.passes.amx import ExpertsToAmx
     from qconvert.plan.plan import Pass
+    from qconvert.runtimes.ktransformers import Native
+    from qconvert.samples.request import Calibration
 
 _METHOD = click.Choice(["int4", "int8"])
 _NUMA = click.option(
@@ -42,7 +52,9 @@ _MTP = click.option(
     _NUMA, _ROUNDING, _MTP, CALIBRATION,
 )  # fmt: skip
 def amx(gptq: bool, asked: Asked, **fields: Any) -> Pass:
-    """Quantize the routed experts of SRC to AMXINT4 or AMXINT8, in NUMA shards, for KTransformers.
+    """Quantize experts for KTransformers' CPUs.
+
+    To AMXINT4 or AMXINT8, in NUMA shards.
 
     Reads BF16, FP16, FP32, FP8 with scales, or Kimi's INT4, in one pass. OUT holds the experts only: the
     runtime reads all other layers from SRC (`qconvert kt` prints the launch command). With --gptq codes
@@ -70,7 +82,11 @@ def amx(gptq: bool, asked: Asked, **fields: Any) -> Pass:
     "--cpu-out", required=True, type=FolderPath(repos=True),
     help="Folder for the experts on the CPU side, or a repo on the Hub: hf://ORG/NAME.",
 )  # fmt: skip
-@click.option("--cpu", "method", required=True, type=_METHOD, help="AMXINT4 or AMXINT8.")
+@click.option(
+    "--cpu", "method", required=True, type=click.Choice([*_METHOD.choices, *NATIVE]),
+    help="`int4`, `int8`: AMXINT4 or AMXINT8, a folder of the CPU's alone. The others are read from a "
+    "checkpoint as GPUs load it, which is then both sides. [docs/ktransformers.md]",
+)  # fmt: skip
 @_NUMA
 @_ROUNDING
 @_MTP
@@ -89,7 +105,7 @@ def amx(gptq: bool, asked: Asked, **fields: Any) -> Pass:
 def kt(
     source: str,
     cpu_out: Path | str,
-    method: Literal["int4", "int8"],
+    method: Any,
     numa: int,
     rounding: Literal["reference", "search"],
     mtp: Literal["keep", "drop"],
@@ -99,14 +115,17 @@ def kt(
     gptq: bool,
     **given: Any,
 ) -> None:
-    """Convert SRC for KTransformers, CPU and GPU side in one read, and print the launch command. With
-    --gptq one calibration serves both sides.
+    """Make both sides of a CPU + GPU model.
+
+    For KTransformers, in one read; the launch command is printed. With --gptq one calibration serves
+    both sides.
 
     \b
     Examples:
       qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2
       qconvert kt Qwen/Qwen3-Next-80B-A3B-Instruct --cpu-out next-cpu --cpu int8 --numa 1
       qconvert kt DeepSeek-V3 --cpu-out V3-cpu --cpu int4 --numa 2 --gpu w4a16 --gpu-out V3-gpu
+      qconvert kt Qwen/Qwen3-30B-A3B --cpu-out int4 --cpu rawint4 --numa 1
       qconvert kt DeepSeek-V3 --cpu-out hf://me/V3-cpu --cpu int4 --numa 2 --disk-budget 60GiB
     """
     from qconvert import api
@@ -123,19 +142,66 @@ def kt(
         raise click.UsageError(
             "--dump-after is not supported with --gpu w4a16; use `amx` for the CPU side"
         )
+    if method in NATIVE:
+        if gpu_out is not None or rounding != "reference" or mtp != "keep":
+            raise click.UsageError(
+                f"--cpu {method} is one folder for both sides: omit --gpu, --rounding and --mtp"
+            )
+        _native(source, cpu_out, method, numa, calibration_from(asked, gptq=gptq), options)
+        return
     cpu_side = ExpertsToAmx(method, numa, rounding, mtp, calibration_from(asked, gptq=gptq))
+
+    def show(planned: api.Planned, options: CommandOptions) -> None:
+        """A dry run names the launch command even where the run would be refused."""
+        try:
+            show_plan(planned, options)
+        finally:
+            if options.dry_run:
+                _tell_how(planned.source, cpu_side, cpu_out, gpu_out, err=options.as_json)
+
     if gpu_out is None:
-        planned = convert(api.Recipe("kt", (cpu_side,)), source, cpu_out, options)
+        recipe = api.Recipe("kt", (cpu_side,))
+        planned = convert(recipe, source, cpu_out, options, show=show)
     else:
         gpu_side = ExpertsToW4A16(tp=tp)
         planned = planned_and_run(
             lambda opened, more: api.plan_pair(
                 cpu_side, opened, cpu_out, gpu_out, gpu=gpu_side, **more
             ),
-            source, options, [cpu_side],
+            source, options, [cpu_side], show=show,
         )  # fmt: skip
-    if planned is not None:
+    if planned is not None and not options.dry_run:
         _tell_how(planned.source, cpu_side, cpu_out, gpu_out, err=options.as_json)
+
+
+def _native(
+    source: str, out: Path | str, method: Native, numa: int, calibrate: Calibration | None,
+    options: CommandOptions,
+) -> None:  # fmt: skip
+    """Make a folder that kt-kernel reads as it is, or say that SRC is one."""
+    from qconvert import api
+    from qconvert.passes.kt_native import check_read, native_steps
+    from qconvert.runtimes.ktransformers import METHOD, RUNTIME, launch_line
+    from qconvert.validation.judgement import planned_checkpoint
+
+    checkpoint = api.open_checkpoint(source, follow_links=options.follow_links)
+    steps = native_steps(checkpoint, method, calibrate)
+
+    def show(planned: api.Planned, options: CommandOptions) -> None:
+        for part in planned.folders:
+            check_read(planned_checkpoint(part.ready), method)
+        show_plan(planned, options)
+
+    served, err = str(out), options.as_json
+    if steps:
+        recipe = api.Recipe("kt", steps)
+        if convert(recipe, checkpoint, out, options, show=show) is None:
+            return
+    else:
+        served = checkpoint.name
+        say(f"kt-kernel reads {served} as {METHOD[method]}: nothing is written", err=err)
+    line = launch_line(METHOD[method], numa, served, served)
+    say("", "serve with:", *line.split("\n"), *RUNTIME.split("\n"), err=err)
 
 
 def _tell_how(

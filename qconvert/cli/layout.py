@@ -1,4 +1,4 @@
-"""fuse, unfuse, experts, relabel, prepare, mtp, text: the same weights in another layout."""
+"""fuse, unfuse, experts, prune, relabel, prepare, mtp, text: the same weights in another layout."""
 
 from __future__ import annotations
 
@@ -7,25 +7,36 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.command import Command
+from qconvert.cli.calibration import calibration_from, split
+from qconvert.cli.command import VERBOSITY, Command
 from qconvert.cli.convert import (
     CONVERSION,
     RUNNING,
     CommandOptions,
     conversion,
     convert,
-    planned_and_run,
+    planned_with,
 )
 from qconvert.cli.options import (
-    DIALECT_HELP,
     INPUT_SCALE,
+    NVFP4_DIALECT,
+    OPENING,
     OUT,
     SOURCE,
     SOURCE_GROUPS,
     SOURCE_NAME,
+    STATS,
     Count,
+    File,
+    FolderPath,
     made_for,
+    option_of,
+    options_of,
 )
+from qconvert.cli.progress import Bar
+from qconvert.core.say import say
+from qconvert.samples.request import Calibration
+from qconvert.validation.options import ValidateOptions
 
 if TYPE_CHECKING:
     from qconvert.plan.plan import Pass
@@ -42,9 +53,7 @@ if TYPE_CHECKING:
         ),
         help="The form to write.",
     ),
-    click.option(
-        "--dialect", type=click.Choice(["compressed-tensors", "modelopt"]), help=DIALECT_HELP,
-    ),
+    NVFP4_DIALECT(),
     INPUT_SCALE,
     click.option(
         "--nearest", is_flag=True,
@@ -53,7 +62,9 @@ if TYPE_CHECKING:
     ),
 )  # fmt: skip
 def relabel(**fields: Any) -> Pass:
-    """Write the quantized weights of SRC in another form, without rounding a number.
+    """Write quantized weights in another form.
+
+    No number is rounded.
 
     Codes stay the numbers that they are: AutoAWQ's, AutoRound's and GPTQ's become compressed-tensors',
     a group for each scheme, and those of 4 bits AutoAWQ's; GPTQ's two versions become each other, NVFP4
@@ -85,7 +96,7 @@ def relabel(**fields: Any) -> Pass:
 
 @click.group()
 def prepare() -> None:
-    """Experimental: do once what a runtime does to the weights at every load.
+    """Do once what a load does (experimental).
 
     \b
     Example:
@@ -95,7 +106,9 @@ def prepare() -> None:
 
 @conversion(group=prepare, name="trtllm-gen")
 def trtllm_gen() -> Pass:
-    """Experimental: NVFP4 experts in the layout of TensorRT-LLM's MoE kernels.
+    """NVFP4 experts for TensorRT-LLM's MoE kernels.
+
+    Experimental.
 
     sglang runs these in its flashinfer_trtllm backend. The same bytes in another order, for every
     tensor-parallel size that divides them. A stock server refuses the folder, by design;
@@ -113,13 +126,13 @@ def trtllm_gen() -> Pass:
 
 @conversion()
 def unprepare() -> Pass:
-    """Experimental: restore, byte for byte, the tensors that `qconvert prepare` read.
+    """Undo `prepare`, byte for byte (experimental).
 
     \b
     Example:
       qconvert unprepare DeepSeek-R1-FP4-prepared DeepSeek-R1-FP4
     """
-    from qconvert.contrib.trtllm_gen.unprepare import Unprepare
+    from qconvert.contrib.trtllm_gen.prepare import Unprepare
 
     return Unprepare()
 
@@ -129,7 +142,9 @@ def unprepare() -> Pass:
 
 @click.group()
 def mtp() -> None:
-    """Draft (MTP) layers: as a folder of their own, put into a model, or left out.
+    """Draft (MTP) layers: extract, graft, drop.
+
+    As a folder of their own, put into a model that lost them, or left out.
 
     \b
     Examples:
@@ -141,7 +156,9 @@ def mtp() -> None:
 
 @conversion(group=mtp)
 def extract() -> Pass:
-    """Write a folder of the draft layers of SRC, with embeddings and head where they have none.
+    """Write a folder of the draft layers alone.
+
+    With embeddings and head where they have none.
 
     sglang takes it as --speculative-draft-model-path, vLLM as the model of --speculative-config. Names
     and config.json are those of SRC: runtimes look for the draft's layer behind the model's last.
@@ -158,7 +175,9 @@ def extract() -> Pass:
 
 @conversion(group=mtp)
 def drop() -> Pass:
-    """Write SRC without its draft layers; config.json counts none.
+    """Write a model without its draft layers.
+
+    config.json counts none.
 
     \b
     Example:
@@ -175,8 +194,10 @@ def drop() -> Pass:
 @OUT
 @RUNNING
 def graft(source: str, draft: str, out: Path | str, **given: Any) -> None:
-    """Write SRC, which has no draft layers, with those of DRAFT: of the original model, or of a folder
-    that `mtp extract` made.
+    """Put draft layers back into a model.
+
+    Writes SRC, which has none, with those of DRAFT: of the original model, or of a folder that
+    `mtp extract` made.
 
     Refused where names, sizes or encodings do not fit. Layers that are not quantized in a model that is
     are added to config.json's list of such modules.
@@ -189,21 +210,14 @@ def graft(source: str, draft: str, out: Path | str, **given: Any) -> None:
     """
     from qconvert import api
 
-    options = CommandOptions(**given)
-    if options.dump_after is not None:
-        raise click.UsageError("--dump-after is not supported with two sources; see `mtp extract`")
-    planned_and_run(
-        lambda opened, more: api.plan_graft(opened, draft, out, **more),
-        source,
-        options,
-        draft=draft,
-    )
+    planned_with(api.plan_graft, source, draft, out, CommandOptions(**given), draft=draft)
 
 
 @conversion()
 def text() -> Pass:
-    """Write the text model of a multi-modal SRC under its own class: without towers, renamed, with a
-    flat config.json.
+    """Write a multi-modal model's text model.
+
+    Under its own class: without towers, renamed, with a flat config.json.
 
     The class is the one that transformers has for SRC's text_config; where it has none, SRC is refused.
     Draft layers are kept.
@@ -271,7 +285,9 @@ def fuse(
     what: str,
     **given: Any,
 ) -> None:
-    """Fuse Gated DeltaNet projections (Qwen3.5, Qwen3-Next) in the row order that a consumer expects.
+    """Fuse Gated DeltaNet projections.
+
+    Of Qwen3.5 and Qwen3-Next, in the row order that a consumer expects.
 
     Fusing saves sglang and vLLM work at load and makes each projection one range of a file; inference
     is not faster. FP8 stays FP8: block scales move with their rows, or the plan is refused.
@@ -304,7 +320,9 @@ def unfuse(
     source_groups: int | None,
     **given: Any,
 ) -> None:
-    """Split fused Gated DeltaNet projections, as vLLM and transformers expect them for Qwen3.5.
+    """Split fused Gated DeltaNet projections.
+
+    As vLLM and transformers expect them for Qwen3.5.
 
     The source's row order is read from its qconvert.json, its family, or --source-groups. No loader of
     Qwen3-Next takes split projections: `--for qwen3.5` converts the model class as well.
@@ -323,7 +341,7 @@ def unfuse(
 
 @click.group()
 def experts() -> None:
-    """Routed experts as 3-D stacks, or one matrix per expert.
+    """Stack or unstack routed experts; their use.
 
     \b
     Examples:
@@ -334,7 +352,7 @@ def experts() -> None:
 
 @conversion(group=experts)
 def stack() -> Pass:
-    """Stack one matrix per expert to [E, 2I, H] and [E, H, I].
+    """Stack matrices to [E, 2I, H] and [E, H, I].
 
     \b
     Example:
@@ -347,7 +365,9 @@ def stack() -> Pass:
 
 @conversion(group=experts)
 def unstack() -> Pass:
-    """Split stacks [E, 2I, H] and [E, H, I] to one matrix per expert, without reading a whole stack.
+    """Split stacks to one matrix per expert.
+
+    From [E, 2I, H] and [E, H, I], without reading a whole stack.
 
     \b
     Example:
@@ -356,3 +376,80 @@ def unstack() -> Pass:
     from qconvert.passes.experts import Unstack
 
     return Unstack()
+
+
+@experts.command(name="stats", cls=Command)
+@SOURCE
+@click.argument("folder", metavar="DIR", type=FolderPath())
+@options_of(
+    Calibration, "data", "synthetic", "samples", "length", "seed", "column", "devices", given=True
+)
+@option_of(ValidateOptions, "memory", default="half of what is free")
+@OPENING
+@VERBOSITY
+def stats(source: str, folder: Path, memory: int | None, follow_links: bool, **given: Any) -> None:
+    """Run SRC over samples as it is, and write to DIR what its routed experts see: tokens that each was
+    given, REAP's saliency, moments of activations, a map of hot experts.
+
+    A decoder layer is in memory at a time. It is what --save-stats of a calibration writes, of the
+    unquantized model: for `prune` and `nvfp4 --stats DIR`, and for --init-expert-location. After an
+    interruption the same command goes on at its layer.
+
+    \b
+    Examples:
+      qconvert experts stats Qwen/Qwen3-30B-A3B stats --data chats.jsonl
+      qconvert experts stats GLM-4.5-Air stats --data chats.jsonl --samples 128 --memory 48GiB
+    """
+    from qconvert import api
+
+    asked = calibration_from({**split(given)[0], "save_stats": str(folder)}, gptq=True)
+    assert asked is not None
+    with Bar(" layers") as bar:
+        api.expert_statistics(
+            source, asked, memory=memory, follow_links=follow_links, events=bar,
+            notice=lambda text: say(f"qconvert: {text}", err=True),
+        )  # fmt: skip
+    say(f"wrote {folder}")
+
+
+@conversion(
+    click.option(
+        "--experts", type=Count(), metavar="N",
+        help="How many experts stay in each layer. [default: as many as the lists of --keep]",
+    ),
+    click.option(
+        "--keep", type=File(exists=False), metavar="FILE",
+        help='The experts that stay, as JSON: {"layers": {"3": [0, 5, ...], ...}}, draft layers '
+        "numbered on from the model's own. In layers without a list --stats decides.",
+    ),
+    STATS,
+    click.option(
+        "--by", type=click.Choice(["reap", "frequency"]), default="reap", show_default=True,
+        help="Rank by REAP's saliency (the router's weight times the norm of the answer, over an "
+        "expert's tokens), or by how many tokens chose it.",
+    ),
+)  # fmt: skip
+def prune(**fields: Any) -> Pass:
+    """Leave routed experts out; others stay as is.
+
+    N stay in each layer, byte for byte, under new numbers. Router rows, biases, correction terms,
+    the config's count and the lists of its quantization block follow. Where a router chooses among
+    groups first (n_group), each group keeps as many. Runtimes read one number of experts for all
+    layers, draft (MTP) layers too: list those in --keep, or leave the draft out first (`qconvert
+    mtp drop`). `qconvert eval OUT --against SRC` says what it cost.
+
+    \b
+    Examples:
+      qconvert prune Qwen/Qwen3-30B-A3B out --experts 96 --stats stats --dry-run
+      qconvert prune Qwen/Qwen3-30B-A3B out --keep experts.json
+      qconvert prune GLM-4.5-Air out --experts 96 --stats stats --by frequency
+    """
+    from qconvert.passes.prune import Prune
+
+    if "stats" in fields and "experts" not in fields:
+        raise click.UsageError("--stats needs --experts N: how many stay in each layer")
+    if not fields.keys() & {"keep", "stats"}:
+        raise click.UsageError(
+            "say which experts stay: --stats DIR with --experts N, or --keep FILE"
+        )
+    return Prune(**fields)

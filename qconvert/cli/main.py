@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, MutableMapping
+from contextlib import nullcontext
 from importlib import import_module
 from types import FrameType
 
@@ -18,29 +19,52 @@ from qconvert.checkpoint.hub_cache import pinned
 from qconvert.cli.carry_out import Started
 from qconvert.core.errors import QConvertError, UsageError
 from qconvert.core.own_process import open_standard_streams
-from qconvert.core.say import say, say_error
+from qconvert.core.say import say, say_error, sign_of_life
 from qconvert.core.shown import message
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130  # and FINDINGS, MORE, of options.py
 
-# By module, the commands with the names that they have there.
-_MODULES = {
-    "check": ("inspect", "validate", "diff"),
-    "advise": ("advise",),
-    "convert": ("plan", "run", "dequant"),
-    "layout": ("fuse", "unfuse", "experts", "relabel", "prepare", "unprepare", "mtp", "text"),
-    "kt": ("amx", "kt"),
-    "quantize": ("w4a16", "nvfp4", "fp8", "int8", "mx", "quantize"),
-    "stages": ("split", "join"),
-    "shards": ("finish", "status"),
-    "evaluate": ("evaluate",),
-    "repair": ("repair",),
-    "upload": ("upload",),
-    "misc": ("recipes", "clean", "demo"),
-    "report": ("report",),
-}
-_PLACES = {name: (module, name) for module, names in _MODULES.items() for name in names}
-_PLACES["eval"] = _PLACES.pop("evaluate")
+# Commands in the groups and in the order that help lists them, each with its module. One without a group
+# cannot be written down.
+GROUPS: dict[str, dict[str, str]] = {
+    "Start": {
+        "advise": "check", "inspect": "check", "demo": "misc", "plan": "convert", "run": "convert",
+        "recipes": "misc",
+    },
+    "Quantize": {
+        "fit": "fit", "w4a16": "quantize", "nvfp4": "quantize", "fp8": "quantize", "int8": "quantize",
+        "mx": "quantize", "quantize": "quantize", "amx": "kt", "kt": "kt", "dequant": "convert",
+    },
+    "Reshape": {
+        "relabel": "layout", "merge": "merge", "prune": "layout", "experts": "layout", "mtp": "layout",
+        "text": "layout", "delta": "merge", "apply": "merge", "fuse": "layout", "unfuse": "layout",
+        "prepare": "layout", "unprepare": "layout",
+    },
+    "Check": {
+        "validate": "check", "diff": "check", "eval": "evaluate", "ask": "evaluate", "repair": "check",
+        "report": "report",
+    },
+    "Publish": {"upload": "upload", "sign": "upload", "verify": "upload", "clean": "misc"},
+    "Many machines": {
+        "split": "stages", "join": "stages", "status": "stages", "finish": "stages",
+    },
+}  # fmt: skip
+_PLACES = {name: place for group in GROUPS.values() for name, place in group.items()}
+_ATTRIBUTES = {"eval": "evaluate"}  # where a command's function has another name than it
+
+# Words that people type, with what does it.
+_MEANT = {
+    "help": "--help", "convert": "run", "quantise": "quantize", "awq": "relabel --to awq",
+    "gptq": "w4a16 --gptq", "int4": "w4a16", "w8a16": "w4a16 --bits 8", "w8a8": "int8",
+    "rtn": "w4a16 --rtn", "fp4": "nvfp4", "mxfp4": "mx", "mxfp8": "mx --bits 8", "bf16": "dequant",
+    "dequantize": "dequant", "gguf": "dequant",
+    "check": "validate", "test": "validate", "compare": "diff",
+    "info": "inspect", "show": "inspect", "ls": "inspect", "shard": "split",
+    "push": "upload", "publish": "upload",
+    "perplexity": "eval", "benchmark": "eval", "draft": "mtp", "graft": "mtp graft",
+    "recommend": "advise", "stack": "experts stack", "unstack": "experts unstack", "fix": "repair",
+    "version": "--version", "lora": "merge", "adapter": "merge",
+}  # fmt: skip
 
 
 class Commands(MutableMapping[str, click.Command]):
@@ -53,8 +77,8 @@ class Commands(MutableMapping[str, click.Command]):
     def __getitem__(self, name: str) -> click.Command:
         found = self._known[name]
         if found is None:
-            module, attribute = _PLACES[name]
-            loaded = getattr(import_module(f"qconvert.cli.{module}"), attribute)
+            module = import_module(f"qconvert.cli.{_PLACES[name]}")
+            loaded = getattr(module, _ATTRIBUTES.get(name, name))
             assert isinstance(loaded, click.Command)
             self._known[name] = found = loaded
         return found
@@ -75,7 +99,50 @@ class Commands(MutableMapping[str, click.Command]):
         return len(self._known)
 
 
+class Root(click.Group):
+    """The command line: its commands in groups, and a word that is none led to the one that is meant."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_commands(ctx, formatter)  # --help and --version are known
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_paragraph()
+        for title, names in GROUPS.items():
+            formatter.write_heading(
+                title
+            )  # a section's blank line would make it more than a screen
+            with formatter.indentation():
+                rows = [(name, self.commands[name].get_short_help_str(80)) for name in names]
+                formatter.write_dl([(f"{name:{_NAME}}", text) for name, text in rows])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        word = args[0]
+        if word in self.commands or word.startswith("-"):
+            return super().resolve_command(ctx, args)
+        raise click.UsageError(f"no command {word!r}{_meant(word)}", ctx)
+
+
+_NAME = max(map(len, _PLACES))
+
+
+def _meant(word: str) -> str:
+    """The end of a message about a word that is no command."""
+    from difflib import get_close_matches
+
+    known = {**dict(zip(_PLACES, _PLACES, strict=True)), **_MEANT}
+    close = [word] if word in known else get_close_matches(word.lower(), known, 2)
+    there = {meant: None for one in close if (meant := known[one]).partition(" ")[0] in _LEADS}
+    names = " or ".join(f"`qconvert {meant}`" for meant in there)
+    return f"; did you mean {names}?" if names else "; `qconvert --help` lists them"
+
+
+_LEADS = {*_PLACES, "--help", "--version"}
+
+
 @click.group(
+    cls=Root,
     commands=Commands(),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -83,19 +150,11 @@ class Commands(MutableMapping[str, click.Command]):
 def cli() -> None:
     """Turn a Hugging Face checkpoint into exactly what a runtime wants to load.
 
-    Streams in bounded memory, resumes where it was interrupted, accounts for every byte. A source
-    is a folder, one .safetensors or GGUF file, a folder in a store (s3://...), or a repo on the Hub:
-    ORG/NAME, with hf:// before it or @REVISION behind it, read by ranges where the local cache lacks it.
+    Example: qconvert advise DeepSeek-V3 --for sglang --gpus 8
 
-    \b
-    Examples:
-      qconvert inspect DeepSeek-V3
-      qconvert dequant DeepSeek-V3 DeepSeek-V3-bf16 --dry-run
-      qconvert dequant DeepSeek-V3 DeepSeek-V3-bf16
-      qconvert validate DeepSeek-V3-bf16 --against DeepSeek-V3
+    SRC: a folder, .safetensors or GGUF file, s3://..., or ORG/NAME[@REVISION].
 
-    Exit codes: 0 ok, 1 refused or failed, 2 usage, 3 findings or differences, 4 more to do (--until),
-    5 not known for this class or version (--for), 130 interrupted.
+    Exit 0 ok, 1 refused, 2 usage, 3 findings, 4 more, 5 unsure, 130 interrupted
     """
     # A command reads one commit of a repo, wherever its branch goes meanwhile.
     click.get_current_context().with_resource(pinned())
@@ -118,7 +177,11 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         words = tuple(sys.argv[1:] if arguments is None else arguments)
-        code = cli.main(arguments, prog_name="qconvert", standalone_mode=False, obj=Started(words))
+        quiet = {"-q", "--quiet", "--json"}.intersection(words)
+        with nullcontext() if quiet else sign_of_life(f"reading {' '.join(words)[:60]} ..."):
+            code = cli.main(
+                arguments, prog_name="qconvert", standalone_mode=False, obj=Started(words)
+            )
         sys.exit(code if isinstance(code, int) else OK)
     except click.ClickException as error:
         _say_usage(error)
@@ -166,6 +229,10 @@ def main(arguments: list[str] | None = None) -> None:
             "a smaller input; report this with the input if others can convert it"
         )
         sys.exit(FAILED)
+    finally:
+        if "triton" in sys.modules:
+            gc.unfreeze()  # nanobind prints a line for each of its objects that is never freed
+            gc.enable()
 
 
 def _command(arguments: list[str] | None) -> str:

@@ -27,7 +27,7 @@ def recipes() -> None:
 
 @recipes.command("list")
 def list_recipes() -> None:
-    """List built-in recipes with their purpose, one per line.
+    """List built-in recipes with their purpose.
 
     \b
     Example:
@@ -66,8 +66,9 @@ def show_recipe(name: str) -> None:
 @option_of(RunOptions, "work_dir")
 @DRY_RUN
 def clean(out: Path | str, work_dir: Path | None, dry_run: bool) -> None:
-    """Remove the unfinished work of an interrupted run from OUT. A finished result is not touched; one
-    that was being repaired is unfinished.
+    """Remove unfinished work of an interrupted run.
+
+    A finished result is not touched; one that was being repaired is unfinished.
 
     Of a repo on the Hub (hf://ORG/NAME) the branches with shards of unfinished results are removed, and
     the folder on this machine that they were made in. A run that is at work there sends them again.
@@ -89,7 +90,9 @@ def clean(out: Path | str, work_dir: Path | None, dry_run: bool) -> None:
 @click.command(cls=Command)
 @click.argument("folder", required=False, type=FolderPath())
 def demo(folder: Path | None) -> None:
-    """Make a small block-FP8 Qwen3.5-MoE checkpoint, fuse it for sglang, dequantize it, validate.
+    """Convert a small sample, step by step.
+
+    A block-FP8 Qwen3.5-MoE checkpoint is made.
 
     The files are kept in FOLDER (new or empty); without it they are removed.
 

@@ -178,10 +178,10 @@ class FolderPath(click.Path):
 
 
 class File(click.Path):
-    """The path of a file that exists."""
+    """The path of a file, which is there already unless something else looks."""
 
-    def __init__(self) -> None:
-        super().__init__(exists=True, dir_okay=False, path_type=Path)
+    def __init__(self, *, exists: bool = True) -> None:
+        super().__init__(exists=exists, dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not value or "\0" in str(value):
@@ -204,6 +204,17 @@ class Positive(click.FloatRange):
         return number
 
 
+class PositiveOr(Positive):
+    """One of these, or a word."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.word = word
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == self.word else super().convert(value, param, ctx)
+
+
 class Count(click.IntRange):
     """A whole number up to MOST, which help does not show."""
 
@@ -223,6 +234,7 @@ _TYPES: dict[str, click.ParamType[Any]] = {
     "runtime": Parsed("consumer", partial(_is_runtime, ("sglang", "vllm"))),
     "pass": Parsed("pass", _is_pass, completion.passes), "log": Parsed("file", _is_log),
 }  # fmt: skip
+_METAVARS = {"count": "N"}  # where click would write INTEGER RANGE
 
 
 # --- Options of dataclasses -----------------------------------------------------------------------
@@ -240,19 +252,24 @@ def option_of(
     name: str,
     *,
     given: bool = False,
+    rare: bool = False,
     help: str | None = None,
     default: str | None = None,
 ) -> Callable[[F], F]:
     """A field of a dataclass as an option. `given`: a command must know whether it was, so that its
-    default is None. `help` and `default`, what is shown of them, may differ by command."""
+    default is None. `rare`, `help` and `default`, what is shown of them, may differ by command."""
     field, one = options_in(kind)[name]
     shown = one.shown if default is None else default
     text = (help or one.help) + ("" if shown is None else f" [default: {shown}]")
-    more: dict[str, Any] = {"help": text, "cls": Rare if one.rare else click.Option}
+    more: dict[str, Any] = {"help": text, "cls": Rare if rare or one.rare else click.Option}
     if field.default is False:
         more["is_flag"] = True
     else:
-        more |= {"type": _type_of(one), "metavar": one.metavar, "multiple": one.repeated}
+        more |= {
+            "type": _type_of(one),
+            "metavar": one.metavar or _METAVARS.get(one.kind),
+            "multiple": one.repeated,
+        }
         if not given and field.default not in (None, ()):
             more |= {"default": field.default, "show_default": True}
     words = one.words or (f"--{name.replace('_', '-')}",)
@@ -271,8 +288,10 @@ def _type_of(one: Option) -> click.ParamType[Any] | None:
     return Parsed(one.kind, one.parse, completion.paths if one.kind == "data" else None)
 
 
-def options_of(kind: type, *names: str, given: bool = False) -> Callable[[F], F]:
-    return stacked(*(option_of(kind, name, given=given) for name in names))
+def options_of(
+    kind: type, *names: str, given: bool = False, rare: bool = False
+) -> Callable[[F], F]:
+    return stacked(*(option_of(kind, name, given=given, rare=rare) for name in names))
 
 
 def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
@@ -310,6 +329,23 @@ def made_for(names: str, *only: str) -> Callable[[F], F]:
         "--for", "consumer", type=kind, metavar="NAME[==VERSION]",
         help=f"The runtime or model class that will load the result. [{names}]",
     )  # fmt: skip
+
+
+def dialect(
+    note: str, *choices: str, required: bool = False, kind: type[click.Option] = click.Option
+) -> Callable[[F], F]:
+    """`--dialect`; `note` says how the choices differ."""
+    return click.option(
+        "--dialect", type=click.Choice(choices), required=required, cls=kind,
+        help=f"Whose names, scales and config to write. [{note}]",
+    )  # fmt: skip
+
+
+NVFP4_DIALECT: Callable[..., Callable[[F], F]] = partial(
+    dialect,
+    "NVFP4's bytes differ too: compressed-tensors divides by the global scale, modelopt multiplies",
+    "compressed-tensors", "modelopt",
+)  # fmt: skip
 
 
 def _read_as(
@@ -385,27 +421,22 @@ def targets(default: str) -> Callable[[F], F]:
 TARGETS, LINEAR_TARGETS = targets("experts"), targets("Linear")
 IGNORE = click.option(
     "--ignore", multiple=True, type=_PATTERN, metavar="NAME",
-    help="Targets to leave unquantized: a module's name, the end of a name, or re:PATTERN. "
-    "Repeatable.",
+    help="Targets to leave unquantized, named likewise. Repeatable.",
 )  # fmt: skip
-DIALECT_HELP = (
-    "Whose names, scales and config to write NVFP4 in. The bytes differ too: one divides by the global "
-    "scale, the other multiplies by it."
-)
 INPUT_SCALE = click.option(
     "--input-scale", type=Positive(), metavar="X",
     help="One constant scale for the activations of all that is quantized, by which they are divided; "
     "no data is needed.",
 )  # fmt: skip
 KV_SCALE = rare(
-    "--kv-scale", type=Positive(), metavar="X",
-    help="One constant scale for the keys and values that runtimes keep in FP8, by which they are "
-    "divided; no data is needed.",
+    "--kv-scale", type=PositiveOr("calibrated"), metavar="X|calibrated",
+    help="Scale for the keys and values that runtimes keep in FP8, by which they are divided: one "
+    "constant, or `calibrated`, a layer's largest key and value in --data / 448.",
 )  # fmt: skip
 STATS = click.option(
     "--stats", type=FolderPath(), metavar="DIR",
-    help="Statistics of a calibration (DIR of `w4a16 --gptq --save-stats DIR`), to take the input "
-    "scales of activations from.",
+    help="Statistics that a calibration saved in DIR, from which input scales of activations "
+    "follow (nvfp4), or which experts stay (prune).",
 )  # fmt: skip
 SHARED_EXPERTS = rare(
     "--shared-experts", type=click.Choice(["quantize", "keep"]), default=None,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qconvert.run.dry_run import DryRun
 
 MOST_ROWS = 14
+_FEW = 4  # tokens of a calibration are few below this part of what is asked for
 _MOST_NAMES = 3
 
 
@@ -184,6 +185,7 @@ def _calibration_lines(plan: Plan) -> list[str]:
     if plan.calibration is None:
         return []
     from qconvert.calibrate.backend import work_dir_bytes
+    from qconvert.samples.data import amount
     from qconvert.samples.request import FACT
 
     request = plan.calibration.request
@@ -192,12 +194,22 @@ def _calibration_lines(plan: Plan) -> list[str]:
     sparse = plan.calibration.model.role_index.dims.num_experts
     what = f"each expert calibrated on {tokens}" if sparse else "each linear on all tokens"
     disk = format_size(work_dir_bytes(plan.calibration))
+    there = amount(request)
+    samples = count(request.samples, "sample")
+    if there is not None and there[0] < request.samples:
+        samples = f"{there[0]} of {samples}"
     line = (
-        f"gptq    {count(request.samples, 'sample')} of up to {request.length} tokens ({data}), "
+        f"gptq    {samples} of up to {request.length} tokens ({data}), "
         f"{what}; needs {disk} more disk while it runs, and memory as --memory "
         f"says, or half of what is free"
     )
-    return [line]
+    if there is None or there[1] >= request.samples * request.length // _FEW:
+        return [line]
+    few = (
+        f"warning {request.data} has about {there[1]:,} tokens, few of the {request.samples} x "
+        f"{request.length} asked for: add samples, or longer ones"
+    )
+    return [line, few]
 
 
 def _table(plan: Plan, most: int | None, columns: int | None) -> list[str]:

@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.cli.calibration import CALIBRATION, Asked, calibration_from, flag
+from qconvert.cli.calibration import CALIBRATION, SAMPLES, Asked, calibration_from, flag
 from qconvert.cli.convert import conversion
 from qconvert.cli.options import (
-    DIALECT_HELP,
     IGNORE,
     INPUT_SCALE,
     KV_SCALE,
     LINEAR_TARGETS,
+    NVFP4_DIALECT,
     SHARED_EXPERTS,
     STATS,
     TARGETS,
     TP,
+    Rare,
+    dialect,
     made_for,
     rare,
 )
@@ -40,7 +42,9 @@ _BITS = click.option(
     TARGETS, IGNORE, SHARED_EXPERTS, TP,
 )  # fmt: skip
 def quantize(form: str, **fields: Any) -> Pass:
-    """Quantize the routed experts of SRC, or what --targets names, to a format by its name.
+    """Quantize to any format, by its name.
+
+    The routed experts, or what --targets names.
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes any format that looks at a row of
     a matrix at a time, in compressed-tensors' form: those of qconvert, and those of other packages
@@ -58,49 +62,51 @@ def quantize(form: str, **fields: Any) -> Pass:
 
 
 @conversion(
-    _BITS, TARGETS, SHARED_EXPERTS, TP,
-    rare(
-        "--quark", is_flag=True,
-        help="Write MXFP4 under AMD Quark's names and config, for MI355, with inputs in MXFP4 too.",
+    _BITS, TARGETS, IGNORE, SHARED_EXPERTS, TP,
+    dialect(
+        "AMD Quark's is of MXFP4, for an MI355, with inputs in MXFP4 too",
+        "compressed-tensors", "quark", kind=Rare,
     ),
 )  # fmt: skip
-def mx(bits: Literal["4", "8"], quark: bool, **fields: Any) -> Pass:
-    """Quantize the routed experts of SRC, or all its linear layers, to MXFP4 or MXFP8.
+def mx(bits: Literal["4", "8"], **fields: Any) -> Pass:
+    """Quantize to MXFP4 or MXFP8.
+
+    The routed experts, or all linear layers (--targets Linear).
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a power-of-two scale
     for 32 columns, in compressed-tensors' form: MXFP4, or with --bits 8 MXFP8. They equal
     llm-compressor's for the same weights in BF16, byte for byte. vLLM loads all; sglang only MXFP4,
-    and that of Kimi-K3 and DeepSeek-V4 alone, or with --quark on an MI355. `quantize` is the
-    same with --ignore.
+    and that of Kimi-K3 and DeepSeek-V4 alone, or Quark's dialect on an MI355.
 
     \b
     Examples:
       qconvert mx Qwen/Qwen3-30B-A3B out --dry-run
       qconvert mx Qwen/Qwen3-32B out --bits 8 --targets Linear
       qconvert mx DeepSeek-V3 out --tp 8
-      qconvert mx Qwen/Qwen3-30B-A3B out --quark
+      qconvert mx Qwen/Qwen3-30B-A3B out --dialect quark
     """
     from qconvert.passes.quantize import ToMx
 
-    dialect: Literal["compressed-tensors", "quark"] = "quark" if quark else "compressed-tensors"
-    return ToMx("mxfp4" if bits == "4" else "mxfp8", dialect=dialect, **fields)
+    return ToMx("mxfp4" if bits == "4" else "mxfp8", **fields)
 
 
 @conversion(
-    LINEAR_TARGETS, SHARED_EXPERTS, TP, KV_SCALE,
-    rare(
-        "--msmodelslim", is_flag=True,
-        help="Write W8A8_DYNAMIC under msmodelslim's names and description, for Ascend NPUs.",
+    LINEAR_TARGETS, IGNORE, SHARED_EXPERTS, TP, KV_SCALE, SAMPLES,
+    dialect(
+        "msmodelslim's is W8A8_DYNAMIC, for Ascend NPUs",
+        "compressed-tensors", "msmodelslim", kind=Rare,
     ),
 )  # fmt: skip
-def int8(msmodelslim: bool, **fields: Any) -> Pass:
-    """Quantize all linear layers of SRC, or its routed experts, to INT8 for INT8 activations (W8A8).
+def int8(**fields: Any) -> Pass:
+    """Quantize to INT8 for INT8 activations.
+
+    W8A8: all linear layers, or the routed experts (--targets experts).
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes codes with a scale a row, in
     compressed-tensors' int-quantized form. They equal llm-compressor's for the same weights in BF16,
     byte for byte. Activations are scaled by token, by the runtime. (`w4a16 --bits 8` is packed, for BF16
-    activations.) sglang loads no experts so. `quantize` is the same with --ignore.
-    --msmodelslim writes the same codes with quant_model_description.json, for vllm-ascend.
+    activations.) sglang loads no experts so.
+    --dialect msmodelslim writes the same codes with quant_model_description.json, for vllm-ascend.
 
     \b
     Examples:
@@ -110,18 +116,13 @@ def int8(msmodelslim: bool, **fields: Any) -> Pass:
     """
     from qconvert.passes.quantize import ToInt8
 
-    dialect: Literal["compressed-tensors", "msmodelslim"] = (
-        "msmodelslim" if msmodelslim else "compressed-tensors"
-    )
-    return ToInt8(dialect=dialect, **fields)
+    return ToInt8(**fields)
 
 
 @conversion(
-    click.option(
-        "--dialect", required=True, type=click.Choice(["compressed-tensors", "modelopt"]),
-        help=DIALECT_HELP,
-    ),
+    NVFP4_DIALECT(required=True),
     TARGETS,
+    IGNORE,
     SHARED_EXPERTS,
     TP,
     STATS,
@@ -134,7 +135,9 @@ def int8(msmodelslim: bool, **fields: Any) -> Pass:
     CALIBRATION,
 )  # fmt: skip
 def nvfp4(weight_only: bool, gptq: bool, asked: Asked, **fields: Any) -> Pass:
-    """Quantize the routed experts of SRC, or all its linear layers, to NVFP4.
+    """Quantize to NVFP4.
+
+    The routed experts, or all linear layers (--targets Linear).
 
     Reads BF16, FP16, FP32, FP8 with scales, or packed INT4, and writes what compressed-tensors or
     nvidia-modelopt would, byte for byte but for --scales search and --gptq, with two exceptions. Gate
@@ -143,7 +146,7 @@ def nvfp4(weight_only: bool, gptq: bool, asked: Asked, **fields: Any) -> Pass:
     small weights. MXFP4 in the form of compressed-tensors is relabelled without loss, or refused. MTP
     layers are unchanged, but for the experts of Qwen3-Next's, which sglang loads in NVFP4 alone. A model
     whose family is not in layouts/ is refused, because its linear layers are not known. --targets takes
-    `experts` and `Linear` only.
+    modules by name in the dialect of compressed-tensors only.
 
     \b
     Examples:
@@ -171,10 +174,9 @@ def nvfp4(weight_only: bool, gptq: bool, asked: Asked, **fields: Any) -> Pass:
 
 
 @conversion(
-    click.option(
-        "--compressed-tensors", "packed", is_flag=True,
-        help="Write compressed-tensors' names, scales and config, not those that DeepSeek and Qwen "
-        "publish (implied by --channel).",
+    dialect(
+        "fp8: as DeepSeek and Qwen publish it; --channel implies compressed-tensors",
+        "fp8", "compressed-tensors",
     ),
     click.option(
         "--block", type=click.IntRange(min=1), default=None, show_default="128",
@@ -188,31 +190,35 @@ def nvfp4(weight_only: bool, gptq: bool, asked: Asked, **fields: Any) -> Pass:
         "ue8m0).",
     ),
     LINEAR_TARGETS,
+    IGNORE,
     SHARED_EXPERTS,
     TP,
     STATS,
     INPUT_SCALE,
     KV_SCALE,
+    SAMPLES,
     made_for("sglang or vllm", "sglang", "vllm"),
 )  # fmt: skip
-def fp8(packed: bool, channel: bool, tensor: bool, ue8m0: bool, **fields: Any) -> Pass:
-    """Quantize all linear layers of SRC that runtimes load so, or its routed experts, to FP8.
+def fp8(channel: bool, tensor: bool, ue8m0: bool, **fields: Any) -> Pass:
+    """Quantize to FP8, by block, row or tensor.
+
+    All linear layers that runtimes load so, or the routed experts (--targets experts).
 
     Reads BF16, FP16, FP32, FP8 with other scales, or packed INT4, and writes E4M3 codes, rounded with
     the scale that is stored. In compressed-tensors' dialect they equal llm-compressor's for the same
     weights in BF16, byte for byte; but with --tensor q, k and v share a scale, as gate and up do, since
     runtimes keep one of them. Embeddings, head, norms and routers are unchanged. Activations are scaled
     by the runtime, by the constant of --input-scale, or, for `--targets experts`, by scales of inputs
-    that --stats saw. --targets takes `experts` and `Linear` (the default) only. With --for, a class of
-    that runtime that is known not to read scales of blocks as DeepSeek publishes them (sglang's of
-    Llama, Mistral and Phi-3) gets compressed-tensors' form.
+    that --stats saw. --targets takes modules by name in the dialect of compressed-tensors only. With
+    --for, a class of that runtime that is known not to read scales of blocks as DeepSeek publishes them
+    (sglang's of Llama, Mistral and Phi-3) gets compressed-tensors' form.
 
     \b
     Examples:
       qconvert fp8 Qwen/Qwen3-235B-A22B out --dry-run
       qconvert fp8 meta-llama/Llama-3.3-70B-Instruct out --for sglang
       qconvert fp8 DeepSeek-V3-bf16 out --ue8m0
-      qconvert fp8 Qwen/Qwen3-32B out --channel
+      qconvert fp8 Qwen/Qwen3-32B out --channel --kv-scale calibrated --data chats.jsonl
       qconvert fp8 Qwen/Qwen3-32B out --tensor --input-scale 1.0
       qconvert fp8 GLM-4.5-Air out --targets experts --tp 8
       qconvert fp8 Qwen/Qwen3-30B-A3B out --tensor --targets experts --stats Qwen3-stats
@@ -234,15 +240,13 @@ def fp8(packed: bool, channel: bool, tensor: bool, ue8m0: bool, **fields: Any) -
         raise click.UsageError("--input-scale is a constant for all: omit --stats")
     if channel:
         fields["block"] = None
-    dialect: Literal["fp8", "compressed-tensors"] = (
-        "compressed-tensors" if packed or channel else "fp8"
-    )
-    return ToFp8(dialect, exponents=ue8m0, tensor=tensor, **fields)
+        fields.setdefault("dialect", "compressed-tensors")
+    return ToFp8(exponents=ue8m0, tensor=tensor, **fields)
 
 
 @conversion(
     click.option(
-        "--rtn", is_flag=True, help="Round to nearest: needs no data, and reads the source once."
+        "--rtn", is_flag=True, help="Round to nearest, without data. [the source is read once]"
     ),
     _BITS,
     click.option(
@@ -279,7 +283,9 @@ def fp8(packed: bool, channel: bool, tensor: bool, ue8m0: bool, **fields: Any) -
 def w4a16(
     rtn: bool, gptq: bool, bits: str, group_size: str, asymmetric: bool, asked: Asked, **fields: Any
 ) -> Pass:
-    """Quantize the routed experts of SRC, or what --targets names, to packed INT4 or INT8.
+    """Quantize to packed INT4 or INT8.
+
+    The routed experts, or what --targets names, by rounding (--rtn) or with data (--gptq).
 
     All other layers are unchanged, FP8 included, and the config says which is which. Compressed-tensors
     results, symmetric and asymmetric, equal llm-compressor's for the same weights in BF16, byte for byte
@@ -290,10 +296,10 @@ def w4a16(
     Examples:
       qconvert w4a16 Qwen/Qwen3-235B-A22B out --rtn --tp 4 --dry-run
       qconvert w4a16 GLM-4.5-Air out --rtn --group-size 32 --scales search --tp 4
+      qconvert w4a16 Qwen/Qwen3-32B out --gptq --targets Linear --data chats.jsonl
       qconvert w4a16 Qwen3-30B-A3B out --rtn --packing gptq
       qconvert w4a16 Qwen3-30B-A3B out --rtn --bits 8 --group-size channel --targets Linear
       qconvert w4a16 Qwen/Qwen3-Next-80B-A3B-Instruct out --gptq --data chats.jsonl --memory 48GiB
-      qconvert w4a16 Qwen/Qwen3-32B out --gptq --targets Linear --data chats.jsonl
     """
     from qconvert.passes.w4a16 import ExpertsToW4A16
 

@@ -41,8 +41,10 @@ _PATH = re.compile(r"(?<![\w.])(?:[a-z][a-z0-9+.-]*://|~?/)[^\s'\",;:()]*[^\s'\"
 @OPENING
 @JSON
 def report(source: str | None, paths: bool, follow_links: bool, as_json: bool) -> int:
-    """Print what a report of a problem needs: versions, platform, and of FOLDER the model, how it was
-    made, and the rules that header validation finds broken.
+    """Print what a report of a problem needs.
+
+    Versions, platform, and of FOLDER the model, how it was made, and the rules that header validation
+    finds broken.
 
     No weights are read, and no name of a user, path, repo, token or value of an environment variable is
     printed: read it before you post it all the same.

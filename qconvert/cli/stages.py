@@ -1,7 +1,10 @@
-"""split and join: folders of pipeline stages."""
+"""split and join: folders of pipeline stages. status and finish: folders that shards of a run fill."""
 
 from __future__ import annotations
 
+import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +14,7 @@ import click
 from qconvert.cli import completion
 from qconvert.cli.calibration import DATA, split_data
 from qconvert.cli.carry_out import checked, end_with, tell_next
-from qconvert.cli.command import Command, is_quiet, is_verbose
+from qconvert.cli.command import VERBOSITY, Command, is_quiet, is_verbose
 from qconvert.cli.convert import (
     RUNNING,
     CommandOptions,
@@ -20,11 +23,24 @@ from qconvert.cli.convert import (
     planned_and_run,
     share_line,
 )
-from qconvert.cli.options import OUT, PARTITION, SOURCE, SOURCE_NAME, FolderPath, made_for
+from qconvert.cli.options import (
+    JSON,
+    OUT,
+    OUT_FOLDER,
+    PARTITION,
+    SOURCE,
+    SOURCE_NAME,
+    Count,
+    FolderPath,
+    from_options,
+    made_for,
+)
+from qconvert.cli.profile import PROFILE
 from qconvert.core.say import say, say_json
 
 if TYPE_CHECKING:
     from qconvert.api import DryRun, PlannedStages
+    from qconvert.run.folder.status import FolderStatus
 
 
 def _show(planned: PlannedStages, options: CommandOptions) -> None:
@@ -122,9 +138,20 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
 @SOURCE
 @click.argument("out", type=FolderPath(repos=True))
 @click.option(
-    "--pp", required=True, type=PARTITION, metavar="15,15,15,16|N",
+    "--pp", type=PARTITION, metavar="15,15,15,16|N",
     help="Layers of each stage, or a number of stages to split as the runtime would.",
 )  # fmt: skip
+@click.option(
+    "--numa", type=Count(),
+    help="NUMA nodes of the serving machine; the runtime must be started with the same count.",
+)  # fmt: skip
+@click.option(
+    "--tp", type=Count(), metavar="N",
+    help="Tensor-parallel ranks: a folder for each, as vLLM's loader of sharded states takes it.",
+)  # fmt: skip
+@click.option(
+    "--ep", type=Count(), metavar="N", help="Groups of experts among the tensor-parallel ranks."
+)
 @made_for("sglang or vllm; needed with --pp N", "sglang", "vllm")
 @click.option(
     "--balance", is_flag=True,
@@ -142,18 +169,26 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
 def split(
     source: str,
     out: Path | str,
-    pp: str,
+    pp: str | None,
+    numa: int | None,
+    tp: int | None,
+    ep: int | None,
     consumer: str | None,
     balance: bool,
     recipe: str | None,
     copy: bool,
     **given: Any,
 ) -> None:
-    """Split a checkpoint into one folder per pipeline stage, each complete in itself; or, where OUT is
-    a repo on the Hub (hf://ORG/NAME), one repo per stage, ORG/NAME-stage-NN-of-NN.
+    """Split a model into pipeline stages.
+
+    One folder per stage, each complete in itself; or, where OUT is a repo on the Hub (hf://ORG/NAME),
+    one repo per stage, ORG/NAME-stage-NN-of-NN.
 
     A shard that belongs to one stage unchanged is hard-linked to the source's file where possible. The
     environment variable to set is printed, and written to every qconvert.json.
+
+    With --numa SRC is a folder of `amx`, and OUT one of the same experts, cut for another number of NUMA
+    nodes without the model. [docs/ktransformers.md]
 
     \b
     Examples:
@@ -162,10 +197,34 @@ def split(
       qconvert split DeepSeek-V3 stages --pp 4 --for sglang --balance --dry-run
       qconvert split Qwen/Qwen3.5-35B-A3B-FP8 stages --pp 4 --for sglang --recipe dequant-fp8
       qconvert split Qwen3-30B-A3B out --pp 24,24 --recipe ./llm-compressor.yaml --data chats.jsonl
+      qconvert split V3-cpu V3-cpu-4 --numa 4
     """
     from qconvert import api
 
     data, options = split_data(given)
+    if sum(one is not None for one in (pp, numa, tp)) != 1:
+        raise click.UsageError(
+            "say how to cut, by one of: --pp for pipeline stages, --tp for ranks, --numa for NUMA nodes"
+        )
+    if ep is not None and tp is None:
+        raise click.UsageError("--ep is of ranks: it needs --tp N")
+    if tp is not None:
+        _split_ranks(source, out, tp, ep or 1, consumer, balance, copy, recipe, options, data)
+        return
+    if numa is not None:
+        others = {
+            "--for": consumer, "--balance": balance, "--recipe": recipe, "--copy": copy,
+            "calibration data": data,
+        }  # fmt: skip
+        if name := next((name for name, value in others.items() if value), None):
+            raise click.UsageError(f"{name} is of pipeline stages (--pp): omit it with --numa")
+        from qconvert.passes.recut import RecutTiles
+
+        with from_options():
+            steps = (RecutTiles(numa),)
+        convert(api.Recipe("split", steps, options.max_shard_size), source, out, options)
+        return
+    assert pp is not None
     if data and recipe is None:
         raise click.UsageError("calibration data needs a --recipe that calibrates")
     if "," not in pp and consumer is None:
@@ -197,21 +256,217 @@ def split(
         tell_next([str(out)], source, None, validated=False)
 
 
+def _split_ranks(
+    source: str, out: Path | str, tp: int, ep: int, consumer: str | None, balance: bool,
+    copy: bool, recipe: str | None, options: CommandOptions, data: Any,
+) -> None:  # fmt: skip
+    """Make a folder for each rank, and print the line that serves them."""
+    from qconvert import api
+    from qconvert.runtimes.serving import launch_ranks
+
+    named = (consumer or "vllm").partition("==")[0]
+    if balance or copy or isinstance(out, str) or named != "vllm":
+        raise click.UsageError(
+            "ranks are cut for vLLM alone, to a folder of this machine: sglang's loaders of such files "
+            "take weights that its kernels' preparation has changed; omit --for, --balance, --copy, hf://"
+        )
+    passes = api.load_recipe(recipe, data) if recipe else api.Recipe("split", ())
+    if options.dump_after is not None:
+        dump_after(passes, source, options)
+        return
+    planned = planned_and_run(
+        lambda opened, more: api.plan_ranks(passes, opened, out, tp, ep, **more),
+        source, options, passes.passes,
+    )  # fmt: skip
+    line, folders = launch_ranks(str(out), tp, ep), [str(one.out) for one in planned.folders]
+    if options.as_json and not options.dry_run:
+        say_json({"out": str(out), "folders": folders, "serve": line})
+    say("", "serve with:", line, err=options.as_json)
+    if options.dry_run or options.shard is not None:
+        return
+    if options.validate is not None:
+        end_with([checked(folder, source, options) for folder in folders])
+    elif not options.as_json:
+        tell_next(folders[:1], source, None, validated=False)
+
+
 @click.command(cls=Command)
-@click.argument("stages", type=SOURCE_NAME)
+@click.argument("parts", type=SOURCE_NAME)
 @OUT
 @RUNNING
-def join(stages: str, out: Path | str, **given: Any) -> None:
-    """Join the stages that `split` made.
+def join(parts: str, out: Path | str, **given: Any) -> None:
+    """Join stages, or files of TP ranks.
+
+    PARTS is a folder of stages that `split` made, or a checkpoint in files of tensor-parallel ranks
+    (*-TP-000.safetensors), as Grok-2 is published. sglang reads such files right in that number of ranks
+    alone, and in fewer leaves out experts' parts without an error; OUT is served in any.
+
+    \b
+    Examples:
+      qconvert join stages DeepSeek-V3-again
+      qconvert join xai-org/grok-2 grok-2-whole --dry-run
+      qconvert join xai-org/grok-2 grok-2-whole
+    """
+    from qconvert.checkpoint.open import local, open_source, open_stages
+    from qconvert.checkpoint.ranks import is_of_ranks
+    from qconvert.passes.join_ranks import JoinRanks
+    from qconvert.recipe.recipe import Recipe
+
+    options, folder = CommandOptions(**given), local(parts)
+    of_ranks = is_of_ranks(folder)
+    opener = open_source if of_ranks else open_stages
+    steps = (JoinRanks(),) if of_ranks else ()
+    opened = opener(folder, follow_links=options.follow_links)
+    convert(Recipe("join", steps, options.max_shard_size), opened, out, options)
+
+
+# What a folder that is anyone's must not ask for: to run a file or program of its choice, to read beyond
+# a source, to write elsewhere (commands are noted without --profile, --log-json, --loader), to take
+# orders of a cluster. A --work-dir is taken: the folder below it must be OUT itself, or nothing is made
+# (carry_out.py).
+REFUSED = (
+    "--family", "--follow-links", "--profile", "--log-json", "--save-stats", "--engine", "--address",
+    "--distributed", "--loader", "--measured",
+)  # fmt: skip
+
+
+@click.command(cls=Command)
+@OUT_FOLDER
+@PROFILE
+@JSON
+@VERBOSITY
+@click.pass_context
+def finish(ctx: click.Context, out: Path, as_json: bool) -> None:
+    """Publish a folder when all shards are done.
+
+    Those of a conversion with --shard.
+
+    The command of the shards, which their journals hold, is planned again; their work is checked as
+    that of an interrupted run would be; a few units at the borders of shards are run; then OUT is
+    published, byte for byte as one machine would. What misses is named with the command to run.
 
     \b
     Example:
-      qconvert join stages DeepSeek-V3-again
+      qconvert finish DeepSeek-V3-bf16
     """
-    from qconvert.checkpoint.open import local, open_stages
-    from qconvert.recipe.recipe import Recipe
+    from qconvert import api
+    from qconvert.cli.carry_out import Started
+    from qconvert.core.errors import OutputError
+    from qconvert.run.engines.shard import without_shard
+    from qconvert.run.folder.status import finished_in, folders_of, recorded
 
-    options = CommandOptions(**given)
-    recipe = Recipe("join", (), options.max_shard_size)
-    opened = open_stages(local(stages), follow_links=options.follow_links)
-    convert(recipe, opened, out, options)
+    if finished_in(out):
+        api.clean(out)  # of what a process left that was killed as it removed its work folder
+        say_json({"out": str(out), "already_done": True}) if as_json else say(
+            f"{out} is finished; nothing to do"
+        )
+        return
+    found = recorded(out)
+    if found is None:
+        raise OutputError(
+            f"{out}: no work of shards is there; after a run without --shard, the same command goes on"
+        )
+    words, folder = without_shard(found[0]), found[1]
+    group = ctx.find_root().command
+    assert isinstance(group, click.Group)
+    if not _is_conversion(group, words):
+        raise OutputError(
+            f"{out}: its journal names no conversion; run the command of the shards without --shard"
+        )
+    for option in REFUSED:
+        if any(word.partition("=")[0] == option for word in words):
+            raise OutputError(
+                f"{out}: the shards were run with {option}, which is not taken from a journal; run "
+                "their command without --shard"
+            )
+    if not is_quiet():
+        say(f"command {shlex.join(['qconvert', *words])}", err=True)
+    here = out.absolute()
+    more = ["--json"] if as_json and "--json" not in words else []
+    if is_quiet():
+        more.append("-q")
+    before = Path.cwd()
+    if folder and Path(folder).is_dir():
+        os.chdir(folder)
+    try:
+        started = Started(tuple(words), finishing=here)
+        with group.make_context(ctx.find_root().info_name, [*words, *more], obj=started) as inner:
+            group.invoke(inner)
+    finally:
+        os.chdir(before)
+    if folders_of(here):
+        raise OutputError(
+            f"{out}: the command in its journals does not finish it; run the command of the shards "
+            "without --shard"
+        )
+
+
+def _is_conversion(group: click.Group, words: Sequence[str]) -> bool:
+    """Return whether words name a conversion, which takes --shard: no other command is run from a
+    journal."""
+    command: click.Command | None = group
+    for word in words:
+        if not isinstance(command, click.Group):
+            break
+        command = command.commands.get(word)
+    names = set() if command is None else {param.name for param in command.params}
+    return "shard" in names
+
+
+@click.command(cls=Command)
+@OUT_FOLDER
+@JSON
+def status(out: Path, as_json: bool) -> None:
+    """Show who did what in a folder of shards.
+
+    Host, process, units and bytes, and the last sign of life.
+
+    A shard of another machine is `unknown` until it has ended: its last sign of life, which comes every
+    few seconds, is in the time of the file server.
+
+    \b
+    Examples:
+      qconvert status DeepSeek-V3-bf16
+      qconvert status DeepSeek-V3-bf16 --json
+    """
+    from qconvert import api
+
+    found = api.status(out)
+    if as_json:
+        listed = [_as_json(folder) for folder in found]
+        say_json(listed if len(listed) > 1 else listed[0])
+        return
+    for folder in found:
+        say(*_lines(folder))
+
+
+def _as_json(folder: FolderStatus) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {**asdict(folder), "out": str(folder.out), "complete": folder.complete}
+
+
+def _lines(folder: FolderStatus) -> list[str]:
+    from qconvert.core.shown import count, format_size
+
+    if folder.state == "finished":
+        return [f"{folder.out} is finished"]
+    if folder.state == "unfinished":
+        done = count(folder.units_done or 0, "unit")
+        line = f"{folder.out}: a run without --shard, or `finish`, has done {done}; "
+        return [line + "the same command without --shard goes on"]
+    units = f"{folder.units_done} of {count(folder.units or 0, 'unit')}"
+    sizes = f"{format_size(folder.bytes_done or 0)} of {format_size(folder.bytes or 0)}"
+    lines = [f"{folder.out}: {units}, {sizes}"]
+    for row in folder.shards:
+        who = "" if row.host is None else f"  {row.host} process {row.pid}, {row.last_sign}"
+        lines.append(
+            f"shard {row.shard}  {row.state:<9}  {row.units_done} of {count(row.units, 'unit')}, "
+            f"{format_size(row.bytes_done)} of {format_size(row.bytes)}{who}"
+        )
+    number, nbytes = folder.rest
+    if number:
+        lines.append(f"left to finish: {count(number, 'unit')}, {format_size(nbytes)}")
+    if folder.complete:
+        lines.append(f"all shards are done: qconvert finish {folder.out}")
+    return lines

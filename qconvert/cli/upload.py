@@ -1,4 +1,4 @@
-"""upload: send a folder to the Hub, validated before and compared after."""
+"""upload, sign, verify: a folder sent to the Hub, validated before and compared after; its signature."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from qconvert.cli.options import (
     DRY_RUN,
     FINDINGS,
     JSON,
+    LEVEL,
     OPENING,
     SAMPLE_LEVEL,
+    File,
     FolderPath,
     option_of,
 )
@@ -26,8 +28,7 @@ from qconvert.validation.options import ValidateOptions
 
 if TYPE_CHECKING:
     from qconvert.hub.upload import UploadPlan, UploadResult
-    from qconvert.validation.runner import Report
-
+    from qconvert.validation.runner import Level, Report
 
 _MOST_LISTED = 12
 
@@ -77,7 +78,9 @@ def upload(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Validate DIR, write its model card, send it to the Hub, and compare what arrived with DIR.
+    """Validate, write a card, send to the Hub.
+
+    What arrived is compared with DIR.
 
     Sends only files that the repo does not have. Temporary failures (no connection, 429, 5xx) are
     retried; a wrong token, missing permission or too large a file ends the upload. Exit code 3 if DIR
@@ -216,3 +219,121 @@ def _arrived(arrived: UploadResult) -> dict[str, Any]:
         "stale": list(arrived.stale),
         "differences": [{"file": d.path, "what": d.what} for d in arrived.differences],
     }
+
+
+_KEY = click.option(
+    "--key", type=File(exists=False), required=True, metavar="PEM",
+    help="The key, of P-256, P-384 or P-521: `sign` takes the private one, whose password, if it has "
+    "one, is read from QCONVERT_KEY_PASSWORD, `verify` the public one.",
+)  # fmt: skip
+_SIGNATURE = click.option(
+    "--signature", type=File(exists=False), metavar="FILE",
+    help="The file of the signature. [default: model.sig in DIR]",
+)  # fmt: skip
+
+
+@click.command(cls=Command)
+@click.argument("folder", metavar="DIR", type=FolderPath())
+@_KEY
+@_SIGNATURE
+@click.option(
+    "--checksums", type=File(exists=False), metavar="FILE",
+    help="Also write the hashes that sglang's --model-checksum FILE compares with.",
+)  # fmt: skip
+@click.option(
+    "--sbom", type=File(exists=False), metavar="FILE",
+    help="Also write a bill of materials: CycloneDX 1.6, JSON.",
+)  # fmt: skip
+@LEVEL
+@VERBOSITY
+@JSON
+def sign(
+    folder: Path,
+    key: Path,
+    signature: Path | None,
+    checksums: Path | None,
+    sbom: Path | None,
+    level: Level,
+    as_json: bool,
+) -> None:
+    """Sign a folder with a key (OpenSSF).
+
+    Writes what `qconvert verify` and model-signing (`model_signing verify key`) compare DIR with: a
+    Sigstore bundle with the SHA-256 of each file, and what made DIR.
+
+    DIR is validated first. A later change of it, its model card among them, makes the signature wrong:
+    sign after `upload` has written the card, and upload once more.
+
+    \b
+    Examples:
+      qconvert sign V3-bf16 --key key.pem
+      qconvert sign V3-bf16 --key key.pem --level full --signature V3-bf16.sig
+      qconvert sign V3-bf16 --key key.pem --checksums V3-bf16.sha256.json
+    """
+    from qconvert import api
+    from qconvert.core.shown import count
+
+    with Bar() as bar:
+        done = api.sign(
+            folder, key, signature=signature, checksums=checksums, sbom=sbom, level=level,
+            events=bar,
+        )  # fmt: skip
+    if as_json:
+        say_json({
+            "signature": str(done.signature), "key": done.key, "files": dict(done.files),
+            "checksums": None if done.checksums is None else str(done.checksums),
+            "sbom": None if done.sbom is None else str(done.sbom),
+        })  # fmt: skip
+        return
+    say(
+        f"{done.signature}: signed {count(len(done.files), 'file')} of {folder}", f"key  {done.key}"
+    )
+    if done.checksums is not None:
+        say(f"{done.checksums}: for sglang's --model-checksum")
+    if done.sbom is not None:
+        say(f"{done.sbom}: the bill of materials")
+
+
+@click.command(cls=Command)
+@click.argument("folder", metavar="DIR", type=FolderPath())
+@_KEY
+@_SIGNATURE
+@option_of(RunOptions, "follow_links")
+@VERBOSITY
+@JSON
+def verify(
+    folder: Path, key: Path, signature: Path | None, follow_links: bool, as_json: bool
+) -> int:
+    """Compare a folder with its signature.
+
+    The signature is one of `qconvert sign`, or of model-signing with a key; each file of DIR is hashed.
+
+    Exit code 3 if a file of DIR was changed, is missing, or is not among those that were signed; 1 if
+    the signature is not one of this key.
+
+    \b
+    Examples:
+      qconvert verify V3-bf16 --key key.pub
+      qconvert verify V3-bf16 --key key.pub --signature V3-bf16.sig --json
+    """
+    from qconvert import api
+    from qconvert.core.shown import count
+
+    with Bar() as bar:
+        found = api.verify(folder, key, signature=signature, follow_links=follow_links, events=bar)
+    differs = {"changed": found.changed, "missing": found.missing, "extra": found.extra}
+    if as_json:
+        named = {"signature": str(found.signature), "key": found.key, "files": found.files}
+        say_json({
+            **named, "same": found.is_same, **{name: list(files) for name, files in differs.items()},
+            "conversion": dict(found.conversion),
+        })  # fmt: skip
+        return 0 if found.is_same else FINDINGS
+    says = {"changed": "was changed", "missing": "is missing", "extra": "was not signed"}
+    say(*(f"{path}: {says[name]}" for name, files in differs.items() for path in files))
+    wrong = sum(map(len, differs.values()))
+    say(
+        f"{folder}: {count(wrong, 'file')} not as signed" if wrong else
+        f"{folder}: {count(found.files, 'file')} as signed with {found.key}"
+    )  # fmt: skip
+    return FINDINGS if wrong else 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from qconvert.client.http import is_at, library, own_headers
+from qconvert.client.retries import is_at, library, own_headers
 from qconvert.core.errors import CheckpointError
 from qconvert.core.json_text import parse_json
 from qconvert.core.shown import count, shortened

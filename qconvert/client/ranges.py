@@ -13,9 +13,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from qconvert.client.http import is_at, library, own_headers
 from qconvert.client.listing import MOST_HOPS, TIMEOUT
-from qconvert.client.retries import READING, client, fault_of, patiently
+from qconvert.client.retries import (
+    READING,
+    client,
+    fault_of,
+    is_at,
+    library,
+    own_headers,
+    patiently,
+)
 from qconvert.core.errors import CheckpointError
 from qconvert.core.shown import shortened
 

@@ -10,18 +10,59 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
-from qconvert.client.http import library
 from qconvert.core.errors import OutputError, QConvertError, RunError
 from qconvert.core.say import say
 from qconvert.core.shown import shortened
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+
+_BASE = "HTTPError"  # what huggingface_hub.errors.HfHubHTTPError derives from, in either
+
+
+@cache
+def library() -> ModuleType:
+    """httpx or httpx2, whichever the installed client raises the errors of."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    (base,) = (found for found in HfHubHTTPError.__mro__ if found.__name__ == _BASE)
+    return sys.modules[base.__module__.partition(".")[0]]
+
+
+def own_headers() -> dict[str, str]:
+    """Return what the Hub itself is told, with the token."""
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    from qconvert import __version__
+
+    found: dict[str, str] = build_hf_headers(library_name="qconvert", library_version=__version__)
+    return found
+
+
+def is_at(endpoint: str, url: str) -> bool:
+    """Return whether an address is at an endpoint: scheme, host and port, which is what a token is
+    for."""
+    return _place(url) == _place(endpoint)
+
+
+def _place(url: str) -> tuple[str, str | None, int | None] | None:
+    """None for what is no address."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"https": 443, "http": 80}.get(parts.scheme)
+    except ValueError:
+        return None
+    return parts.scheme, parts.hostname, port
 
 
 T = TypeVar("T")

@@ -20,8 +20,7 @@ from qconvert.core.links import SMALL, read_inside, writing
 from qconvert.core.manifest_keys import checked_manifest
 from qconvert.hub.card import README, card, split_front_matter
 from qconvert.hub.card.front import base_model_of, base_of
-from qconvert.plan.manifest import described
-from qconvert.plan.plan import Plan
+from qconvert.plan.plan import Plan, described
 from qconvert.runtimes.serving import Loading, loads
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 # Rules that compare README.md with the receipt: people edit it after a conversion.
 _OF_RECEIPT = frozenset({"QC020", "QC021", "QC022"})
-# Keys of a manifest that cards need, as plan/manifest.py writes them.
+# Keys of a manifest that cards need, as plan/plan.py writes them.
 _OF_MANIFEST = {
     "identity": dict, "passes": list, "lossy_steps": dict, "dropped": dict, "dropped_files": dict,
     "bytes": dict,

@@ -397,9 +397,7 @@ class Leftovers:
     folder: Path | None
 
 
-def leftovers_of(
-    where: str, work_dir: str | Path | None = None, *, say: Say = to_stderr
-) -> Leftovers:
+def leftovers_of(where: str, work_dir: str | Path | None = None) -> Leftovers:
     """Return what runs to `hf://ORG/NAME[@BRANCH]` left. Nothing is changed. Raises OutputError and
     RunError where the Hub refuses or fails."""
     repo = hub_destination(where)
@@ -407,7 +405,7 @@ def leftovers_of(
     api = client()
     try:
         refs = patiently(
-            lambda: api.list_repo_refs(repo.id), f"listing branches of {repo.id}", say=say
+            lambda: api.list_repo_refs(repo.id), f"listing branches of {repo.id}", say=to_stderr
         )
     except HubRefused as error:
         if error.status != 404:
@@ -418,9 +416,9 @@ def leftovers_of(
     return Leftovers(repo.id, names, folder if (folder / WORK_DIR).is_dir() else None)
 
 
-def remove_branches(found: Leftovers, *, say: Say = to_stderr) -> None:
+def remove_branches(found: Leftovers) -> None:
     """Remove what runs left in the repo: a run that is still at work sends it again."""
     for name in found.branches:
         if not name.startswith(UNFINISHED):
             raise OutputError(f"{found.repo}: {name} is no branch of an unfinished result")
-        drop_branch(client(), found.repo, name, say)
+        drop_branch(client(), found.repo, name, to_stderr)

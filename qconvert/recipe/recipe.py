@@ -14,17 +14,21 @@ wrong checkpoints are made. llm-compressor's recipes are read as well (recipe/ll
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qconvert.core.errors import DataError, PlanError, RecipeError, UsageError
 from qconvert.core.links import read_regular
 from qconvert.core.patterns import compiled
 from qconvert.core.shown import parse_size
 from qconvert.plan.plan import Pass
+
+if TYPE_CHECKING:
+    from qconvert.core.int_scheme import IntScheme
+    from qconvert.recipe.llmcompressor import Foreign, Group, Step
 
 _KEYS = ("passes", "max_shard_size")
 
@@ -144,54 +148,58 @@ def parse_recipe(text: str, name: str, data: Mapping[str, Any] | None = None) ->
 
 
 def _foreign(node: Any, name: str, data: Mapping[str, Any] | None) -> Recipe:
-    """llm-compressor's recipe as one of ours: the pass w4a16, calibrated for GPTQModifier."""
-    from qconvert.passes import passes
-    from qconvert.recipe.llmcompressor import parse_foreign, pattern_of
+    """llm-compressor's recipe as one of ours: a pass for each scheme. That of GPTQModifier comes first:
+    what other modifiers round is unquantized as long as layers are run."""
+    from qconvert.recipe.llmcompressor import parse_foreign
 
-    asked = parse_foreign(node, name)
-    first = asked.groups[0]
-    for other in asked.groups[1:]:
-        if other.scheme != first.scheme:
-            raise RecipeError(
-                f"{name}:{other.line}: found another scheme than in line {first.line}, expected one "
-                "for all: list the rest under ignore, or run this recipe with llm-compressor"
-            )
-    targets = [pattern_of(target) for group in asked.groups for target in group.targets]
+    asked = sorted(parse_foreign(node, name), key=lambda one: one.kind)
+    steps = [step for one in asked for step in _steps_of(one, name, data)]
+    if data and not any(one.kind == "gptq" for one in asked):
+        raise RecipeError(
+            f"{name}:{asked[0].line}: QuantizationModifier rounds to nearest, which needs no data; "
+            "leave it out, or write GPTQModifier"
+        )
+    return Recipe(name, tuple(steps))
+
+
+def _steps_of(asked: Foreign, name: str, data: Mapping[str, Any] | None) -> Iterator[Pass]:
+    """The passes of a modifier, one for each of its schemes."""
+    from qconvert.passes import passes
+    from qconvert.recipe.llmcompressor import Step, pattern_of
+
     ignore = [pattern_of(word) for word in asked.ignore]
-    if any(map(_takes_head, targets)) and not any(map(_takes_head, ignore)):
-        raise RecipeError(
-            f"{name}:{first.line}: lm_head would be quantized too, which runtimes do not load; write "
-            "ignore: [lm_head]"
-        )
-    scheme = first.scheme
-    values: dict[str, Any] = {
-        "bits": scheme.bits,
-        "group_size": scheme.group,
-        "symmetric": scheme.symmetric,
-        "actorder": scheme.actorder,
-        "targets": targets,
-        "ignore": ignore,
-        "shared_experts": "named",  # the recipe itself says what is quantized
-    }
-    if asked.kind == "gptq":
-        if not data:
+    by_scheme: dict[IntScheme | Step, list[Group]] = {}
+    for group in asked.groups:
+        by_scheme.setdefault(group.scheme, []).append(group)
+    for scheme, groups in by_scheme.items():
+        targets = [pattern_of(target) for group in groups for target in group.targets]
+        if any(map(_takes_head, targets)) and not any(map(_takes_head, ignore)):
             raise RecipeError(
-                f"{name}:{asked.line}: GPTQModifier calibrates, which needs data: add --data FILE, or "
-                "--synthetic for a trial"
+                f"{name}:{groups[0].line}: lm_head would be quantized too, which runtimes do not load; "
+                "write ignore: [lm_head]"
             )
-        own = {
-            "dampening_frac": asked.dampening_frac,
-            "block_size": asked.block_size,
-            "solver": "llmcompressor",  # the recipe means the codes that llm-compressor finds
-        }
-        values["calibrate"] = {**own, **data}
-    elif data:
-        raise RecipeError(
-            f"{name}:{asked.line}: QuantizationModifier rounds to nearest, which needs no data; leave "
-            "it out, or write GPTQModifier"
-        )
-    lines = dict.fromkeys(values, first.line)
-    return Recipe(name, (_build(passes()["w4a16"], values, lines, name, asked.line),))
+        # The recipe itself says what is quantized.
+        values: dict[str, Any] = {"targets": targets, "ignore": ignore, "shared_experts": "named"}
+        if isinstance(scheme, Step):
+            kind, own = scheme.name, dict(scheme.options)
+        else:
+            kind, own = "w4a16", {
+                "bits": scheme.bits, "group_size": scheme.group, "symmetric": scheme.symmetric,
+                "actorder": scheme.actorder,
+            }  # fmt: skip
+        values |= own
+        if asked.kind == "gptq":
+            if not data:
+                raise RecipeError(
+                    f"{name}:{asked.line}: GPTQModifier calibrates, which needs data: add --data FILE, "
+                    "or --synthetic for a trial"
+                )
+            # The recipe means the codes that llm-compressor finds.
+            solving = {"dampening_frac": asked.dampening_frac, "block_size": asked.block_size,
+                       "solver": "llmcompressor"}  # fmt: skip
+            values["calibrate"] = {**solving, **data}
+        lines = dict.fromkeys(values, groups[0].line)
+        yield _build(passes()[kind], values, lines, name, asked.line)
 
 
 def _takes_head(pattern: str) -> bool:

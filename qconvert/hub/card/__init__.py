@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.core.errors import CheckpointError
 from qconvert.core.yaml_lines import load
-from qconvert.hub.card.front import base_model_of, front_matter
-from qconvert.hub.card.loaders import NOT_ASKED, Loads
+from qconvert.hub.card.front import NOT_ASKED, Loads, base_model_of, front_matter
 from qconvert.hub.card.sections import (
     evaluation_of,
     made,

@@ -8,12 +8,12 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from qconvert.core.manifest_keys import EVALUATION
+from qconvert.core.manifest_keys import EVALUATION, RANK
 from qconvert.core.shown import count, format_size
-from qconvert.hub.card.front import base_model_of
-from qconvert.hub.card.loaders import (
+from qconvert.hub.card.front import (
     Loads,
     amx_of,
+    base_model_of,
     command,
     consumer_of,
     has_signed_scales,
@@ -24,7 +24,7 @@ from qconvert.hub.card.loaders import (
 from qconvert.plan.pass_options import recipe_line
 from qconvert.runtimes.consumers import CLASSES
 from qconvert.runtimes.ktransformers import RUNTIME, launch_line
-from qconvert.runtimes.serving import SIMULATED, class_of, launch
+from qconvert.runtimes.serving import SIMULATED, class_of, launch, launch_ranks
 from qconvert.runtimes.shared_experts import NO_FUSION
 
 if TYPE_CHECKING:
@@ -139,6 +139,15 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
             + RUNTIME,
         ]
         return "\n".join(lines)
+    if (rank := manifest.get(RANK)) is not None:
+        which = f"rank {rank['number']} of {rank['of']}"
+        lines += [
+            f"These are the parameters of {which} alone, for vLLM's loader of sharded states. With",
+            "FOLDERS as the folder that holds those of all ranks:",
+            "",
+            f"    {launch_ranks('FOLDERS', rank['of'], rank['ep'])}",
+        ]
+        return "\n".join(lines)
     if pair is not None:
         cpu = "a folder of experts for KTransformers"
         if pair.get("repo") is not None:
@@ -185,6 +194,12 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
         lines.append(
             f"`{NO_FUSION}` keeps sglang from fusing the shared expert into the routed experts: its "
             "weights are stored in another form, and would not be loaded."
+        )
+    if manifest.get("kv_scale") is not None:
+        lines.append("")
+        lines.append(
+            "`--kv-cache-dtype fp8_e4m3` keeps keys and values in FP8, divided by the scales that are "
+            "stored here, where a runtime's class reads these."
         )
     lines += _sizes(said)
     tp_sizes = manifest.get("tp_sizes")
@@ -347,6 +362,10 @@ def quality(found: Mapping[str, Any]) -> str:
         rows.append(
             ("relative error of the last hidden states", f"{found['hidden'][-1]:.3g}"),
         )
+    if (task := found.get("task")) is not None:
+        right = task["accuracy"]
+        what = f"{count(task['questions'], 'question')} answered right (source)"
+        rows.append((what, f"{right['repo']:.2%} ({right['source']:.2%})"))
     samples = f"{count(found['samples'], 'sample')}, {count(found['tokens'], 'token')}"
     return "\n".join(
         [
