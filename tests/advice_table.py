@@ -1,5 +1,5 @@
-"""README's table: which conversion a published model needs for a runtime and a machine, by the rules of
-`qconvert advise` on headers of full size."""
+"""The table of docs/models.md: which conversion a published model needs for a runtime and a machine, by
+the rules of `qconvert advise` on headers of full size."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from qconvert.compiled.jit import _Lazy
 from qconvert.core.errors import QConvertError
 from qconvert.core.extras import is_installed
 from qconvert.core.graph import Apply, Buffer, Op, Part
-from qconvert.ops.compiled import choice
+from qconvert.ops import compiled
 from qconvert.run.work.unit_runner import UnitState
 from qconvert.validation import workers
 from qconvert.validation.compiled import LOOPS
@@ -83,14 +83,14 @@ def _other_form(op: Op, ins: Sequence[Buffer]) -> Outcome:
     types = [one.type for one in ins]
     given = [Buffer(one.type, _odd(bytes(one.data)).toreadonly()) for one in ins]
     made = [Buffer(kind, _odd(bytes(kind.nbytes))) for kind in op.infer(*types)]
-    on = choice.OPS.on
-    choice.use(not on)
+    on = compiled.OPS.on
+    compiled.use(not on)
     try:
         counts = op.run(given, made, memoryview(bytearray(op.scratch(*types))))
     except QConvertError as error:
         return type(error), str(error)
     finally:
-        choice.use(on)
+        compiled.use(on)
     return [bytes(one.data) for one in made], dict(counts)
 
 

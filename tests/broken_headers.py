@@ -591,6 +591,25 @@ def _an_order_that_nobody_states(bench: Bench) -> Repo:
     return Repo(edit_config(folder, lambda config: config["quantization_config"].pop("desc_act")))
 
 
+@broken("QC138", level="full")
+def _a_draft_that_has_the_targets_own_numbers(bench: Bench) -> Repo:
+    """Sums are stored in place of what is added to a draft token's number."""
+    from draft_tables import eagle3, numbers, table, write_draft
+
+    tensors, config = eagle3()
+    tensors["d2t"] = table(numbers())
+    return Repo(write_draft(bench.scratch / "repo", tensors, config))
+
+
+@broken("QC138")
+def _a_draft_of_few_tokens_without_a_table(bench: Bench) -> Repo:
+    from draft_tables import eagle3, write_draft
+
+    tensors, config = eagle3("speculators")
+    del tensors["d2t"]
+    return Repo(write_draft(bench.scratch / "repo", tensors, config))
+
+
 @broken("QC038")
 def _another_group_size_than_stated(bench: Bench) -> Repo:
     return bench.write(packed_moe(group_size=4))

@@ -27,7 +27,7 @@ from broken_repos import (
 from checkpoints import Tensor, edit_header, read_tensors, run_cli, write_shard
 from models import deepseek_v3, qwen3_moe
 
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 
 EXPERTS, HIDDEN, INTERMEDIATE = 2, 128, 256
 

@@ -23,7 +23,7 @@ from qconvert.calibrate.engine import Event, calibrate
 from qconvert.calibrate.memory import Budget
 from qconvert.calibrate.settings import LayerDone, LayerStats, Matrix, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 from qconvert.core.int_scheme import Codes, IntScheme, Scheme
 from qconvert.plan.plan import Plan
 from qconvert.run.work.backend import Remark
@@ -281,3 +281,40 @@ def keep_states_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where nothing of a layer fits in memory."""
     of = Budget.of
     monkeypatch.setattr(Budget, "of", lambda memory, device: replace(of(memory, device), states={}))
+
+
+# --- Text and its tokenizer ------------------------------------------------------------------------
+
+TEXT = "".join(
+    f"The {word} jumps over {n} lazy dogs, and {word} sleeps.\n" + ("\n" if n % 3 == 0 else "")
+    for n, word in enumerate(["fox", "cat", "Käfer", "hare", "crow", "mole"] * 20)
+)
+
+
+def make_tokenizer(folder: Path, *, bos: bool = False, template: bool = True) -> None:
+    """A byte-level BPE of 300 entries as a model's folder holds it; with BOS it is put before texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    plain.train_from_iterator([TEXT], trainer)
+    if bos:
+        plain.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    kind: Any = PreTrainedTokenizerFast  # typed for humans, not for mypy
+    made = kind(tokenizer_object=plain, bos_token="<s>")
+    if template:
+        made.chat_template = (
+            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+            "{% endfor %}"
+        )
+    made.save_pretrained(folder)

@@ -9,9 +9,11 @@ from pathlib import Path
 from unittest import mock
 
 import gdn_models
+from adapters import lora
 from checkpoints import copied, edit_json, run_cli, tree
 from loaders.published import published
 from models import nvfp4_moe, qwen3_moe
+from rank_files import RankFiles
 
 from qconvert.core.errors import QConvertError
 
@@ -56,6 +58,21 @@ def _mislabelled(folder: Path) -> None:
     edit_json(folder / "config.json", lambda c: c["quantization_config"].update(ignore=[]))
 
 
+def _delta(folder: Path) -> None:
+    """Of `moe` and the same with the last bytes of a shard changed."""
+    old, new = written("moe", folder.parent), folder.with_name("delta new")
+    copied(old, new)
+    file = max(new.glob("*.safetensors"))
+    data = file.read_bytes()
+    file.write_bytes(data[:-2] + bytes([data[-2] ^ 1, data[-1]]))
+    told("delta", old, new, folder)
+
+
+def _kept(file: Path) -> None:
+    """Experts of two layers that stay, for `nvfp4`."""
+    file.write_text('{"layers": {"0": [0, 2], "1": [1, 2]}}')
+
+
 SOURCES: Mapping[str, Callable[[Path], object]] = {
     "moe": _published("qwen3_moe"),
     "fp8": _fp8,
@@ -68,8 +85,15 @@ SOURCES: Mapping[str, Callable[[Path], object]] = {
     "gptq": _made("moe", "w4a16", "--rtn", "--packing", "gptq"),
     "packed": _made("moe", "w4a16", "--rtn"),
     "nvfp4": lambda folder: nvfp4_moe().write(folder),
+    "kept": _kept,
+    "delta": _delta,
     "prepared": _made("nvfp4", "prepare", "trtllm-gen"),
+    "adapter": lambda folder: lora(
+        written("moe", folder.parent), folder, r".*layers\.\d\.self_attn\.[qv]_proj", use_dora=True
+    ),
     "stages": _made("moe", "split", "--pp", "1,1", "--for", "vllm"),
+    "ranks": RankFiles().write,
+    "tiles": _made("fp8", "amx", "--method", "int8", "--numa", "2"),
     "mislabelled": _mislabelled,
 }
 
@@ -138,7 +162,7 @@ def _evaluated(folder: Path) -> None:
         str(folder), "/src", "Qwen3-MoE", "wiki.txt", "ab" * 16, 4, 16, 0, 64, 2, (0.1, 0.2),
         Logits(60, 9.5, 9.75, 0.02, 0.001, 0.9),
     )  # fmt: skip
-    with mock.patch("qconvert.evaluate.run.evaluate", return_value=found):
+    with mock.patch("qconvert.evaluate.engine.evaluate", return_value=found):
         told("eval", folder, "--against", folder, "--data", "wiki.txt", "--write")
 
 
@@ -153,6 +177,28 @@ def _shards(folder: Path) -> None:
         if "or of `qconvert finish`" not in str(error):
             raise  # one that had begun goes on alone, as the refusal says
     told("finish", folder)
+
+
+def _fitted(folder: Path) -> None:
+    """Do all of `fit` but the measuring, which takes torch: each format costs what it leaves out."""
+    from qconvert.fit.fitting import Fitting
+    from qconvert.fit.measure import Measured
+
+    def measured(self: Fitting, events: object = None) -> Measured:
+        sizes = [
+            dict(zip(*one, strict=True))
+            for one in zip(self.choices.forms, self.choices.nbytes, strict=True)
+        ]
+        costs = tuple({form: 1 / size for form, size in one.items()} for one in sizes)
+        return Measured(costs, costs)
+
+    source = written("moe", folder.parent.parent / "sources")
+    with (
+        mock.patch.object(Fitting, "measured", measured),
+        mock.patch.object(Fitting, "mixture_kl", return_value=0.5),
+    ):
+        words = ("--rtn", "--bits", "6", "--formats", "fp8-channel", "--formats", "w4a16-g32")
+        told("fit", source, folder, *words, "--jobs", "1")
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -177,25 +223,32 @@ COMMANDS: tuple[Command, ...] = (
     Command("unfuse SRC OUT", "fused"),
     Command("experts stack SRC OUT", "moe"),
     Command("experts unstack SRC OUT", "stacked"),
+    Command("prune SRC OUT --keep [kept]", "nvfp4"),
     Command("mtp extract SRC OUT", "draft"),
     Command("mtp drop SRC OUT", "draft"),
     Command("mtp graft SRC [draft] OUT", "no draft"),
+    Command("merge SRC [adapter] OUT", "moe"),
+    Command("apply SRC [delta] OUT", "moe"),
     Command("text SRC OUT", "tower"),
     Command(
         "split SRC OUT --pp 1,1 --for vllm", "moe",
         made=("out/stage-00-of-02", "out/stage-01-of-02"),
     ),
     Command("join SRC OUT", "stages"),
+    Command("join SRC OUT --max-shard-size 900KB", "ranks"),
+    Command("split SRC OUT --numa 1", "tiles"),
+    Command("split SRC OUT --tp 2", "moe", made=("out/rank-0-of-2", "out/rank-1-of-2")),
     Command("prepare trtllm-gen SRC OUT", "nvfp4"),
     Command("unprepare SRC OUT", "prepared"),
     Command("finish OUT", "moe", call=_shards),
+    Command("fit SRC OUT", "moe", call=_fitted),
     Command("eval OUT --write", "packed", inside=True, call=_evaluated),
     Command("repair OUT", "mislabelled", inside=True),
 )  # fmt: skip
 
-# Commands that make no folder, or one that others have made (`demo`), or send one that `validate` has
-# judged (`upload`).
+# Commands that make no folder of a model, or one that others have made (`demo`), or send one that
+# `validate` has judged (`upload`), or add a file that is another each time (`sign`).
 OTHERS = frozenset({
     "inspect", "validate", "diff", "advise", "plan", "status", "upload", "recipes", "clean", "demo",
-    "report",
+    "report", "delta", "ask", "sign", "verify",
 })  # fmt: skip

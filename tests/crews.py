@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from qconvert.run.engines.base import ClaimedRun, UnitBatches
 from qconvert.run.engines.local import whole_run
-from qconvert.run.engines.scheduler import Node, WorkerLost, WorkerReady, run_on_workers
+from qconvert.run.engines.ray import Node, WorkerLost, WorkerReady, run_on_workers
 from qconvert.run.folder.target import Target
 from qconvert.run.folder.workspace import Workspace
 from qconvert.run.work.backend import Backend

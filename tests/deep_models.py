@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qconvert.checkpoint.safetensors import build_header
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 from qconvert.core.dtypes import TensorType
 
 HIDDEN, MIDDLE, EXPERTS = 768, 1024, 32

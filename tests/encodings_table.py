@@ -102,7 +102,7 @@ def _rows() -> dict[str, Encoding]:
         rows[f"modelopt, mixed, {name}"] = Encoding(made, hand, written)
     for name in layer_models.QUARK:
         made = _model(partial(layer_models.quark, name))
-        written = "`mx --quark`" if name == "MXFP4" else ""
+        written = "`mx --dialect quark`" if name == "MXFP4" else ""
         rows[f"Quark, {name}"] = Encoding(made, "amd-quark" if "4" in name else hand, written)
     for scheme in mlx_models.SCHEMES:
         made = _model(partial(mlx_models.mlx_model, scheme))
@@ -114,7 +114,7 @@ def _rows() -> dict[str, Encoding]:
         rows[f"bitsandbytes, {named}"] = Encoding(made, "bitsandbytes")
     for kind in ascend_models.KINDS:
         made = _model(partial(ascend_models.ascend_model, kind))
-        written = "`int8 --msmodelslim`" if kind == "W8A8_DYNAMIC" else ""
+        written = "`int8 --dialect msmodelslim`" if kind == "W8A8_DYNAMIC" else ""
         rows[f"msmodelslim, {kind}"] = Encoding(made, hand, written)
     for form in test_torchao.FORMS:
         rows[f"torchao, {form}"] = Encoding(partial(_torchao, form), "torchao")

@@ -88,7 +88,7 @@ class Pair:
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr("qconvert.run.run_units.BATCH_BYTES", 1)
+            patched.setattr("qconvert.run.executor.BATCH_BYTES", 1)
             patched.setattr(Bar, "wrote", wrote)
             done = self.run()
         assert done.code == 130, done

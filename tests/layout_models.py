@@ -9,7 +9,7 @@ import calibrate_models as models
 import torch
 from calibrate_models import hf as hf
 
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 
 
 def text_settings(r: int) -> dict[str, Any]:

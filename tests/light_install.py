@@ -18,7 +18,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,7 +62,7 @@ RUNS: dict[str, str] = {
     "report": "report fp8",
     "plan": "plan dequant-fp8 fp8",
     "header rules": "validate fp8 --level headers",
-    "validate": "validate fp8 --level full",
+    "validate": "validate fp8 --level full -v",
     "fuse": "fuse fp8 fused --for sglang --validate full",
     "dequant": "dequant fp8 bf16 --validate full",
     "plan a calibration": "plan gptq.yaml bf16",
@@ -78,7 +78,7 @@ RUNS: dict[str, str] = {
     "advise": "advise fp8 --for sglang --gpus 1",
     "diff": "diff fp8 fp8",
     "repair": "repair bf16 --dry-run",
-    "kernels": "validate bf16 --against fp8 --kernels",
+    "kernels": "validate bf16 --against fp8 --kernels -v",
 }
 # What each needs, and the words it ends with.
 REFUSED: dict[str, str] = {

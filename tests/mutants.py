@@ -21,8 +21,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -30,11 +31,13 @@ import both_forms
 import gdn_models
 import numpy as np
 import pytest
+from adapters import lora, of_experts
 from checkpoints import Model, Tensor, run_cli, tree
 from encoded_models import encoded, gpt_oss, near
 from encoded_models import nvfp4 as one_nvfp4
 from made_once import made_once
 from models import numbers_only, nvfp4_moe
+from rank_files import RankFiles
 
 import qconvert
 from qconvert.validation import judgement, workers
@@ -74,6 +77,8 @@ def applied(mutant: Mutant) -> Iterator[None]:
         patch.setenv(both_forms.VARIABLE, "none")  # the two forms of an op differ now
         _forget(modules.values())
         patch.setattr(owner, name, wrong)
+        if _same_frame(right, wrong):  # objects may hold the function: a Spec its `faults`
+            patch.setattr(right, "__code__", wrong.__code__)
         for other in list(sys.modules.values()) if not above else ():  # those of tests, too
             if getattr(other, "__dict__", {}).get(name) is right:
                 patch.setattr(other, name, wrong)
@@ -85,6 +90,12 @@ def changed(mutant: Mutant) -> str:
     """The lines of its place as the mutant has them."""
     (path,) = qconvert.__path__
     return _changed(Path(path, *mutant.module.split(".")).with_suffix(".py"), mutant)
+
+
+def _same_frame(right: object, wrong: object) -> bool:
+    """Tell whether one function can run the lines of the other."""
+    both = isinstance(right, FunctionType) and isinstance(wrong, FunctionType)
+    return both and right.__code__.co_freevars == wrong.__code__.co_freevars  # type: ignore[attr-defined]
 
 
 def _mutated(module: ModuleType, mutant: Mutant) -> Any:
@@ -292,6 +303,18 @@ def listed_apart() -> Model:
     return model
 
 
+def corrected_routers() -> Model:
+    """Routers that choose with a term for each expert, beside what they weigh with."""
+    model = gdn_models.model()
+    for name, value in [*model.tensors.items()]:
+        if name.endswith(".mlp.gate.weight"):
+            term = name.replace("gate.weight", "gate.e_score_correction_bias")
+            count = value.shape[0]
+            numbers = gdn_models.numbers(term, count).astype("<f4")
+            model.tensors[term] = Tensor("F32", (count,), numbers.tobytes())
+    return model
+
+
 def _in_32(model: Model) -> Model:
     """The model with routed experts of 32 columns, in BF16."""
     model.config["text_config"]["moe_intermediate_size"] = 32
@@ -349,6 +372,24 @@ class Saved:
         return with_outliers(saved(qwen3_moe(**small), folder))
 
 
+class Tiles(NamedTuple):
+    """A folder of AMX tiles, of a model of experts with so many inner columns."""
+
+    method: str
+    numa: int
+    intermediate: int = 256
+    experts: int = 2
+
+    def write(self, folder: Path) -> Path:
+        model = moe(intermediate=self.intermediate, experts=self.experts)
+        with TemporaryDirectory() as room:
+            source = model.write(Path(room) / "model")
+            how = "--method", self.method, "--numa", str(self.numa)
+            done = run_cli("amx", source, folder, *how, "--jobs", "1")
+        assert done.code == 0, done.err
+        return folder
+
+
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 64]}
 _FP8_ROWS = {"quant_method": "fp8", "fmt": "e5m2"}
 _GPTQ = {
@@ -356,9 +397,12 @@ _GPTQ = {
     "checkpoint_format": "gptq",
 }  # fmt: skip
 
-SOURCES: Mapping[str, Callable[[], Model | Saved]] = {
+SOURCES: Mapping[str, Callable[[], Model | Saved | Tiles | RankFiles]] = {
     "experts": lambda: moe(drafts=1),
     "wide experts": lambda: moe(intermediate=3712, experts=1),
+    "int4 tiles": lambda: Tiles("int4", 2),
+    "int8 tiles": lambda: Tiles("int8", 2),
+    "wide tiles": lambda: Tiles("int8", 1, 3712, 1),
     "fp8 experts": lambda: moe(fp8, _FP8),
     "int4 experts": lambda: moe(packed(4, zeros=False), _in_groups(4, symmetric=True)),
     "int4 experts, asymmetric": lambda: moe(
@@ -372,6 +416,7 @@ SOURCES: Mapping[str, Callable[[], Model | Saved]] = {
     "turned stacks": lambda: stacks("turned"),
     "fp8 stacks": lambda: stacks("fp8"),
     "bf16": gdn_models.model,
+    "bf16, corrected routers": corrected_routers,
     "bf16 stacks": lambda: gdn_models.model(stacked=True),
     "fp8": lambda: gdn_models.model(scale="F32"),
     "fp8, bf16 scales": lambda: gdn_models.model(scale="BF16"),
@@ -389,6 +434,7 @@ SOURCES: Mapping[str, Callable[[], Model | Saved]] = {
     "bf16, experts of 32 columns": lambda: _in_32(gdn_models.model()),
     "fp8, experts of 32 columns": lambda: _in_32(gdn_models.model(scale="F32")),
     "next": lambda: gdn_models.model("qwen3_next", scale="F32"),
+    "rank files": RankFiles,
     "calibratable": Saved,
 }  # fmt: skip
 
@@ -403,11 +449,17 @@ class Case(NamedTuple):
     command: str
 
 
+_KEPT = "recipe prune: {keep: {0: [0, 2], 1: [1, 2], 2: [0, 1], 3: [0, 2], 4: [1, 2]}}"
 CASES: Mapping[str, Case] = {
     "amx int4": Case("experts", "amx --method int4 --numa 2"),
     "amx int8": Case("experts", "amx --method int8 --numa 2"),
     "amx search": Case("experts", "amx --method int4 --numa 1 --rounding search"),
     "amx wide": Case("wide experts", "amx --method int4 --numa 1"),
+    "recut int4 to one": Case("int4 tiles", "split --numa 1"),
+    "recut int8 to one": Case("int8 tiles", "split --numa 1"),
+    "recut to four": Case("int8 tiles", "split --numa 4"),
+    "recut wide": Case("wide tiles", "split --numa 2"),
+    "join ranks": Case("rank files", "join"),
     "amx of fp8": Case("fp8 experts", "amx --method int8 --numa 2"),
     "amx of channels": Case("fp8 rows", "amx --method int8 --numa 1"),
     "amx of float16": Case("float16 experts", "amx --method int8 --numa 1"),
@@ -433,6 +485,8 @@ CASES: Mapping[str, Case] = {
     "stack": Case("bf16", "experts stack"),
     "stack fp8": Case("fp8", "experts stack"),
     "unstack": Case("bf16 stacks", "experts unstack"),
+    "prune": Case("bf16, corrected routers", _KEPT),
+    "prune stacks": Case("bf16 stacks", _KEPT),
     "dequant nvfp4": Case("nvfp4", "dequant"),
     "dequant nvfp4 packed": Case("nvfp4 packed", "dequant"),
     "dequant mxfp4": Case("mxfp4 experts", "dequant"),
@@ -449,7 +503,7 @@ CASES: Mapping[str, Case] = {
     "fp8 of fp8": Case("fp8", "recipe fp8: {block: 16, exponents: true}"),
     "fp8 rows": Case("bf16", "fp8 --channel"),
     "fp8 matrices": Case("bf16", "fp8 --tensor"),
-    "fp8 matrices packed": Case("bf16", "fp8 --tensor --compressed-tensors"),
+    "fp8 matrices packed": Case("bf16", "fp8 --tensor --dialect compressed-tensors"),
     "int8": Case("bf16", "int8"),
     "cache": Case("bf16", "fp8 --channel --kv-scale 0.5"),
     "mxfp4": Case("bf16, experts of 32 columns", "mx"),
@@ -474,12 +528,30 @@ CASES: Mapping[str, Case] = {
     "nvfp4 searched": Case("bf16", "recipe nvfp4: {dialect: modelopt, scales: search}"),
     "nvfp4 of mxfp4": Case("mxfp4", "recipe nvfp4: {dialect: compressed-tensors}"),
     "nvfp4 packed": Case("bf16", "recipe nvfp4: {dialect: compressed-tensors}"),
+    "merge": Case("bf16", "merge lora --scale 0.5"),
+    "merge dora": Case("bf16", "merge dora"),
+    "merge experts": Case("bf16", "merge experts"),
+    "merge stacks": Case("bf16 stacks", "merge experts"),
+    "merge fp8": Case("fp8", "merge lora dora"),
 }  # fmt: skip
+
+_LINEARS = r".*\.(in_proj_qkv|out_proj|q_proj|gate_proj)"
+ADAPTERS: Mapping[str, Callable[[Path, Path], Path]] = {
+    "lora": lambda base, at: lora(base, at, _LINEARS, alpha_pattern={"out_proj": 3}),
+    "dora": lambda base, at: lora(base, at, _LINEARS, use_dora=True, use_rslora=True),
+    "experts": lambda base, at: of_experts(
+        base, at, {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    ),
+}
 
 # Those that need transformers and llm-compressor: tests/test_mutants_calibrated.py.
 _GPTQ_OPTIONS = "--gptq --synthetic --samples 24 --length 64 --device cpu"
 CALIBRATED: Mapping[str, Case] = {
     "nvfp4 gptq": Case("calibratable", f"nvfp4 --dialect modelopt {_GPTQ_OPTIONS}"),
+    "calibrated cache": Case(
+        "calibratable",
+        "fp8 --channel --kv-scale calibrated --synthetic --samples 4 --length 32 --device cpu",
+    ),
     "nvfp4 gptq packed": Case(
         "calibratable", f"nvfp4 --dialect compressed-tensors {_GPTQ_OPTIONS}"
     ),
@@ -506,15 +578,27 @@ class Bench:
             head, more = ["run", str(recipe)], []
         elif first in ("experts", "run"):
             head, more = [first, rest], []
+        where: list[str | Path] = [self.source(source), *self.adapters(case)]
+        more = [word for word in more if word not in ADAPTERS]
         with pytest.MonkeyPatch.context() as patch:
             # Most wrong lines are refused while planning, others before the folder is published: here
             # the finished folder is to be judged.
             patch.setattr(judgement, "judged", lambda ready, source: [Verdict()] * len(ready))
             patch.setattr(judgement, "judge_staged", lambda folders: None)
             jobs = () if "--gptq" in more else ("--jobs", "1")
-            done = run_cli(*head, self.source(source), out, *more, *jobs)
+            done = run_cli(*head, *where, out, *more, *jobs)
         assert done.code == 0, done.err
         return out
+
+    def adapters(self, case: str) -> list[Path]:
+        """Those that a case merges."""
+        source, command = _EVERY[case]
+        names = command.split()[1:] if command.startswith("merge ") else []
+        base = self.source(source)
+        return [
+            made_once(f"mutants/adapter {source} {name}", partial(ADAPTERS[name], base))
+            for name in names if name in ADAPTERS
+        ]  # fmt: skip
 
     def sound(self, case: str) -> Path:
         return made_once(f"mutants/sound {case}", lambda out: self.converted(case, out))
@@ -533,7 +617,9 @@ class Bench:
             for loops in (False, True):
                 patch.setattr(workers, "worth", lambda nbytes, jobs, loops=loops: loops)
                 asked = Request("full", jobs=1)
-                forms.append(validate_folder(out, str(source), request=asked).findings)
+                beside = [str(one) for one in self.adapters(case)]
+                found_there = validate_folder(out, str(source), request=asked, adapters=beside)
+                forms.append(found_there.findings)
         assert forms[0] == forms[1]
         return forms[0]
 

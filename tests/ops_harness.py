@@ -9,7 +9,7 @@ from both_forms import Both
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer, Op, whole
-from qconvert.ops.compiled import choice
+from qconvert.ops import compiled
 
 _GUARD = b"\xa5" * 64
 
@@ -45,7 +45,7 @@ def run_op(
         ]
         need = op.scratch(*(kind for _, kind in part.args))
         scratch = bytearray(need) + bytearray(_GUARD)
-        run = op.run if choice.OPS.on else Both(op).run
+        run = op.run if compiled.OPS.on else Both(op).run
         remarks.update(run(slices, outs, memoryview(scratch)[:need]))
         assert bytes(scratch[need:]) == _GUARD
         sizes.append(sum(b.type.nbytes for b in [*slices, *outs]) + need)

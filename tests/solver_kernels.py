@@ -21,11 +21,10 @@ import torch
 
 from qconvert.calibrate import kernel_choice, token_dispatch
 from qconvert.calibrate.settings import Settings
-from qconvert.calibrate.solver import best, parity, product
-from qconvert.calibrate.solver.curvature import curvature
-from qconvert.calibrate.solver.problem import Curvature, Grid, rounding
+from qconvert.calibrate.solver import best, parity
+from qconvert.calibrate.solver.curvature import Curvature, Grid, curvature, rounding
 from qconvert.calibrate.token_dispatch import dispatch_of
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 from qconvert.core.int_scheme import Actorder, IntScheme
 
 ON = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,7 +152,7 @@ def _both(solve: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     with ExitStack() as stack:
         for module in _MODULES:
             stack.enter_context(patch.object(module, "fused", return_value=None))
-        stack.enter_context(patch.object(product, "by_triton", return_value=False))
+        stack.enter_context(patch.object(kernel_choice, "by_triton", return_value=False))
         return made, solve()
 
 

@@ -20,7 +20,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.int_scheme import Codes
 from qconvert.plan.plan import Plan
 from qconvert.run.work.backend import PausedAt
-from qconvert.run.work.deadline import Pace
+from qconvert.run.work.options import Pace
 
 
 @pytest.fixture(autouse=True)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import headers
 import pytest
 from checkpoints import ran, run_cli
+from loaders.published import published
 
 from qconvert import api
-from qconvert.advise.advice import Hybrid, as_json, lines_of
-from qconvert.advise.options import FOR_WEIGHTS, Choice, candidates, considered, cpu_candidates
+from qconvert.advise.advice import Hybrid, as_json, fit_line, lines_of, with_names
+from qconvert.advise.options import (
+    FOR_WEIGHTS,
+    Choice,
+    candidates,
+    considered,
+    cpu_candidates,
+    few_experts,
+)
+from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.main import cli
 from qconvert.core.errors import PlanError, UsageError
+from qconvert.core.names import parse
 from qconvert.runtimes.consumers import Consumer
 
 GB = 10**9
@@ -44,6 +56,35 @@ def test_nothing_is_an_answer(models: Path) -> None:
     assert f"--tp-size {found.tp}" in found.lines[0]
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b-fp8", "kimi-k2-thinking"])
+def test_few_experts_stand_for_all(name: str, tmp_path: Path) -> None:
+    """Answers, bytes and counts of two small models are those of the whole one, whose shared expert
+    sglang loads as a routed one for 256 experts alone."""
+    whole = headers.load(name)
+    first = 1 + whole.config.get("first_k_dense_replace", 0)
+    config = {**whole.config, "num_hidden_layers": first, "num_nextn_predict_layers": 0}
+    tensors = {
+        name: kind for name, kind in whole.tensors.items()
+        if (parse(name).layer or 0) < first and not name.startswith("mtp.")
+    }  # fmt: skip
+    headers.write_sparse(headers.HeaderSet(config, tensors, 1, whole.files), tmp_path)
+    checkpoint, machine = Checkpoint.open(tmp_path), api.Machine(gpus=2)
+    few = few_experts(checkpoint)
+    assert few is not None
+    assert len(few.more) < len(checkpoint) / 6
+    for one in (*candidates(checkpoint, machine), *cpu_candidates(2)):
+        sizes = () if one.command.startswith("amx") else (2, 1)
+        found, all_of_it = (considered(c, one, sizes, machine) for c in (few, checkpoint))
+        ranks = [
+            [(r.nbytes, r.whole) for a in c.answers.values() for r in a.ranks]
+            for c in (found, all_of_it)
+        ]
+        assert ranks[0] == ranks[1]
+        assert replace(found, answers={}, written=0) == replace(all_of_it, answers={}, written=0)
+        # A header grows with the digits of its offsets too.
+        assert found.written == pytest.approx(all_of_it.written, rel=1e-3)
+
+
 def test_what_does_not_fit_is_converted(models: Path) -> None:
     """A GPU that holds the INT4 form and not the FP8 one."""
     source = models / "deepseek-v3"
@@ -63,9 +104,24 @@ def test_what_does_not_fit_is_converted(models: Path) -> None:
     everyone = [one.candidate.command for one in (best, *found.others) if isinstance(one, Choice)]
     assert len([command for command in everyone if command.startswith("w4a16")]) == 1
     assert found.lines == (
-        "python -m sglang.launch_server --model-path OUT --tp-size 1"
+        "python -m sglang.launch_server --model-path deepseek-v3-w4a16 --tp-size 1"
         + (f" {best.answers[1].required_flag}" if best.answers[1].required_flag else ""),
     )
+
+
+@pytest.mark.parametrize(
+    ("data", "how"), [(None, "--rtn"), ("my chats.jsonl", "--gptq --data 'my chats.jsonl'")]
+)
+def test_commands_can_be_pasted(data: str | None, how: str) -> None:
+    """Names of source and result, the ranks, and a calibration where there is data."""
+    command = "w4a16 SRC OUT --rtn --group-size 32"
+    made = with_names(command, "Org/A Model@main", 4, data)
+    assert made == f"w4a16 'Org/A Model@main' 'A Model-w4a16' {how} --group-size 32 --tp 4"
+    name, *words = shlex.split(made)
+    parent = click.Context(cli, **cli.context_settings)
+    cli.commands[name].make_context(name, words, parent=parent)
+    assert with_names("fuse SRC OUT --for sglang", "m", 4) == "fuse m m-fuse --for sglang"
+    assert with_names("", "m", 4) == ""
 
 
 def test_no_advice_is_said(models: Path) -> None:
@@ -176,3 +232,20 @@ def test_what_cannot_be_advised_is_refused(models: Path) -> None:
         api.advise(models / "deepseek-v3", "ktransformers")
     with pytest.raises(PlanError, match="has no routed experts"):
         api.advise(models / "qwen3.5-27b-fp8", "ktransformers", api.Machine(cpu_memory=100 * GB))
+
+
+def test_a_line_fits_what_the_advice_is_of(tmp_path: Path) -> None:
+    """The command that chooses formats for the same machine: one that the command line takes."""
+    source = published("qwen3_moe", inner=256).write(tmp_path / "a model")
+    for data in (None, "my chats.jsonl"):
+        machine = api.Machine(gpus=2, gpu_memory=80_000_000_000)
+        found = api.advise(source, "vllm", machine, data=data)
+        words = shlex.split(fit_line(replace(found, tp=2)))
+        assert words[0] == "qconvert"
+        context = cli.commands["fit"].make_context(
+            "fit", words[2:], parent=click.Context(cli, **cli.context_settings)
+        )
+        assert context.params["gpus"] == 2
+        assert context.params["gpu_memory"] == 80_000_000_000
+        assert context.params["source"] == str(source)
+        assert (context.params["data"], context.params["rtn"]) == (data, data is None)

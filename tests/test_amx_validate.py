@@ -20,8 +20,9 @@ import amx_rows
 import numpy as np
 import pytest
 from broken_repos import sealed_again
-from checkpoints import Model, Tensor, copied, edit_header, edit_json, run_cli
+from checkpoints import Model, Tensor, copied, edit_header, edit_json
 from checkpoints import tensor as any_tensor
+from kt_experts import gaussian, made, moe, student
 from kt_machine import needs_avx512
 from sampled import thinned
 
@@ -34,69 +35,10 @@ from qconvert.validators.amx.reading import matching_source, read_block
 
 MANIFEST = "qconvert.json"
 FILE = "model.safetensors"
-HIDDEN, INTERMEDIATE, LAYERS, EXPERTS = 128, 128, 2, 4
 METHODS = ["int4", "int8"]
 GATE, UP, DOWN = (f"blk.1.ffn_{kind}_exps.2.numa.0" for kind in ("gate", "up", "down"))
 
 Form = Callable[[str, Tensor], dict[str, Tensor]]
-Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray[Any, Any]]
-
-
-def gaussian(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    return random.standard_normal(shape)
-
-
-def student(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Heavy tails, as trained weights have them."""
-    return random.standard_t(4, shape)
-
-
-def moe(
-    hidden: int = HIDDEN,
-    intermediate: int = INTERMEDIATE,
-    *,
-    layers: int = LAYERS,
-    experts: int = EXPERTS,
-    draw: Draw = gaussian,
-    stacked: bool = False,
-    drafts: int = 0,
-) -> Model:
-    """Experts and little else, in BF16: a matrix each, or stacks [E, 2I, H] and [E, H, I]."""
-    random = np.random.default_rng(7)
-
-    def matrix(*shape: int) -> Tensor:
-        values = draw(random, shape) / shape[-1] ** 0.5
-        return Tensor("BF16", shape, amx_rows.bf16(values).tobytes())
-
-    tensors = {"model.embed_tokens.weight": any_tensor("BF16", 16, hidden)}
-    homes = [f"model.layers.{layer}" for layer in range(layers)]
-    homes += [f"mtp.layers.{layer}" for layer in range(drafts)]
-    for home in homes:
-        at = f"{home}.mlp.experts"
-        if stacked:
-            tensors[f"{at}.gate_up_proj"] = matrix(experts, 2 * intermediate, hidden)
-            tensors[f"{at}.down_proj"] = matrix(experts, hidden, intermediate)
-            continue
-        for expert in range(experts):
-            tensors[f"{at}.{expert}.gate_proj.weight"] = matrix(intermediate, hidden)
-            tensors[f"{at}.{expert}.up_proj.weight"] = matrix(intermediate, hidden)
-            tensors[f"{at}.{expert}.down_proj.weight"] = matrix(hidden, intermediate)
-    config = {
-        "model_type": "qwen3_5_moe_text" if stacked or drafts else "qwen3_moe",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_experts": experts,
-        "moe_intermediate_size": intermediate,
-        "mtp_num_hidden_layers": drafts,
-    }
-    return Model(config, tensors)
-
-
-def made(source: Path, out: Path, method: str, *more: str, numa: int = 1) -> Path:
-    words = ["--method", method, "--numa", str(numa), "--jobs", "1", *more]
-    result = run_cli("amx", source, out, *words)
-    assert result.code == 0, result.err
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -682,7 +624,8 @@ def test_a_client_is_not_asked_beyond_the_memory(child: Child, out: Path, source
     def asked(memory: int) -> list[Finding]:
         request = Request("full", memory=memory)
         folder = Folder(Checkpoint.open(out), Checkpoint.open(source), None, request)
-        return list(amx_client.VALIDATOR(folder))
+        found = amx_client.amx_client(folder)
+        return [one for one in found if isinstance(one, Finding)]
 
     with pytest.raises(NotChecked, match=r"give --memory \d+MiB") as refused:
         asked(100 << 20)

@@ -18,7 +18,7 @@ from ops_harness import buffer, run_op
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Source
-from qconvert.formats.ascend.decode import DequantAscend, Kind
+from qconvert.formats.ascend.format import DequantAscend, Kind
 
 every = pytest.mark.parametrize("kind", KINDS)
 LINEAR = "model.layers.1.self_attn.q_proj"
@@ -229,7 +229,7 @@ def _ordinary() -> Model:
 def _written(folder: Path, model: Model, *more: str) -> Path:
     out = folder / "out"
     source = model.write(folder / "source")
-    done = run_cli("int8", source, out, "--msmodelslim", "--jobs", "1", *more)
+    done = run_cli("int8", source, out, "--dialect", "msmodelslim", "--jobs", "1", *more)
     assert done.code == 0, done.err
     assert "read by vllm-ascend (its quantization `ascend`)" in done.err
     judged = run_cli("validate", out, "--level", "full", "--against", source)
@@ -276,7 +276,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_fp8_layers_cannot_stay(tmp_path: Path) -> None:
     model = models.qwen3_moe("fp8")
-    args = ("--msmodelslim", "--targets", "experts")
+    args = ("--dialect", "msmodelslim", "--targets", "experts")
     said = run_cli("int8", model.write(tmp_path / "s"), tmp_path / "o", *args)
     assert said.code == 1
     assert "msmodelslim's description has no place for it" in said.err

@@ -19,12 +19,12 @@ from models import qwen3_moe
 from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import OutputError, PlanError, RunError
+from qconvert.core.graph import nodes
 from qconvert.models.calibrated import Calibrated, calibrated_op
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.plan.walk import nodes
-from qconvert.run import run_units
+from qconvert.run import executor
 from qconvert.run.executor import execute
 from qconvert.run.folder.journal import read_journal
 from qconvert.run.work.backend import BackendJob, Barrier, Item
@@ -122,7 +122,7 @@ def test_it_gets_ready_before_workers_begin(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    cut: Any = vars(run_units)["cut_batches"]
+    cut: Any = vars(executor)["cut_batches"]
 
     def looked(*given: Any) -> Any:
         seen.append("workers")
@@ -136,7 +136,7 @@ def test_it_gets_ready_before_workers_begin(
             seen.append("solved")
             yield from super().solve(job)
 
-    monkeypatch.setattr(run_units, "cut_batches", looked)
+    monkeypatch.setattr(executor, "cut_batches", looked)
     plan = amx_plan(source)
     execute(plan, tmp_path / "out", backend=Looking(HIDDEN, INTERMEDIATE))
     assert seen == [f"ready for {len(ops(plan))}", "workers", "solved"]

@@ -19,7 +19,7 @@ from ops_harness import buffer, run_op
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
 from qconvert.core.graph import Source
-from qconvert.formats.bitsandbytes.decode import DequantBnb4, DequantBnb8, Nested
+from qconvert.formats.bitsandbytes.format import DequantBnb4, DequantBnb8, Nested
 
 every = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 LINEAR = "model.layers.1.self_attn.q_proj"

@@ -166,6 +166,7 @@ MANIFESTS: list[dict[str, Any]] = [
     {"lossy_steps": {"a": "b"}},
     {"calibration": []},
     {"trtllm_gen": 5},
+    {"merge": [{"name": "lora", "digest": "ab", "scale": "1"}]},
 ]
 
 

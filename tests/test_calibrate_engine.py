@@ -41,7 +41,7 @@ from qconvert.calibrate.engine import disk_bytes
 from qconvert.calibrate.settings import ExpertSchemes, Settings
 from qconvert.calibrate.solve import rounded
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.int_scheme import IntScheme, Nvfp4Scheme, Scheme
 from qconvert.plan.plan import Plan

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from calibrate_models import Kept, calibrated, hf, qwen3_moe, qwen3_next, samples, saved
+from calibrate_models import Kept, calibrated, hf, qwen3, qwen3_moe, qwen3_next, samples, saved
 from sampled import thinned
 
 from qconvert.calibrate import model as calibrate_model
@@ -153,3 +153,31 @@ def test_qwen3_moe_with_its_lost_mask(
     wrong, total = differing(kept, theirs)
     print(f"{wrong} of {total} codes differ")
     assert wrong == 0
+
+
+def test_the_scales_of_its_kv_cache(tmp_path: Path) -> None:
+    """Its own are BF16 (8 bits), of all samples with this observer: its default averages over them."""
+    from datasets import Dataset
+    from llmcompressor.entrypoints.oneshot import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    folder = saved(qwen3(), tmp_path / "model")
+    tokens = samples(3, LENGTH)
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    rows = [sample.tolist() for sample in tokens]
+    data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * LENGTH] * len(rows)})
+    scheme = {
+        "num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True,
+        "observer": "static_minmax",
+    }  # fmt: skip
+    oneshot(
+        model=model, dataset=data, recipe=QuantizationModifier(kv_cache_scheme=scheme),
+        processor=_tokenizer(tmp_path / "tokenizer"), num_calibration_samples=len(tokens),
+        max_seq_length=LENGTH, batch_size=1, shuffle_calibration_samples=False,
+    )  # fmt: skip
+    modules = {number: f"model.layers.{number}.self_attn" for number in range(2)}
+    kept = calibrated(folder, tmp_path / "room", tokens, [], Settings(), caches=modules)
+    for number, attention in enumerate(layer.self_attn for layer in model.model.layers):
+        (codes,) = kept.linears[modules[number]]
+        theirs = [float(attention.k_scale), float(attention.v_scale)]
+        assert (codes.scale.ravel() / 448).tolist() == pytest.approx(theirs, rel=2**-8)

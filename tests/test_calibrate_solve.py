@@ -10,7 +10,7 @@ import torch
 
 from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.solve import rounded, solved
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 from qconvert.core.int_scheme import Codes, IntScheme
 
 PLAIN = Settings(solver="llmcompressor", search="none")

@@ -26,7 +26,7 @@ from data_folders import home, store
 from made_once import made_once
 from safetensors.torch import save_file
 
-from qconvert.cli.demo_checkpoint import VOCAB, write_sample
+from qconvert.cli.demo import VOCAB, write_sample
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Request, validate_folder
 

@@ -14,48 +14,14 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from calibrate_models import TEXT, VOCAB, make_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from qconvert.core.errors import DataError
-from qconvert.samples.data import DataSpec, _order, digest, load_tokens
+from qconvert.samples.data import DataSpec, amount, digest, load_tokens, sample_order
 from qconvert.samples.tokenizer import text_pieces, tokenizer_files
-
-VOCAB = 300
-TEXT = "".join(
-    f"The {word} jumps over {n} lazy dogs, and {word} sleeps.\n" + ("\n" if n % 3 == 0 else "")
-    for n, word in enumerate(["fox", "cat", "Käfer", "hare", "crow", "mole"] * 20)
-)
-
-
-def make_tokenizer(folder: Path, *, bos: bool = False, template: bool = True) -> None:
-    """A byte-level BPE of 300 entries as a model's folder holds it; with BOS it is put before texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=["<s>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    plain.train_from_iterator([TEXT], trainer)
-    if bos:
-        plain.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 0)]
-        )
-    kind: Any = PreTrainedTokenizerFast  # typed for humans, not for mypy
-    made = kind(tokenizer_object=plain, bos_token="<s>")
-    if template:
-        made.chat_template = (
-            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-            "{% endfor %}"
-        )
-    made.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -176,12 +142,12 @@ def test_a_seed_draws_windows_of_the_whole_text(model: Path, tmp_path: Path) -> 
 
 def test_draws_are_those_written_down() -> None:
     # xxh3_64("1:0") and on, modulo 10: written down once, so that another hash or key would show.
-    assert list(_order(10, 1)) == [7, 0, 5, 9, 1, 8, 3, 2, 4, 6]
+    assert list(sample_order(10, 1)) == [7, 0, 5, 9, 1, 8, 3, 2, 4, 6]
 
 
 @given(count=st.integers(0, 60), seed=st.integers(0, 2**32 - 1))
 def test_every_sample_is_drawn_once(count: int, seed: int) -> None:
-    order = list(_order(count, seed))
+    order = list(sample_order(count, seed))
     assert sorted(order) == list(range(count))
     assert seed or order == list(range(count))
 
@@ -630,3 +596,18 @@ print(sorted({{"torch", "transformers", "numpy", "datasets"}} & set(sys.modules)
 def test_remarks_are_said_by_default(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_tokens(DataSpec(synthetic=True, samples=1, length=1), model)
     assert capsys.readouterr().err.startswith("qconvert: tokens are random: 1 x 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.jsonl", '{"text": "' + "x" * 389 + '"}\n\n{"text": "short one"}\n', (2, 64 + 5)),
+        ("a.txt", "x" * 1023 + "\n", (4, 256)), ("a.txt", "x" * 100 + "\n", (1, 25)),
+    ],
+)  # fmt: skip
+def test_the_plan_counts_samples_without_a_tokenizer(
+    name: str, text: str, expected: tuple[int, int], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert amount(DataSpec(data=str(tmp_path / name), samples=4, length=64)) == expected
+    assert amount(DataSpec(synthetic=True)) is None

@@ -21,14 +21,14 @@ from models import numbers_only, qwen3_moe
 from ops_harness import buffer, run_op
 from test_architecture import dotted, trees
 
+from qconvert.compiled import choice
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import QConvertError, RunError
 from qconvert.core.graph import Buffer, Op
 from qconvert.core.int_scheme import IntScheme
 from qconvert.formats.amx.encode import Amx
 from qconvert.formats.fp8.decode import DequantFp8
-from qconvert.formats.fp8.encode import EncodeFp8
-from qconvert.formats.fp8.tensor import EncodeFp8Tensor
+from qconvert.formats.fp8.encode import EncodeFp8, EncodeFp8Tensor
 from qconvert.formats.int_packed.awq import DequantAwq, DequantQuark
 from qconvert.formats.int_packed.decode import DequantInt8, DequantInts
 from qconvert.formats.int_packed.encode import encoder
@@ -40,7 +40,6 @@ from qconvert.formats.nvfp4.decode import DequantNvfp4
 from qconvert.formats.nvfp4.encode import PackNvfp4
 from qconvert.formats.nvfp4.scales import RowMaxima
 from qconvert.ops import compiled
-from qconvert.ops.compiled import choice
 
 Bits = np.ndarray[Any, np.dtype[np.uint16]]
 Random = np.random.Generator
@@ -49,7 +48,7 @@ Random = np.random.Generator
 @pytest.fixture(autouse=True)
 def _off_again() -> Iterator[None]:
     yield
-    choice.use(False)
+    compiled.use(False)
 
 
 # --- Weights -------------------------------------------------------------------------------------
@@ -248,14 +247,14 @@ def matrix(bits: Bits) -> Buffer:
 
 def outcome(op: Op, ins: Sequence[Buffer], *, on: bool, limit: int | None = None) -> Any:
     """What an op makes, or says."""
-    choice.use(on)
+    compiled.use(on)
     try:
         with np.errstate(all="ignore"):  # scales that no plan would give
             return run_op(op, ins, limit)
     except QConvertError as error:
         return type(error), vars(error), str(error)
     finally:
-        choice.use(False)
+        compiled.use(False)
 
 
 def same(op: Op, ins: Sequence[Buffer], limit: int | None = None) -> None:
@@ -571,8 +570,8 @@ def test_every_op_with_a_loop_runs_in_it_here() -> None:
     tables: list[Encoder | Decoder] = [*ENCODERS.values(), *DECODERS.values()]
     assert ops_with_loops() - _ASK_ALONE == {type(one.op).__name__ for one in tables}
     named = {loop for one in tables for loop in one.loops}
-    choice.use(True)
-    loops: Any = choice.in_use()
+    compiled.use(True)
+    loops: Any = compiled.in_use()
     assert named == set(loops.__all__)
 
 
@@ -677,8 +676,10 @@ def _python(code: str, **environment: str) -> str:
 # Of all loops the one that is compiled soonest.
 _MAXIMA = """
 import sys, numpy as np
-from qconvert.ops.compiled import choice, done
-choice.use(choice.wanted(1 << 40))
+from qconvert.compiled import choice
+from qconvert.ops import compiled
+from qconvert.ops.compiled import done
+compiled.use(choice.wanted(1 << 40))
 made = np.zeros(1, np.uint16)
 ran = done("row_maxima", np.full((1, 4), 0xBF80, np.uint16), made)
 print(ran, made[0] == 0x3F80, choice.cache_folder() if ran else "numba" in sys.modules)
@@ -689,7 +690,7 @@ def test_without_numba_numpy_works_and_numba_is_refused() -> None:
     """An import that fails (None in sys.modules) is what a missing package gives."""
     block = "import sys; sys.modules['numba'] = None\n"
     assert _python(block + _MAXIMA, QCONVERT_KERNELS="auto") == "False False True"
-    refused = block + "from qconvert.ops.compiled.choice import wanted\ntry:\n    wanted(1)\n"
+    refused = block + "from qconvert.compiled.choice import wanted\ntry:\n    wanted(1)\n"
     refused += "except Exception as error: print(type(error).__name__, error)"
     said = _python(refused, QCONVERT_KERNELS="numba")
     assert said.startswith("RunError")
@@ -821,13 +822,14 @@ def test_where_loops_are_not_kept_it_is_said_once(why: str, tmp_path: Path) -> N
 
 _MEMORY = """
 import numpy as np
-from qconvert.ops.compiled import choice
+from qconvert.compiled import choice
+from qconvert.ops import compiled
 def anonymous():
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 before = anonymous()
-choice.use(True)
-found = choice.in_use()
+compiled.use(True)
+found = compiled.in_use()
 for name in found.__all__:
     getattr(found, name).made
 print(anonymous() - before)

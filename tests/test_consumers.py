@@ -12,7 +12,7 @@ from checkpoints import bf16_moe, run_cli, tensor
 
 from qconvert.core.errors import PlanError
 from qconvert.hub.card import split_front_matter
-from qconvert.hub.card.loaders import command, library, takers
+from qconvert.hub.card.front import command, library, takers
 from qconvert.runtimes.consumers import CHECKED, parse_consumer
 from qconvert.runtimes.serving import loads
 

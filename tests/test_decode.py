@@ -26,8 +26,8 @@ from qconvert.validators.reading.decode import (
 )
 from qconvert.validators.reading.forms import Form, Grid
 from qconvert.validators.reading.matrices import Matrix
-from qconvert.validators.reading.results import Results, bf16_results, is_worth
 from qconvert.validators.reading.rows import bf16_rows
+from qconvert.validators.weights.compare import Results, bf16_results, is_worth
 
 FLOAT32 = st.integers(0, 2**32 - 1)
 CODES = st.lists(st.integers(0, 255), max_size=70)

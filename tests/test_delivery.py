@@ -21,11 +21,11 @@ from s3_server import BUCKET, Server, serving
 from qconvert import api
 from qconvert.checkpoint import fsspec_store
 from qconvert.checkpoint.fsspec_store import FsspecStore
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 from qconvert.core.errors import OutputError, RunError, UsageError
 from qconvert.passes.amx import ExpertsToAmx
-from qconvert.run.engines import store_upload
-from qconvert.run.engines.store_upload import NOTE, md5_mark, part_size
+from qconvert.service import output as store_upload
+from qconvert.service.output import NOTE, md5_mark, part_size
 
 SHARD_SIZE = 400  # bytes: several shards
 
@@ -299,7 +299,7 @@ def test_a_result_in_s3(
 _RUN = """
 import sys
 from qconvert import api
-from qconvert.run.engines import store_upload
+from qconvert.service import output as store_upload
 store_upload.PART_BYTES = 5 << 20
 print(api.run("dequant-fp8", sys.argv[1], sys.argv[2], jobs=1, max_shard_size=11_000_000).name)
 """

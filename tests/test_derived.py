@@ -31,8 +31,10 @@ from qconvert.layouts.derived.kinds import Parameter, kind_of
 from qconvert.layouts.derived.transformers_class import kind
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
+from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder
-from qconvert.validators.headers.shapes import Shapes
+from qconvert.validators.headers.counts import counts
+from qconvert.validators.headers.shapes import shapes as shape_rules
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2,
@@ -80,6 +82,88 @@ def test_what_a_block_lacks_is_missed(lacking: str) -> None:
     names = [name for name in mixtral_names() if name != lacking]
     family = family_for(MIXTRAL, names)
     assert role_index(family, MIXTRAL, names).absent() == [lacking]
+
+
+def test_buffers_of_old_repos_are_of_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "_run", None)
+    buffers = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(2)]
+    names = [*mixtral_names(), *buffers]
+    index = role_index(family_for(MIXTRAL, names), MIXTRAL, names)
+    assert (index.unknown, index.absent()) == ((), [])
+    assert [(index.kind(name), index.places[name].layer) for name in buffers] == [
+        (Kind.BUFFER, 0), (Kind.BUFFER, 1),
+    ]  # fmt: skip
+
+
+# Names and what each is: the text model by a file of `layouts/`, the tower by the class that holds it; a
+# list of unlike modules, of which few have a bias; experts of a tower, whose layers differ.
+TOWERS: dict[str, tuple[str, dict[str, Kind]]] = {
+    "minicpmv4_7": ("qwen3_5_text", {
+        "model.language_model.layers.3.self_attn.k_proj.weight": Kind.KEY,
+        "model.vision_tower.encoder.layers.0.mlp.fc1.weight": Kind.VISION,
+        "model.merger.mlp.0.linear_1.weight": Kind.VISION,
+    }),
+    "unlimited_ocr": ("", {
+        "model.sam_model.neck.0.weight": Kind.CONV, "model.sam_model.neck.1.bias": Kind.CONV,
+        "model.sam_model.neck.1.weight": Kind.CONV, "model.sam_model.neck.2.weight": Kind.CONV,
+    }),
+    "dots3_note": ("", {
+        "vision_encoder.blocks.1.mlp.experts.0.fc1.weight": Kind.VISION,
+        "vision_encoder.blocks.3.mlp.experts.0.fc1.weight": Kind.VISION,
+        "vision_encoder.blocks.3.mlp.experts.1.fc1.weight": Kind.VISION,
+    }),
+    "inkling2": ("", {"model.llm.unembed.weight": Kind.HEAD}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_towers_and_heads_of_other_classes(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find, "_run", None)
+    text, kinds = TOWERS[model_type]
+    config: dict[str, Any] = {"model_type": model_type, "num_hidden_layers": 4}
+    if text:
+        config["text_config"] = {"model_type": text, "num_hidden_layers": 4}
+    index = role_index(family_for(config, kinds), config, list(kinds))
+    assert {name: index.kind(name) for name in kinds} == kinds
+    assert not [name for name in index.absent() if "vision" in name or "sam_model" in name]
+
+
+def test_experts_of_a_tower_are_counted_by_none() -> None:
+    """As Dots 3 has 64 in its tower; the config's count is of the text model."""
+    config = {
+        "model_type": "dots3_note", "num_hidden_layers": 4,
+        "text_config": {"model_type": "dots3_note_text", "n_routed_experts": 2, "num_hidden_layers": 4},
+    }  # fmt: skip
+    names = [
+        f"{at}.mlp.experts.2.{matrix}.weight"
+        for at, matrix in (("vision_encoder.blocks.3", "fc1"), ("model.layers.3", "gate_proj"))
+    ]
+    found = counts(Folder(checkpoint(dict.fromkeys(names, TensorType("BF16", (8, 8))), config)))
+    told = [one for one in found if isinstance(one, Finding)]
+    assert [one.where for one in told if one.rule == "QC019"] == names[1:]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "names", "layers"),
+    [
+        # A first stage of a model whose config lists the kinds of its layers alone.
+        (
+            "nemotron_h", {"layers_block_type": ["linear_attention", "moe"] * 2},
+            ["backbone.layers.0.norm.weight", "backbone.layers.1.norm.weight"], 4,
+        ),
+        ("dots3_note", {}, ["model.layers.1.input_layernorm.weight",
+                            "vision_encoder.blocks.5.norm_1.weight"], 2),
+    ],
+)  # fmt: skip
+def test_layers_that_no_config_counts(
+    model_type: str, more: dict[str, Any], names: list[str], layers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(find, "_run", None)
+    config = {"model_type": model_type, **more}
+    assert family_for(config, names).dims(config).num_layers == layers
 
 
 def test_suffixes_of_encodings_are_no_part_of_a_name() -> None:
@@ -492,7 +576,8 @@ def test_tables_of_a_class_of_its_own_have_sizes_of_their_own(
     for rows, wrong in ((32, []), (16, ["lm_head.weight"])):
         every = {**shapes, "lm_head.weight": (rows, 8)}
         stored = {name: TensorType("BF16", shape) for name, shape in every.items()}
-        found = list(Shapes()(Folder(checkpoint(stored, config))))
+        made = shape_rules(Folder(checkpoint(stored, config)))
+        found = [one for one in made if isinstance(one, Finding)]
         assert [f.where for f in found if f.rule == "QC026"] == wrong
 
 

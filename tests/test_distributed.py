@@ -29,7 +29,7 @@ from qconvert.core.errors import UsageError
 from qconvert.core.int_scheme import IntScheme
 from qconvert.formats.int_packed.packers import PackQuantized
 from qconvert.run.work.backend import PausedAt, Phase
-from qconvert.run.work.deadline import Until
+from qconvert.run.work.options import Until
 
 SAMPLES, LENGTH = 6, 40
 SCHEME = IntScheme(4, 32)

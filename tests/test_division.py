@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.calibrate.division import ExpertReadOrder, divided, shares
+from qconvert.calibrate.distributed import ExpertReadOrder, divided, shares
 from qconvert.calibrate.reading import Weights
 from qconvert.formats.base import Stored
 from qconvert.models.experts import PROJECTIONS, Projection

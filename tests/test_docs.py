@@ -6,7 +6,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
+from contextlib import chdir
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -18,11 +21,15 @@ from qconvert.recipe.recipe import parse_recipe
 from qconvert.validation.runner import rules
 
 _ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(_ROOT / "docs"))
+import terminal  # noqa: E402
+
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 _TEXT = "\n".join(page.read_text(encoding="utf-8") for page in _PAGES)
+_MODELS_PAGE = _ROOT / "docs" / "models.md"
 _UPDATE = bool(os.environ.get("QCONVERT_UPDATE_TABLE"))
 # What a machine measures, or chooses, is its own.
-_MEASURED = re.compile(r"^needs .*$", re.MULTILINE)
+_MEASURED = re.compile(r"[0-9][0-9.,]*( [KMG]?B| units?)?")
 
 
 def commands() -> list[str]:
@@ -55,7 +62,7 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     assert [page.name for page in _PAGES[1:] if f"](docs/{page.name})" not in text] == []
 
 
-def test_the_table_of_the_readme() -> None:
+def test_the_table_of_advice() -> None:
     """Its head, its models, and rows that take next to nothing to make."""
     found = _table()
     assert found[:2] == head()
@@ -73,18 +80,17 @@ def test_rows_of_the_table(model: str) -> None:
 @pytest.mark.skipif(os.environ.get("QCONVERT_ALL") != "1" and not _UPDATE, reason="4 CPU minutes")
 def test_all_of_the_table() -> None:
     """`QCONVERT_UPDATE_TABLE=1 pytest -m rest tests/test_docs.py` writes it."""
-    readme = _ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
+    text = _MODELS_PAGE.read_text(encoding="utf-8")
     made = "\n".join(table())
     if _UPDATE:
         text = text.replace("\n".join(_table()), made)
-        readme.write_text(text, encoding="utf-8")
+        _MODELS_PAGE.write_text(text, encoding="utf-8")
     assert made in text
 
 
 def _table() -> list[str]:
-    """The lines of README's table of models."""
-    lines = (_ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    """The lines of the table of advice."""
+    lines = _MODELS_PAGE.read_text(encoding="utf-8").splitlines()
     first = lines.index(head()[0])
     return lines[first : first + 2 + len(MODELS)]
 
@@ -97,11 +103,32 @@ def test_the_picture_is_small() -> None:
     assert "](docs/validation.png)" in (_ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_run_shown_is_the_demos() -> None:
-    (shown,) = re.findall(r"```console\n(.*?)```", _TEXT, re.DOTALL)
-    printed = run_cli("demo").out
-    first = _MEASURED.sub("", printed.split("\n$ qconvert dequant")[0]).strip()
-    assert _MEASURED.sub("", shown).strip() == first
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
+    with chdir(tmp_path_factory.mktemp("demo")):
+        return run_cli("demo", "here").out
+
+
+def test_the_demo_fits_a_screen_and_ends_with_what_is_next(demo: str) -> None:
+    lines = demo.splitlines()
+    assert len(lines) <= 40
+    assert lines[-2].startswith("next ")
+    assert next(line for line in lines if line == "Killed" or "from before" in line) == "Killed"
+
+
+def test_the_run_shown_is_the_demos(demo: str) -> None:
+    page = (_ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    assert _MEASURED.sub("", shown).strip() == _MEASURED.sub("", demo).strip()
+
+
+def test_the_picture_of_a_terminal_shows_the_demo(demo: str) -> None:
+    """`make picture` makes it."""
+    texts = ElementTree.fromstring(terminal.FILE.read_text(encoding="utf-8")).itertext()
+    here = ElementTree.fromstring(terminal.svg(terminal.shown(demo))).itertext()
+    words = [" ".join(_MEASURED.sub("", " ".join(one)).split()) for one in (texts, here)]
+    assert words[0] == words[1]
+    assert "](docs/terminal.svg)" in (_ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_recipe_shown_is_one() -> None:

@@ -13,12 +13,21 @@ from pathlib import Path
 
 import golden
 import pytest
+from adapters import lora
 from calibrate_models import llama, qwen3, saved
-from checkpoints import Model, run_cli
+from checkpoints import Model, Tensor, run_cli
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 from encoded_models import encoded, gpt_oss, nvfp4
 from hub_client import hub_and_client
 from loaders.published import published
 from made_once import made_once
+from rank_files import RankFiles
 
 _ROOT = Path(__file__).parent.parent
 PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
@@ -29,8 +38,16 @@ def small(family: str, **more: bool) -> Model:
     return published(family, inner=256, **more)
 
 
+def a_step_later(model: Model) -> Model:
+    """The model, with another last element in each query projection."""
+    for name, (dtype, shape, data) in model.tensors.items():
+        if name.endswith("q_proj.weight"):
+            model.tensors[name] = Tensor(dtype, shape, data[:-1] + bytes([data[-1] ^ 1]))
+    return model
+
+
 # Checkpoints by the names that pages give them.
-MODELS: dict[str, Callable[[], Model]] = {
+MODELS: dict[str, Callable[[], Model | RankFiles]] = {
     "DeepSeek-V3": lambda: small("deepseek_v3", fp8=True),
     "GLM-4.5": lambda: small("glm4_moe"),
     "GLM-4.5-Air": lambda: small("glm4_moe"),
@@ -45,8 +62,12 @@ MODELS: dict[str, Callable[[], Model]] = {
     "Qwen2.5-72B-AWQ": lambda: encoded("qwen3_moe", "awq")[0],
     "gpt-oss-120b": lambda: gpt_oss()[0],
     "nvfp4": lambda: nvfp4("modelopt"),
+    "xai-org/grok-2": RankFiles,
+    "step-100": lambda: small("qwen3_moe"),
+    "step-200": lambda: a_step_later(small("qwen3_moe")),
 }
 DENSE = {"Qwen/Qwen3-32B": qwen3, "Llama-3.3-70B": llama}  # their columns: whole groups of 128
+ADAPTERS = {"my-lora": 7, "other-lora": 8}
 # What a line takes to be there and its page does not make: the line that makes it.
 BEFORE = {
     "fused": "qconvert fuse Qwen/Qwen3.5-35B-A3B-FP8 fused --for sglang",
@@ -69,6 +90,8 @@ NOT_RUN = {
     r"s3://": "needs a store: tests/test_store.py has one",
     r"--engine ray": "needs a cluster: tests/test_engine_ray.py starts one",
     r" /models/": "a folder of a cluster",
+    r"^qconvert experts stats": "needs a tokenizer of the model: tests/test_expert_choice.py",
+    r"^qconvert ask": "needs a server: tests/test_ask.py has one",
     r"^qconvert eval": "needs a tokenizer of the model: tests/test_eval_cli.py",
     r"--shard|^qconvert (status|finish)": "several machines: tests/test_shards.py",
     r"--loader ": "needs a runtime: tests/loaders/test_loader_option.py",
@@ -76,10 +99,11 @@ NOT_RUN = {
     r"--stats ": "of a calibration that is not run here: tests/test_nvfp4.py",
 }
 # As far as planning: a Hub, a calibration of hours.
-DRY = r"^qconvert upload|--gptq"
+DRY = r"^qconvert upload|--gptq|calibrated"
 # Sizes of published models, and those of these: three layers, and four heads in blocks of 128.
 _SIZES = {"--pp 15,15,15,16": "--pp 1,1,1", "--pp 4": "--pp 2", "--tp 8": "--tp 2"}
-_READ = ("validate", "upload", "repair", "eval", "clean", "advise", "inspect", "diff",
+_READ = ("validate", "sign", "verify", "ask", "upload", "repair", "eval", "clean", "advise", "inspect",
+         "diff",
          "report")  # fmt: skip
 
 
@@ -104,17 +128,26 @@ def _write_models(root: Path) -> None:
     root.mkdir()
     for name, make in MODELS.items():
         make().write(root / name)
+    for name, seed in ADAPTERS.items():
+        lora(root / "Qwen/Qwen3-30B-A3B", root / name, r".*\.(q_proj|down_proj)", seed=seed)
     for name, config in DENSE.items():
         saved(config(hidden_size=256, intermediate_size=512, head_dim=64), root / name)
 
 
 def _placed(models: Path, at: Path) -> None:
     """Links to the models under their names."""
-    for name in (*MODELS, *DENSE):
+    for name in (*MODELS, *DENSE, *ADAPTERS):
         (at / name).parent.mkdir(exist_ok=True)
         (at / name).symlink_to(models / name)
     (at / "chats.jsonl").write_text('{"text": "What a calibration reads."}\n' * 600)
     (at / "wiki.txt").write_text("What an evaluation reads.\n" * 600)
+    private = ec.generate_private_key(ec.SECP256R1())
+    (at / "key.pem").write_bytes(
+        private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    (at / "key.pub").write_bytes(
+        private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    )
 
 
 def _made(words: list[str]) -> str:
@@ -158,7 +191,7 @@ def _run(line: str, page: str) -> str:
             return failed
     if re.search(DRY, line) and "--dry-run" not in words:
         words.append("--dry-run")
-    if "--gptq" in words:  # a tokenizer is what these models lack
+    if "--gptq" in words or "calibrated" in words:  # a tokenizer is what these models lack
         at = words.index("--data")
         words[at : at + 2] = ["--synthetic"]
     done = run_cli(*words)

@@ -76,7 +76,7 @@ LOADED = [(name, family) for name, (_, families) in COMMANDS.items() for family 
 DECODED: Mapping[str, str] = {
     "NVFP4 modelopt": f"nvfp4 --dialect modelopt {ALL}",
     "FP8 matrix": "fp8 --tensor",
-    "FP8 matrix, compressed-tensors": "fp8 --tensor --compressed-tensors",
+    "FP8 matrix, compressed-tensors": "fp8 --tensor --dialect compressed-tensors",
     "GPTQ": f"w4a16 --rtn --packing gptq {ALL}",
     "GPTQ v2": f"w4a16 --rtn --packing gptq-v2 {ALL}",
 }

@@ -34,8 +34,7 @@ from qconvert.run import executor
 from qconvert.run.engines import ray
 from qconvert.run.engines.base import Engine
 from qconvert.run.engines.local import LocalEngine
-from qconvert.run.engines.ray import RayEngine
-from qconvert.run.engines.scheduler import Node, WorkerLost, WorkerReady
+from qconvert.run.engines.ray import Node, RayEngine, WorkerLost, WorkerReady
 from qconvert.run.engines.shard import ShardEngine
 from qconvert.run.executor import engine_of, execute
 from qconvert.run.folder.prepare import prepare
@@ -156,7 +155,7 @@ def test_what_workers_spend_is_in_the_profile(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same reads, ops, hashes and writes, and time that workers waited for batches."""
-    monkeypatch.setattr("qconvert.run.run_units.BATCH_BYTES", 100_000)
+    monkeypatch.setattr("qconvert.run.executor.BATCH_BYTES", 100_000)
     here = api.run("dequant-fp8", source, tmp_path / "one", jobs=1, profile=True).profile
     _by(CrewEngine(MACHINES, most=2), monkeypatch)
     there = api.run("dequant-fp8", source, tmp_path / "out", jobs=1, profile=True).profile

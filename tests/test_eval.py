@@ -20,8 +20,7 @@ from checkpoints import convert, ran
 from qconvert.checkpoint.open import open_source
 from qconvert.core.errors import CheckpointError, DataError, PlanError, RunError
 from qconvert.evaluate import engine, head
-from qconvert.evaluate import run as evaluation
-from qconvert.evaluate.memory import Budget, Sizes
+from qconvert.evaluate.head import Budget, Sizes
 from qconvert.evaluate.result import Evaluation
 from qconvert.samples.data import DataSpec
 
@@ -92,7 +91,7 @@ def data(folder: Path, samples: list[Ids] = SAMPLES) -> DataSpec:
 
 def evaluated(repo: Path, against: Path, spec: DataSpec, **more: Any) -> Evaluation:
     given = {"devices": ["cpu"], **more}
-    return evaluation.evaluate(open_source(repo), open_source(against), spec, **given)
+    return engine.evaluate(open_source(repo), open_source(against), spec, **given)
 
 
 def check(found: Evaluation, expected: oracle.Expected) -> None:

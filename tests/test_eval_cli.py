@@ -15,9 +15,9 @@ import yaml
 from checkpoints import Result, edit_json, ran, run_cli, tree
 
 from qconvert import api
+from qconvert.cli import evaluate as report
 from qconvert.core.errors import CheckpointError
 from qconvert.core.manifest_keys import parse_manifest
-from qconvert.evaluate import report
 from qconvert.evaluate.result import Evaluation, Logits
 from qconvert.hub.card import split_front_matter
 
@@ -183,7 +183,7 @@ def test_source_and_data_are_needed(lacks: str) -> None:
     given = {"--against": "src", "--data": "x.txt"}
     words = [word for name, value in given.items() if name != lacks for word in (name, value)]
     done = run_cli("eval", "repo", *words)
-    says = {"--against": "Missing option '--against'", "--data": "give --data FILE, or --synthetic"}
+    says = {"--against": "Missing option '--against'", "--data": "give --data FILE or --task FILE"}
     assert (done.code, says[lacks] in done.err) == (2, True)
 
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from qconvert.checkpoint.open import open_source
-from qconvert.evaluate.run import evaluate
+from qconvert.evaluate.engine import evaluate
 from qconvert.samples.data import DataSpec
 
 found = evaluate(open_source(sys.argv[1]), open_source(sys.argv[2]), DataSpec(sys.argv[3], 4, 64),

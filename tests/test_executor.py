@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from qconvert.checkpoint.checkpoint import INDEX, MANIFEST, RECEIPT, SINGLE, WORK_DIR, Checkpoint
 from qconvert.checkpoint.safetensors import read_header
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError, OutputError, PlanError, RunError
 from qconvert.core.graph import Buffer, Output, Part, apply, concat, whole
@@ -614,7 +614,7 @@ def test_whatever_ends_a_run_keeps_what_is_done(
 ) -> None:
     """Ctrl-C, or a disk that fills up: units whose bytes are written are committed before it is told,
     however many a commit should be of."""
-    monkeypatch.setattr("qconvert.run.run_units.BATCH_BYTES", 1)
+    monkeypatch.setattr("qconvert.run.executor.BATCH_BYTES", 1)
     out = tmp_path / "out"
     how = replace(faults.options("single"), commit_bytes=1 << 40)
 

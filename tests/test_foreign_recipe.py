@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from checkpoints import ran, read_tensors
 from loaders.published import published
 
 from qconvert.checkpoint.open import open_source
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 from qconvert.core.errors import PlanError, RecipeError
 from qconvert.core.int_scheme import Actorder, IntScheme
 from qconvert.core.yaml_lines import compose
 from qconvert.models.linears import matches
+from qconvert.passes.fp8 import ToFp8
+from qconvert.passes.nvfp4 import ToNvfp4
+from qconvert.passes.quantize import ToInt8
 from qconvert.passes.w4a16 import ExpertsToW4A16
-from qconvert.plan.plan import Plan, run_passes
-from qconvert.recipe.llmcompressor import Foreign, is_foreign, parse_foreign, pattern_of
-from qconvert.recipe.llmcompressor_options import Group
+from qconvert.plan.plan import Pass, Plan, run_passes
+from qconvert.recipe.llmcompressor import Foreign, Group, is_foreign, parse_foreign, pattern_of
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.samples.request import Calibration
 
@@ -30,13 +33,19 @@ from qconvert.samples.request import Calibration
 def parse(text: str) -> Foreign:
     node = compose(text, "r")
     assert is_foreign(node)
-    return parse_foreign(node, "r")
+    (found,) = parse_foreign(node, "r")
+    return found
 
 
 def below(modifier: str, options: str) -> str:
     """A recipe with these options, each line of which is one; the first stands in line 4."""
     lines = "".join(f"      {line}\n" for line in options.splitlines())
     return f"quant_stage:\n  quant_modifiers:\n    {modifier}:\n{lines}"
+
+
+def packed(group: Group) -> IntScheme:
+    assert isinstance(group.scheme, IntScheme)
+    return group.scheme
 
 
 @dataclass(frozen=True)
@@ -166,11 +175,8 @@ def test_recipes(case: Case) -> None:
     found = parse(case.text)
     assert found.kind == case.kind
     assert found.ignore == case.ignore
-    resolved = [
-        (g.scheme.bits, g.scheme.group, g.scheme.symmetric, g.scheme.actorder, g.targets)
-        for g in found.groups
-    ]
-    assert resolved == list(case.groups)
+    resolved = [(packed(one), one.targets) for one in found.groups]
+    assert [(s.bits, s.group, s.symmetric, s.actorder, t) for s, t in resolved] == list(case.groups)
 
 
 @pytest.mark.peer
@@ -226,9 +232,9 @@ def test_recipes_of_older_releases() -> None:
     """Order by group, and words about memory, which 0.14 takes no more."""
     options = "scheme: W4A16\nactorder: group\nsequential_update: true\noffload_hessians: true"
     (group,) = parse(gptq(options)).groups
-    assert group.scheme.actorder == "group"
+    assert packed(group).actorder == "group"
     (group,) = parse(gptq("scheme: W4A16\nactorder: dynamic")).groups
-    assert group.scheme.actorder == "group"
+    assert packed(group).actorder == "group"
 
 
 @pytest.mark.parametrize(
@@ -250,10 +256,10 @@ def test_which_recipes_are_llm_compressors(text: str, foreign: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("scheme: W8A8", [":4:", "scheme", "W4A16, W8A16", "'W8A8'", "llm-compressor"]),
+        ("scheme: FP8", [":4:", "scheme", "W4A16, W8A16", "'FP8'", "llm-compressor"]),
         ("scheme: W4A18", [":4:", "did you mean 'W4A16'?"]),
         ("scheme: W2A16", [":4:", "'W2A16'"]),
-        ("scheme: FP8_DYNAMIC", [":4:", "'FP8_DYNAMIC'"]),
+        ("scheme: FP8_DYNAMIC", [":4:", "FP8_DYNAMIC", "in a QuantizationModifier"]),
         ("scheme: {W4A16: Linear, NVFP4: Linear}", [":4:", "scheme.NVFP4", "'NVFP4'"]),
         ("scheme: W4A16\nignroe: [lm_head]", [":5:", "ignroe", "did you mean 'ignore'?"]),
         ("scheme: W4A16\npercdamp: 0.1", [":5:", "percdamp", "unknown option"]),
@@ -351,10 +357,6 @@ _Y = "x_stage:\n  y_modifiers:\n    "
         ),
         (_Y + "AWQModifier: {}\n", ["r:3", "'AWQModifier'"]),
         (_Y + "GPTQModifer: {}\n", ["r:3", "did you mean 'GPTQModifier'?"]),
-        (
-            "a_stage: {b_modifiers: {GPTQModifier: {}}}\nc_stage: {d_modifiers: {GPTQModifier: {}}}",
-            ["r:2", "second modifier", "config_groups"],
-        ),
         ("x_stage: {}\nx_stage: {}\n", ["r:2", "'x_stage' is given twice"]),
         (
             _Y + "QuantizationModifier:\n      block_size: 128\n",
@@ -442,6 +444,54 @@ def test_groups_of_one_scheme_are_one() -> None:
     assert step.targets == ("re:.*up_proj", "re:.*down_proj")
 
 
+_SCHEMES: Mapping[str, Pass] = {
+    "FP8_DYNAMIC": ToFp8("compressed-tensors", None),
+    "FP8_BLOCK": ToFp8("compressed-tensors", 128),
+    "W8A8": ToInt8(),
+    "INT8": ToInt8(),
+    "NVFP4A16": ToNvfp4("compressed-tensors", weight_only=True),
+}
+
+
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_schemes_of_other_passes(scheme: str) -> None:
+    asked: Any = _SCHEMES[scheme]
+    given = {"targets": ("re:.*attn.*",), "ignore": (r"re:lm_head$",), "shared_experts": "named"}
+    options = f"targets: ['re:.*attn.*']\nignore: [lm_head]\nscheme: {scheme}"
+    assert parse_recipe(rtn(options), "r").passes == (replace(asked, **given),)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_schemes_as_compressed_tensors_states_them(scheme: str) -> None:
+    """A preset, written out as llm-compressor saves it, is the same pass."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    stated = preset_name_to_scheme(scheme, ["re:.*attn.*"]).model_dump(mode="json")
+    whole = json.dumps({"config_groups": {"group_0": stated}, "ignore": ["lm_head"]})
+    by_name = rtn(f"targets: ['re:.*attn.*']\nignore: [lm_head]\nscheme: {scheme}")
+    text = f'{{"x_stage": {{"y_modifiers": {{"QuantizationModifier": {whole}}}}}}}'
+    assert parse_recipe(text, "r").passes == parse_recipe(by_name, "r").passes
+
+
+def test_a_mixture_is_a_pass_for_each_scheme() -> None:
+    """Of one modifier, and of two, of which the calibrated one comes first."""
+    rounded = rtn(
+        "ignore: [lm_head]\nscheme: {FP8_DYNAMIC: ['re:.*attn.*'], W4A16: ['re:.*mlp.*']}"
+    )
+    first, second = parse_recipe(rounded, "r").passes
+    assert isinstance(first, ToFp8)
+    assert isinstance(second, ExpertsToW4A16)
+    assert (first.targets, second.targets) == (("re:.*attn.*",), ("re:.*mlp.*",))
+    two = (
+        "x_stage:\n  y_modifiers:\n"
+        "    QuantizationModifier: {scheme: FP8_DYNAMIC, targets: ['re:.*attn.*']}\n"
+        "    GPTQModifier: {scheme: W4A16, targets: ['re:.*mlp.*']}\n"
+    )
+    passes = parse_recipe(two, "r", {"data": "x.txt"}).passes
+    assert [type(step) for step in passes] == [ExpertsToW4A16, ToFp8]
+
+
 def test_a_name_is_that_module_alone() -> None:
     """Ours take the end of a name as well; llm-compressor and compressed-tensors do not."""
     names = [
@@ -462,10 +512,6 @@ _ALL = "scheme: W4A16\nignore: [lm_head]"
 @pytest.mark.parametrize(
     ("text", "data", "says"),
     [
-        (
-            rtn("ignore: [lm_head]\nscheme: {W4A16: ['re:.*up_proj'],\n  W8A16: ['re:.*down_proj']}"),
-            None, ["r:6", "another scheme than in line 5"],
-        ),
         (rtn("scheme: W4A16"), None, ["r:4", "lm_head", "ignore: [lm_head]"]),
         (rtn("scheme: {W4A16: 're:lm'}"), None, ["r:4", "lm_head"]),
         (rtn("scheme: {W4A16: lm_head}"), None, ["r:4", "lm_head"]),

@@ -19,8 +19,7 @@ from ops_harness import buffer, run_op
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
-from qconvert.formats.fp8.encode import EncodeFp8
-from qconvert.formats.fp8.tensor import EncodeFp8Tensor, TensorScale
+from qconvert.formats.fp8.encode import EncodeFp8, EncodeFp8Tensor, TensorScale
 from qconvert.formats.nvfp4.scales import RowMaxima
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fp8 import ToFp8
@@ -225,7 +224,7 @@ def test_a_matrix_of_zeros_has_a_scale(dialect: Any, least: float) -> None:
     assert torch.frombuffer(bytearray(scale), dtype=dtype).item() == least
 
 
-@pytest.mark.parametrize("options", [[], ["--compressed-tensors"]])
+@pytest.mark.parametrize("options", [[], ["--dialect", "compressed-tensors"]])
 @pytest.mark.parametrize("source", ["bf16", "fp8"])
 def test_a_scale_a_matrix(source: str, options: list[str], tmp_path: Path) -> None:
     """Of q, k and v, and of gate and up, one; the constant input scale stands beside each."""
@@ -255,7 +254,7 @@ def test_a_scale_a_matrix(source: str, options: list[str], tmp_path: Path) -> No
     assert "the constant 1.5, found from no data" in (out / "README.md").read_text()
 
 
-@pytest.mark.parametrize("options", [[], ["--compressed-tensors"]])
+@pytest.mark.parametrize("options", [[], ["--dialect", "compressed-tensors"]])
 def test_input_scales_of_statistics(options: list[str], tmp_path: Path) -> None:
     """Of experts, beside other layers in BF16: 21 / 448 = .046875 and 42 / 448 = .09375."""
     stats = write_stats(tmp_path / "stats", [0, 1])

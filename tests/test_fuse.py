@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -449,3 +450,12 @@ def test_a_big_stack_is_cut_and_put_together_in_small_reads(
         assert max(receipt.share.arena, receipt.share.window) <= WINDOW_BYTES == 8 << 20
     assert 0 < max(sizes) <= 4 << 20
     assert compare(Checkpoint.open(tmp_path / "again"), source) == []
+
+
+@pytest.mark.parametrize("runtime", ["sglang", "vllm"])
+def test_no_runtime_reads_six_projections_as_one_matrix(runtime: str) -> None:
+    """So that `fuse` has no such form: docs/sglang.md."""
+    folder = Path(str(resources.files("qconvert.runtimes.classes")))
+    tables = [file.read_text() for file in folder.glob(f"{runtime}-*/*.json")]
+    assert any("in_proj_qkvz" in text and "in_proj_ba" in text for text in tables)
+    assert not any("qkvzba" in text for text in tables)

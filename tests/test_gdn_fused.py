@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoints import copied, edit_json
 
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 
 _TESTS = Path(__file__).parent
 

@@ -36,7 +36,7 @@ from qconvert.checkpoint.gguf.header import TYPES, read_gguf
 from qconvert.checkpoint.open import open_source
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import CheckpointError, PlanError, RowError
-from qconvert.formats.gguf.decode import DequantGguf, DequantGgufStack
+from qconvert.formats.gguf.format import DequantGguf, DequantGgufStack
 from qconvert.ops.cast import DequantTo
 from qconvert.validators.formats.gguf import block_floats
 

@@ -31,7 +31,7 @@ from qconvert.calibrate.expert_stats import (
     write_hotness,
 )
 from qconvert.calibrate.settings import LayerStats
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 from qconvert.core.errors import DataError, OutputError
 from qconvert.run.work.files import Files
 
@@ -43,6 +43,7 @@ def stats(seed: int = 0) -> LayerStats:
     random = np.random.default_rng(seed)
     return LayerStats(
         counts=random.integers(0, 9, E),
+        saliency=random.random(E, np.float32),
         gate_up_mean_square=random.random((E, H), np.float32),
         gate_up_absmax=random.random((E, H), np.float32),
         down_mean_square=random.random((E, I), np.float32),
@@ -71,6 +72,7 @@ def test_a_layer_as_safetensors_reads_it(tmp_path: Path) -> None:
     found = load_file(file)
     expected: dict[str, Any] = {
         "layers.12.counts": made.counts,
+        "layers.12.saliency": made.saliency,
         "layers.12.gate_up.mean_square": made.gate_up_mean_square,
         "layers.12.gate_up.absmax": made.gate_up_absmax,
         "layers.12.down.mean_square": made.down_mean_square,

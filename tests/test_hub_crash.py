@@ -20,7 +20,7 @@ from hub_client import FIRST_READ, client_of, files_in, size_of_samples
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 
 from qconvert import api
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 from qconvert.core.errors import OutputError
 from qconvert.run.executor import run_prepared
 from qconvert.run.folder.journal import read_journal

@@ -156,7 +156,7 @@ def test_a_file_too_large_to_fetch_is_named(
     for module in ("checkpoint.mirror", "hub.headers"):
         monkeypatch.setattr(f"qconvert.{module}.MOST_WHOLE", 1 << 20)
     hub.add("org/video", files_in(folder) | {"demo.mp4": bytes((1 << 20) + 1)})
-    result = run_cli("validate", "org/video")
+    result = run_cli("validate", "org/video", "-v")
     assert result.code == 0
     assert "not checked: demo.mp4 (larger than 1 MiB, not fetched)" in result.out
     assert hub.asked("GET", "demo.mp4") == []

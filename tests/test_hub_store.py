@@ -26,7 +26,7 @@ from qconvert.core.errors import (
     RunError,
     UsageError,
 )
-from qconvert.run.work.deadline import Until
+from qconvert.run.work.options import Until
 
 REPO = "org/model"
 WIDE = 65_536

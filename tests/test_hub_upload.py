@@ -32,8 +32,7 @@ from hub_client import files_in, hub_and_client
 from loaders.published import published
 from loopback_hub import TOKEN, LoopbackHub, loopback_hub
 
-from qconvert.client.http import library
-from qconvert.client.retries import TRIES, fault_of
+from qconvert.client.retries import TRIES, fault_of, library
 
 # Of the client, on its way to httpx.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -12,7 +12,7 @@ import torch
 
 from qconvert.calibrate import llmcompressor_backend, solve
 from qconvert.calibrate.experts import input_stats
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 from qconvert.core.int_scheme import Bits, IntScheme
 
 ROWS, COLUMNS = 37, 256

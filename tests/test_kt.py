@@ -277,6 +277,16 @@ def test_a_dry_run_writes_nothing(plain: Path, tmp_path: Path) -> None:
     assert tree(plain) == before
 
 
+def test_a_dry_run_that_is_refused_says_how_to_serve_all_the_same(
+    plain: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cpu").write_text("a file")
+    done = kt(plain, tmp_path / "cpu", None, "--dry-run")
+    assert done.code == 1
+    assert "pass    amx: " in done.out
+    assert "serve with:" in done.out
+
+
 def test_json_has_an_object_a_folder(plain: Path, tmp_path: Path) -> None:
     cpu, gpu = tmp_path / "cpu", tmp_path / "gpu"
     planned = json.loads(kt(plain, cpu, gpu, "--json", "--dry-run").out)

@@ -20,6 +20,7 @@ from models import (
     deepseek_v3,
     kimi,
     mlp,
+    nvfp4_moe,
     per_channel,
     per_tensor,
     qwen3_moe,
@@ -137,6 +138,8 @@ READ: dict[str, tuple[Callable[[], Model], str | None]] = {
     "a scale a tensor": (per_tensor, None),
     "packed int4": (kimi, "RAWINT4"),
     "packed int4 without scales": (lambda: kimi(scales=False), None),
+    "NVFP4": (nvfp4_moe, "NVFP4"),
+    "NVFP4, compressed-tensors": (lambda: nvfp4_moe("compressed-tensors"), None),
     "stacks": (stacked, None),
     "fp16": (lambda: cast("F16"), None),
     "fp32": (lambda: cast("F32"), None),
@@ -224,7 +227,6 @@ ALONE: list[tuple[Callable[[], Model], str]] = [
 BESIDE: list[tuple[Callable[[], Model], str]] = [
     (kimi, "is packed integers already; packed again it would only lose"),
     (static_fp8, "activation_scheme static"),
-    (per_channel, "'model.layers.0.self_attn.k_proj' is FP8 without blocks"),
     (
         lambda: without(qwen3_moe(layers=1), "model.layers.0.mlp.experts.1.up_proj"),
         "layer 0: up_proj of expert 1 is missing",
@@ -257,6 +259,13 @@ def test_a_scale_format_that_the_source_states_is_taken(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     group = quantization(tmp_path / "gpu")["config_groups"]["group_1"]
     assert group["weights"]["block_structure"] == FP8_BLOCK["weight_block_size"]
+
+
+def test_attention_in_fp8_by_row_stays_beside_experts(tmp_path: Path) -> None:
+    done = kt(per_channel().write(tmp_path / "source"), tmp_path / "cpu", tmp_path / "gpu")
+    assert done.code == 0, done.err
+    groups = quantization(tmp_path / "gpu")["config_groups"].values()
+    assert [group["format"] for group in groups] == ["pack-quantized", "float-quantized"]
 
 
 def test_stacked_experts_make_the_same_pair_as_experts_apart(tmp_path: Path) -> None:

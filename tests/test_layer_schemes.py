@@ -296,7 +296,14 @@ def test_mxfp4_is_written_as_quark_names_it(targets: str, tmp_path: Path) -> Non
     source = plain().write(tmp_path / "in")
     outs = [tmp_path / dialect for dialect in ("compressed-tensors", "quark")]
     for out in outs:
-        named = ("--quark",) if out.name == "quark" else ()
+        named = (
+            (
+                "--dialect",
+                "quark",
+            )
+            if out.name == "quark"
+            else ()
+        )
         done = run_cli("mx", source, out, *named, "--targets", targets)
         assert done.code == 0, done.err
         assert errors(out, "--against", source) == []
@@ -321,10 +328,10 @@ def test_mxfp4_is_written_as_quark_names_it(targets: str, tmp_path: Path) -> Non
 
 def test_quark_has_no_mxfp8_and_no_place_for_fp8(tmp_path: Path) -> None:
     source = qwen3_moe("fp8").write(tmp_path / "in")
-    said = run_cli("mx", source, tmp_path / "out", "--quark", "--bits", "8")
+    said = run_cli("mx", source, tmp_path / "out", "--dialect", "quark", "--bits", "8")
     assert said.code == 2
     assert "dialect quark is written for mxfp4 alone" in said.err
-    assert "is FP8 and stays so" in refused("mx", source, tmp_path / "out", "--quark")
+    assert "is FP8 and stays so" in refused("mx", source, tmp_path / "out", "--dialect", "quark")
 
 
 def test_mxfp4_goes_to_quark_and_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from layout_models import families, hf, make, saved
 from safetensors.torch import load_file
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 from qconvert.passes.experts import Stack
 from qconvert.passes.fuse import Fuse, Unfuse
 from qconvert.plan.plan import Pass, Plan, run_passes

@@ -14,12 +14,13 @@ from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.open import open_source
 from qconvert.core import roles
 from qconvert.core.errors import PlanError
+from qconvert.core.graph import nodes
 from qconvert.core.names import split_parameter
 from qconvert.core.roles import Kind
 from qconvert.models.calibrated import calibrated_op
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.plan.walk import nodes
+from qconvert.runtimes.classes.modules import taken_quantized
 from qconvert.samples.request import Calibration
 
 REQUEST = Calibration(synthetic=True, samples=2, length=8, devices=("cpu",))
@@ -143,3 +144,24 @@ def test_a_plan_of_all_linears_names_what_stays(
         assert not any(
             re.search(rf"[(., ]{module}[,)]", note) for note in notes for module in modules
         )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module", "found"),
+    [
+        ("Lfm2MoeForCausalLM", "conv.in_proj", Kind.MIXER_IN),
+        ("Lfm2MoeForCausalLM", "conv.out_proj", Kind.MIXER_OUT),
+        ("AfmoeForCausalLM", "self_attn.gate_proj", Kind.MIXER_IN),
+        ("KimiLinearForCausalLM", "self_attn.o_proj", Kind.MIXER_OUT),
+        ("KimiLinearForCausalLM", "self_attn.v_proj", "vLLM 0.33 makes one layer of it and b_proj,"),
+        ("GraniteMoeHybridForCausalLM", "mamba.in_proj", "vLLM 0.33 cuts it into parts of several"),
+        ("JambaForCausalLM", "mamba.out_proj", "vLLM 0.33 builds it unquantized"),
+        ("JambaForCausalLM", "mamba.no_proj", "no runtime is known"),
+        ("OddMoeForCausalLM", "conv.in_proj", "no runtime is known"),
+    ],
+)  # fmt: skip
+def test_other_linears_are_as_the_runtimes_tables_have_them(
+    architecture: str, module: str, found: Kind | str
+) -> None:
+    said = taken_quantized(architecture, f"model.layers.7.{module}")
+    assert said is found if isinstance(found, Kind) else str(said).startswith(found)

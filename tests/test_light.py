@@ -23,7 +23,7 @@ from light_install import (
 )
 from safetensors.numpy import save_file
 
-from qconvert.cli.demo_checkpoint import VOCAB, write_sample
+from qconvert.cli.demo import VOCAB, write_sample
 
 
 @pytest.fixture(scope="module")

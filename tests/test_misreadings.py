@@ -12,7 +12,7 @@ from families.tiny import saved
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.loading.setting import NotSimulated, Setting
-from qconvert.runtimes.misreadings import misread, misread_of_ranks
+from qconvert.runtimes.misreadings import integer_groups, misread, misread_of_ranks
 from qconvert.runtimes.serving import Offered, loads, served
 
 _AT = "model.layers.0.self_attn"
@@ -89,14 +89,14 @@ def test_experts_of_which_a_rank_has_one_group(form: str) -> None:
     config: dict[str, Any] = {"dtype": "float16"}
     for runtime, concerned in (("vllm", True), ("sglang", not packed)):
         for ranks in (1, 2, 4, 8):
-            found = misread_of_ranks(runtime, ranks, config, tensors)
+            found = misread_of_ranks(integer_groups(runtime, config, tensors), ranks)
             wrong = [f"{at}.{part}.{scales}" for part in ("gate_proj", "up_proj")]
             assert [*found.wrong] == (wrong if concerned and ranks == 4 else [])
             assert bool(found.cure) == bool(found.wrong)
     codes_of_floats = {name: TensorType("U8", one.shape) if "packed" in name else one
                        for name, one in tensors.items()}  # fmt: skip
     if packed:
-        assert not misread_of_ranks("vllm", 4, config, codes_of_floats)
+        assert not misread_of_ranks(integer_groups("vllm", config, codes_of_floats), 4)
 
 
 def test_a_size_at_which_experts_are_read_wrong(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RowError
-from qconvert.formats.mlx.decode import DequantMlx
+from qconvert.formats.mlx.format import DequantMlx
 
 every = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 LINEAR = "model.layers.1.self_attn.q_proj"

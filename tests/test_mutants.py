@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "no scale of keys", "cache", "passes.kv_scale", "KvScale.__call__",
-        "for end in _ENDS", "for end in _ENDS[1:]",
+        "for end in _ENDS}", "for end in _ENDS[1:]}",
     ),
     Mutant(
         "stacks from the last expert on", "amx of stacks", "formats.registry", "read_of_stack",
@@ -76,6 +76,76 @@ MUTANTS = (
         "yield Kind.EXPERT_GATE, matrix.rows(0, rows // 2)\n    yield Kind.EXPERT_UP",
         "yield Kind.EXPERT_UP, matrix.rows(0, rows // 2)\n    yield Kind.EXPERT_GATE",
     ),
+    # --- adapters
+    Mutant(
+        "columns of A from the last on", "merge", "ops.merge", "Factor.run",
+        "part = values[at : at + stop - start]",
+        "part = values[at : at + stop - start, :: -1 if self.rows < self.columns else 1]",
+    ),
+    Mutant(
+        "alpha not divided by the rank", "merge", "models.adapters", "_scaling",
+        "else alpha / rank", "else alpha",
+    ),
+    Mutant(
+        "alpha of another module", "merge", "models.adapters", "_scaling",
+        'config.get("alpha_pattern")', "{}",
+    ),
+    Mutant(
+        "the scale left out", "merge", "models.adapters", "_low_rank",
+        "names, factor * scale,", "names, factor,",
+    ),
+    Mutant(
+        "DoRA without its magnitude", "merge dora", "ops.merge", "Merge.floats",
+        "wanted / norm", "1 / norm",
+    ),
+    Mutant(
+        "DoRA with the norm of one row for all", "merge dora", "ops.merge", "Merge.floats",
+        ".sum(axis=1, keepdims=True)", ".sum(axis=1, keepdims=True)[:1]",
+    ),
+    Mutant(
+        "rsLoRA divided by the rank", "merge dora", "models.adapters", "_scaling",
+        "alpha / sqrt(rank)", "alpha / rank",
+    ),
+    Mutant(
+        "A of another expert", "merge experts", "passes.merge", "_term",
+        "right.rows(expert * rank, (expert + 1) * rank)",
+        "right.rows((expert ^ 1) * rank, ((expert ^ 1) + 1) * rank)",
+    ),
+    Mutant(
+        "B of another expert of a stack", "merge stacks", "passes.merge", "_term",
+        "first, step = expert,", "first, step = expert ^ 1,",
+    ),
+    Mutant(
+        "gate and up of an adapter exchanged", "merge experts", "models.adapters",
+        "Targets._by_role", "for kind in kinds:", "for kind in kinds[::-1]:",
+    ),
+    Mutant(
+        "an adapter added twice", "merge fp8", "ops.merge", "Merge.floats",
+        "values = values + product(left[start:stop], right)",
+        "values = values + 2 * product(left[start:stop], right)",
+    ),
+    # --- experts that stay
+    Mutant(
+        "experts exchanged, pruned", "prune", "passes.prune", "_moved",
+        "enumerate(kept)", "enumerate(kept[::-1])",
+    ),
+    Mutant(
+        "rows of the experts that go", "prune", "passes.prune", "_of_router",
+        "if chooses and shape[:1] == (experts,):\n        return _rows(output, numbers)",
+        "if chooses and shape[:1] == (experts,):\n        return output.rows(0, len(numbers))",
+    ),
+    Mutant(
+        "a correction term of all experts", "prune", "passes.prune", "_of_router",
+        'or "share" in below', 'or "share" in below or "correction" in below',
+    ),
+    Mutant(
+        "the config's count as it was", "prune", "passes.prune", "Prune.__call__",
+        "config=_config(plan, experts, rename)", "config=plan.config",
+    ),
+    Mutant(
+        "stacks: experts from the last on", "prune stacks", "passes.prune", "_of_stack",
+        "return _rows(output, numbers)", "return _rows(output, numbers[::-1])",
+    ),
     # --- scales of others
     Mutant(
         "scales of another expert", "amx of fp8", "formats.fp8.format", "read",
@@ -97,6 +167,66 @@ MUTANTS = (
     Mutant(
         "scales of another NUMA node", "amx int4", "passes.amx", "ExpertsToAmx.named",
         "results[2 * shard + 1]", "results[2 * (self.numa - 1 - shard) + 1]",
+    ),
+    # --- tiles cut again
+    Mutant(
+        "rows of another NUMA node", "recut to four", "passes.recut", "RecutTiles._cut",
+        "_part(codes, number, self.numa)", "_part(codes, self.numa - 1 - number, self.numa)",
+    ),
+    Mutant(
+        "scales of rows of another NUMA node", "recut to four", "passes.recut", "RecutTiles._cut",
+        "_part(scale, number, self.numa)", "_part(scale, self.numa - 1 - number, self.numa)",
+    ),
+    Mutant(
+        "columns of another NUMA node", "recut to four", "formats.amx.recut", "_runs",
+        "divmod(first + at, old)", "divmod((first + at) ^ 1, old)",
+    ),
+    Mutant(
+        "the scale of one NUMA node", "recut int4 to one", "formats.amx.recut", "Recut.run",
+        "np.maximum.reduce([scales[shard] for shard in spanned])", "scales[spanned[0]]",
+    ),
+    Mutant(
+        "codes that keep their old scale", "recut int8 to one", "formats.amx.recut", "Recut.run",
+        "if len(spanned) == 1:", "if True:",
+    ),
+    Mutant(
+        "ratios of other rows", "recut int8 to one", "formats.amx.recut", "Recut._round",
+        "ratio.reshape(", "ratio[::-1].reshape(",
+    ),
+    Mutant(
+        "codes rounded down", "recut int4 to one", "formats.amx.recut", "Recut._round",
+        "np.rint(values, out=values)", "np.floor(values, out=values)",
+    ),
+    Mutant(
+        "halves of bytes exchanged again", "recut int4 to one", "formats.amx.recut", "Recut._round",
+        "np.right_shift(spare, 4, out=spare)", "np.right_shift(found, 4, out=spare)",
+    ),
+    Mutant(
+        "K blocks one after another by rows", "recut wide", "formats.amx.recut", "Recut._cells",
+        "blocks[:, tiles * begin : tiles * (begin + wide)]",
+        "blocks.reshape(len(blocks), tiles, steps, -1)[:, :, begin : begin + wide]",
+    ),
+    Mutant(
+        "the NUMA count of before", "recut to four", "passes.recut", "RecutTiles.__call__",
+        '"numa": self.numa,', '"numa": found.numa,',
+    ),
+    # --- files of ranks
+    Mutant(
+        "ranks from the last on", "join ranks", "passes.join_ranks", "_whole",
+        "parts[rank] for rank in range(ranks)]", "parts[rank] for rank in range(ranks)[::-1]]",
+    ),
+    Mutant(
+        "columns of ranks from the last on", "join ranks", "ops.gather", "SideBySide.gather",
+        "result[:, number]", "result[:, -1 - number]",
+    ),
+    Mutant(
+        "columns of ranks one below another", "join ranks", "passes.join_ranks", "_whole",
+        "(rows_in_turn,) = apply(Gather(SideBySide(ranks)), *ordered)",
+        "rows_in_turn = concat(ordered)",
+    ),
+    Mutant(
+        "experts stated to be in parts", "join ranks", "passes.join_ranks", "JoinRanks.__call__",
+        "PRESHARDED: False", "PRESHARDED: True",
     ),
     # --- FP8
     Mutant(
@@ -310,7 +440,7 @@ MUTANTS = (
         "np.arange(columns)", "np.arange(columns)[::-1]",
     ),
     Mutant(
-        "asymmetric codes held to half the range", "gptq v2", "formats.int_packed.scales",
+        "asymmetric codes held to half the range", "gptq v2", "formats.int_packed.search",
         "round_any", "np.clip(values, low, high, out=values)", "np.clip(values, 0, high, out=values)",
     ),
     Mutant(
@@ -361,7 +491,7 @@ MUTANTS = (
     ),
     Mutant(
         "packed experts in the ignore list", "w4a16", "models.unquantized", "ignored",
-        "if kept:", "if True:",
+        "found, kept = [], list[str]()", "found, kept = [], list(plan.tensors)",
     ),
     Mutant(
         "scales of the linears beside packed experts under FP8's name", "w4a16 of fp8",
@@ -407,11 +537,11 @@ MUTANTS = (
         "left = ['lm_head']",
     ),
     Mutant(
-        "FP8 scales of one of several matrices", "fp8 matrices", "formats.fp8.tensor",
+        "FP8 scales of one of several matrices", "fp8 matrices", "formats.fp8.encode",
         "TensorScale.run", "np.array([max(each)], np.int32)", "np.array([min(each) - 384], np.int32)",
     ),
     Mutant(
-        "FP8 of matrices with half the scale", "fp8 matrices packed", "formats.fp8.tensor", "_number",
+        "FP8 of matrices with half the scale", "fp8 matrices packed", "formats.fp8.encode", "_number",
         "<< 16).view(np.float32)", "<< 16).view(np.float32) * np.float32(0.5)",
     ),
     Mutant(
@@ -462,7 +592,7 @@ MUTANTS = (
     ),
     Mutant(
         "INT8's list without what stays", "int8", "passes.quantize", "compressed_block",
-        '"ignore": list(left)', '"ignore": ["lm_head"]',
+        "compressed_config(groups, left,", 'compressed_config(groups, ["lm_head"],',
     ),
     # --- NVFP4
     Mutant(

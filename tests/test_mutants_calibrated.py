@@ -16,7 +16,7 @@ from sampled import sampled
 
 pytestmark = pytest.mark.peer
 
-_CODES = "formats.nvfp4.calibrated_codes"
+_CODES = "formats.nvfp4.encode"
 _SOLVER = "calibrate.solver.nvfp4"
 MUTANTS = (
     # --- the encoder
@@ -53,6 +53,19 @@ MUTANTS = (
         "calibrated E2M1 codes exchanged in bytes", "nvfp4 gptq packed", "ops.fp4", "pack",
         "np.bitwise_or(pairs, beside, out=pairs)",
         "np.bitwise_or(pairs << 4, pairs >> 8, out=pairs)",
+    ),
+    # --- scales of a KV cache
+    Mutant(
+        "calibrated scales of the KV cache below 0", "calibrated cache", "formats.fp8.kv_scales",
+        "KvScales.pack", "scale = largest", "scale = -largest",
+    ),
+    Mutant(
+        "calibrated scales of the KV cache that are 0", "calibrated cache", "formats.fp8.kv_scales",
+        "KvScales.pack", "if largest else 1.0", "if not largest else 0.0",
+    ),
+    Mutant(
+        "no calibrated scales of one layer", "calibrated cache", "passes.kv_scale", "KvScale.__call__",
+        "in layers.items()", "in [*layers.items()][1:]",
     ),
     # --- the solver
     Mutant(

@@ -19,15 +19,14 @@ from qconvert.calibrate.backend import backend_for
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Buffer, Value
+from qconvert.core.graph import Buffer, Value, nodes
 from qconvert.core.int_scheme import Codes
 from qconvert.core.parameter_names import NVFP4, Dialect
-from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
+from qconvert.formats.nvfp4.encode import PackNvfp4Codes
 from qconvert.models.calibrated import Calibrated, calibrated_op
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.plan.walk import nodes
 
 DIALECTS: list[Dialect] = ["compressed-tensors", "modelopt"]
 both = pytest.mark.parametrize("dialect", DIALECTS)

@@ -458,7 +458,9 @@ def test_compressed_tensors_parses_the_block_with_activations(tmp_path: Path) ->
 def test_statistics_are_read_as_a_calibration_saves_them(tmp_path: Path) -> None:
     random = np.random.default_rng(4)
     gate, down = (random.uniform(0, 9, (3, n)).astype(np.float32) for n in (48, 32))
-    stats = LayerStats(np.array([5, 6, 0]), gate * 0, gate, down * 0, down, (), (), {}, ())
+    stats = LayerStats(
+        np.array([5, 6, 0]), gate[:, 0], gate * 0, gate, down * 0, down, (), (), {}, ()
+    )
     begin(tmp_path / "stats", {"samples": 1})
     save_layer(tmp_path / "stats", 7, stats)
     found = input_maxima(tmp_path / "stats", (7,), 3, 48, 32)

@@ -120,7 +120,7 @@ def test_bytes_of_two_that_share_a_scale_are_the_peers(
 
 
 def test_real_looking_weights_are_the_peers() -> None:
-    from qconvert.cli.demo_checkpoint import heavy_tailed
+    from qconvert.cli.demo import heavy_tailed
 
     weight = heavy_tailed((768, 2048), torch.Generator().manual_seed(7)).bfloat16()
     values = weight.float().numpy()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from built import ROOT, built, from_checkout, tracked
 
 _DATA = (".py", ".json", ".yaml", ".css", ".js", ".typed", "RULES.md")
@@ -115,4 +118,32 @@ def test_the_wheel_works_alone(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     first = done.stdout.splitlines()[0]
     assert all(int(count) >= 3 for count in first.split())
     assert "0 errors, 0 warnings" in done.stdout
-    assert "equal torch's own decoding, bit for bit" in done.stdout.splitlines()[-1]
+    assert "equal torch's own decoding, bit for bit" in done.stdout
+
+
+def test_workflows_and_citation_are_of_this_package() -> None:
+    """The oldest Python is tested, steps are targets of the Makefile, and the line that compares a tag
+    with the version does."""
+    import qconvert
+
+    folder = ROOT / ".github" / "workflows"
+    found = {
+        file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in folder.iterdir()
+    }
+    pythons = found["test"]["jobs"]["test"]["strategy"]["matrix"]["python"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == f">={pythons[0]}"
+    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for job in found["test"]["jobs"].values():
+        runs = [step["run"] for step in job["steps"] if "run" in step]
+        assert runs
+        assert all(f"\n{run.removeprefix('make ')}: " in targets for run in runs)
+    steps = found["release"]["jobs"]["build"]["steps"]
+    (check,) = (step["run"] for step in steps if step.get("name") == "The tag is the version")
+    for tag, code in ((f"v{qconvert.__version__}", 0), ("v0.0.9", 1)):
+        environment = {**os.environ, "GITHUB_REF_NAME": tag}
+        words = ["bash", "-c", check.replace("python -I", f"{sys.executable} -I")]
+        assert subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode == code
+    assert found["release"]["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (qconvert.__version__, project["license"])

@@ -15,7 +15,7 @@ from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.solve import Quantized
 from qconvert.calibrate.solver import parity
 from qconvert.calibrate.solver.curvature import lower_inverse, upper_factor
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 from qconvert.core.int_scheme import IntScheme
 
 ON = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.cli.demo_checkpoint import heavy_tailed, quantize_block_fp8, write_sample
+from qconvert.cli.demo import heavy_tailed, quantize_block_fp8, write_sample
 from qconvert.passes.dequant import Dequant
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import execute

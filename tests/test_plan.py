@@ -17,7 +17,7 @@ from sampled import sampled
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Output, Source, apply, concat
+from qconvert.core.graph import Output, Source, apply, concat, nodes, only_node
 from qconvert.core.names import ACTIVATIONS
 from qconvert.formats.amx.encode import Amx
 from qconvert.ops.cast import ToBf16
@@ -28,7 +28,6 @@ from qconvert.passes.fp8 import ToFp8
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import LogEntry, Plan, run_passes
 from qconvert.plan.units import Compute, Copy, _unit, units
-from qconvert.plan.walk import nodes, only_node
 from qconvert.repair.blocks import methods_of
 from qconvert.run.work.memory import searched
 from qconvert.validation.runner import Folder, judge_headers

@@ -17,7 +17,7 @@ from qconvert.calibrate import experts, solve
 from qconvert.calibrate.propagated_error import corrected
 from qconvert.calibrate.settings import ExpertSchemes, Settings
 from qconvert.calibrate.solve import rounded
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 from qconvert.core.int_scheme import IntScheme
 
 Doubles = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

@@ -479,6 +479,15 @@ def test_what_agrees_is_what_was_loaded() -> None:
     assert agreed(found) == {"same": [1, 2], "refused": [1, 2]}
 
 
+def test_a_head_that_embeddings_are_copied_to() -> None:
+    config, tensors = folder("qwen3_moe")
+    tensors.pop("lm_head.weight")
+    table = qwen3_moe("sglang")
+    assert sglang.by_table(record_of(table), config, tensors, Setting()).unwritten
+    table["names"].append({"from": "model.embed_tokens", "to": "lm_head"})
+    assert not sglang.by_table(record_of(table), config, tensors, Setting()).unwritten
+
+
 def test_convolutions_and_parameters_under_two_names() -> None:
     table = qwen3_moe("sglang")
     conv = {

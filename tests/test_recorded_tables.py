@@ -4,23 +4,37 @@ become patterns and expressions (tests/loaders/test_recorded_classes.py makes re
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
-from families.headers_only import as_published
+from families.headers_only import as_published, write
+from families.tiny import config_of
 from loaders.recorded_tables import (
     Expressions,
     Patterns,
     Recorded,
+    count_key,
     has_gaps,
+    patterns_of,
     starred,
     table,
     under_settings,
     written,
 )
 
-from qconvert.runtimes.loader.server.record import Shapes, code_of, numbered, pieces, probe
+from qconvert.runtimes.classes.expressions import Sizes
+from qconvert.runtimes.loader.server.record import (
+    Shapes,
+    code_of,
+    numbered,
+    pieces,
+    probe,
+    stored,
+)
 
 _CONFIGS = (
     {"hidden_size": 8, "num_attention_heads": 4, "head_dim": 6, "num_hidden_layers": 2},
@@ -43,6 +57,9 @@ def test_a_parameter_tells_its_tensors_and_their_rows() -> None:
     assert (norm["computed"], norm["order"]) == ("plus one", "same")
     (decay,) = _held(shapes, -torch.exp(tensors["norm"].float()).double())
     assert (decay["tensor"], decay["computed"], decay["order"]) == ("norm", "minus exp", "same")
+    large = {"A_log": (512, 64), "norm": (5,)}  # as long as single precision tells no rows
+    exp = -torch.exp(dict(numbered(large))["A_log"].float()).double()
+    assert {one["tensor"] for one in _held(large, exp)} == {"A_log"}
 
 
 def test_moved_rows_and_changed_sides_are_told() -> None:
@@ -96,6 +113,51 @@ def test_numbers_of_lists_become_stars() -> None:
     assert patterns.of("model.layers.3.mlp.0.weight") == ("model.layers.*.mlp.0.weight", (3,))
     assert patterns.of("model.layers.0.mixers.1.w") == ("model.layers.*.mixers.*.w", (0, 1))
     assert starred("lm.layers.3.experts.3.w1", (3,)) == "lm.layers.*.experts.3.w1"
+
+
+def test_steps_of_one_computation_are_no_layers() -> None:
+    steps = [{"name": f"merger.{at}", "kind": kind} for at, kind in ((0, "column"), (2, "row"))]
+    alike = [{"name": f"heads.{at}", "kind": "column"} for at in (0, 1)]
+    lists = [{"name": name, "kind": "list", "length": 3} for name in ("merger", "heads")]
+    assert patterns_of({"modules": [*lists, *steps, *alike]}).lists == {"heads": 3}
+
+
+def test_layers_of_a_tower_up_to_the_one_that_is_used() -> None:
+    config = {"vision_config": {"num_hidden_layers": 4}, "num_hidden_layers": 2}
+    key, cut = "vision_config.num_hidden_layers", {**config, "vision_feature_layer": -2}
+    assert count_key("vision_tower.layers", 4, cut) == key
+    found = count_key("vision_tower.layers", 3, cut)
+    assert found == f"{key}+1+vision_feature_layer"
+    assert Sizes({**cut, "vision_feature_layer": -3}, {}).of(found) == 2
+    assert count_key("vision_tower.layers", 3, config) == 3
+
+
+def test_a_tensor_that_is_computed_with_reaches_a_parameter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FLOW], capture_output=True, text=True, check=True, timeout=120
+    )  # in its own process: torch is changed for good
+    assert done.stdout.split() == ["left"]
+
+
+_FLOW = """
+import torch
+from qconvert.runtimes.loader.server.flow import Flow
+flow, held = Flow(), torch.empty(2)
+flow.install()
+for name, tensor in flow.handed([("A_log", torch.ones(4)), ("left", torch.ones(4))]):
+    if name == "A_log":
+        held.copy_((-torch.exp(tensor.float())).data.split(2)[1])
+print(*flow.unused)
+"""
+
+
+def test_stacks_of_experts_under_other_names_have_another_form(tmp_path: Path) -> None:
+    at, sizes = "model.layers.0.block_sparse_moe", {"hidden_size": 64, "intermediate_size": 32}
+    made = config_of("granitemoe", {}, sizes)
+    shapes = stored(write(made, tmp_path / "one", {}, otherwise=True))
+    assert shapes[f"{at}.experts.1.up_proj.weight"] == (32, 64)
+    assert shapes[f"{at}.experts.1.down_proj.weight"] == (64, 32)
+    assert f"{at}.input_linear.weight" not in shapes
 
 
 def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:

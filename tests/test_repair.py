@@ -52,7 +52,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "fp8": _converted(room, "fp8 source"),
         "fp8 rows": _converted(room, "fp8r rows", "fp8", "--channel"),
         "fp8 experts": _converted(room, "fp8r experts", "fp8", "--channel", "--targets", "experts"),
-        "fp8 blocks packed": _converted(room, "fp8r packed", "fp8", "--compressed-tensors"),
+        "fp8 blocks packed": _converted(
+            room, "fp8r packed", "fp8", "--dialect", "compressed-tensors"
+        ),
         "int8": _converted(room, "int8", "int8"),
         "nvfp4": _converted(room, "nvfp4", "nvfp4", "--dialect", "compressed-tensors"),
     }

@@ -116,7 +116,7 @@ def test_rendering_uses_the_rules_of_validation() -> None:
     told = {form: render(report, form) for form in FORMATS}
     assert set(told) == set(FORMATS)
     assert all("QC002" in text for text in told.values())
-    assert "qconvert clean" in told["text"].splitlines()[1]
+    assert "qconvert clean" in told["text"].splitlines()[2]
     assert render(report, "text", terminal=False) == told["text"]
 
 
@@ -141,22 +141,31 @@ def test_text_lines() -> None:
 
 
 def test_text_of_a_sound_folder_is_claims_alone() -> None:
-    assert as_text.render(sound(), RULES).splitlines() == [
+    first, *claims, last = as_text.render(sound(), RULES).splitlines()
+    assert (first, last) == ("passed: 0 errors, 0 warnings", "0 errors, 0 warnings")
+    assert claims == [
         "proved: headers, index and file sizes agree",
         "not checked: every byte is as written (give --level full)",
-        "0 errors, 0 warnings",
     ]
+
+
+def test_brief_text_counts_what_was_not_checked() -> None:
+    """And says the verdict first, as every text does."""
+    lines = as_text.render(sound(), RULES, brief=True).splitlines()
+    assert lines[2] == "not checked: 1 claim, which -v lists"
+    assert len(lines) == 4
+    assert as_text.render(awkward(), RULES).splitlines()[0] == "failed: 2 errors, 1 warning"
 
 
 def test_text_shows_twenty_of_a_rule_and_no_line_is_wrapped() -> None:
     found = [Finding("QC901", "error", f"tensor {i}", "x " * 2000) for i in range(23)]
     other = Finding("QC900", "warning", "last", "y")
     lines = as_text.render(Report(findings=[*found, other]), RULES).splitlines()
-    assert [line.split()[:2] for line in lines[:20]] == [["error", "QC901"]] * 20
-    assert lines[19] == f"error   QC901 tensor 19: {'x ' * 2000}".rstrip()
-    assert lines[20] == "... and 3 more of QC901 (--format json lists all)"
-    assert lines[21] == "warning QC900 last: y"
-    assert len(lines) == 25
+    assert [line.split()[:2] for line in lines[1:21]] == [["error", "QC901"]] * 20
+    assert lines[20] == f"error   QC901 tensor 19: {'x ' * 2000}".rstrip()
+    assert lines[21] == "... and 3 more of QC901 (--format json lists all)"
+    assert lines[22] == "warning QC900 last: y"
+    assert len(lines) == 26
 
 
 def test_text_tables() -> None:
@@ -181,9 +190,9 @@ def test_text_tables() -> None:
 def test_text_tables_are_not_wrapped() -> None:
     wide = Table("t", ("name", "figure"), (("x" * 300, "1"), ("two words " * 40, "2")), "n " * 200)
     lines = as_text.render(Report(tables=[wide]), RULES).splitlines()
-    assert lines[3].split() == ["x" * 300, "1"]
-    assert lines[4].split() == ["two", "words"] * 40 + ["2"]
-    assert lines[5].split() == ["n"] * 200
+    assert lines[4].split() == ["x" * 300, "1"]
+    assert lines[5].split() == ["two", "words"] * 40 + ["2"]
+    assert lines[6].split() == ["n"] * 200
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import run_cli, tree, watched_reads
 
 from qconvert.checkpoint.checkpoint import Checkpoint
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.validation.runner import Report, validate_folder
-from qconvert.validators.headers.conversions import _parallel
+from qconvert.validators.headers.manifest_claims import _parallel
 
 HIDDEN, EXPERTS, LAYERS = 256, 2, 2
 _SIDE = {"tokenizer.json": b"{}\n"}
@@ -245,9 +245,9 @@ def test_examples_of_quantizing_are_of_families_that_are_known() -> None:
 
 
 def test_the_help_says_which_bytes_are_whose() -> None:
-    text = " ".join(run_cli("nvfp4", "--help").out.split())
+    text = " ".join(run_cli("nvfp4", "--help-all").out.split())
     assert "In the compressed-tensors dialect FP16 weights are converted to FP32 first" in text
-    assert "in BF16, byte for byte" in " ".join(run_cli("w4a16", "--help").out.split())
+    assert "in BF16, byte for byte" in " ".join(run_cli("w4a16", "--help-all").out.split())
 
 
 # --- A class whose experts are called otherwise --------------------------------------------------

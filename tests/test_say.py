@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from hostile_inputs import EVIL, raw_lines
 
 import qconvert
 from qconvert.cli.progress import Bar
-from qconvert.core.say import say, say_error, say_json, say_report, shown_line
+from qconvert.core.say import say, say_error, say_json, say_report, shown_line, sign_of_life
 from qconvert.core.shown import MOST_SHOWN
 
 # The header refuses control characters in names, and lets these through.
@@ -185,3 +187,37 @@ def test_nobody_else_prints() -> None:
             # rich's console writes into a text, which say_report shows.
             assert called not in {"print", "click.echo", "click.secho", "error.show"}, file
             assert not called.startswith(("sys.stdout.write", "sys.stderr.write")), file
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_lines_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe gets them whole."""
+    line = f"lossy   {'half a step at most, '.join(map(str, range(6)))} {'x' * 60}"
+    for stream in (_Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setenv("COLUMNS", "50")
+        say(line)
+        lines = stream.getvalue().splitlines()
+        assert " ".join(one.strip() for one in lines) == line
+        if stream.isatty():
+            assert all(len(one) <= 50 or one.endswith("x" * 60) for one in lines)
+            assert {one[:8] for one in lines[1:]} == {" " * 8}
+        else:
+            assert lines == [line]
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_sign_of_life(said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, unless something else was said by then; on a terminal alone."""
+    for stream in (_Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with sign_of_life("reading", 0.01):
+            if said:
+                say("a result", err=True)
+            time.sleep(0.03)
+        shown = "a result\n" if said else "reading\n" if stream.isatty() else ""
+        assert stream.getvalue() == shown

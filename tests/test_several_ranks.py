@@ -25,7 +25,7 @@ from qconvert.core.errors import RunError
 from qconvert.models.linears import quantizable
 from qconvert.plan.plan import Plan
 from qconvert.run.work.backend import PausedAt
-from qconvert.run.work.deadline import Pace
+from qconvert.run.work.options import Pace
 
 # Several CPUs are a team only in tests: its way through a layer, sample by sample, is tested alone.
 CPU = pytest.param("cpu", marks=pytest.mark.rest)
@@ -113,6 +113,19 @@ def test_a_process_without_tokens_solves_experts(device: str, plan: Plan, tmp_pa
     assert_same(codes_of(all_of(found)), whole)
 
 
+def test_scales_of_a_cache_are_of_all_samples(plan: Plan, tmp_path: Path) -> None:
+    caches = {number: f"model.layers.{number}.self_attn" for number in range(3)}
+
+    def found(count: int) -> dict[str, Any]:
+        room = tmp_path / str(count)
+        every = all_of(run_ranks(count, events(plan, room, "cpu:0", caches=caches)))
+        own = [e for e in every if isinstance(e, Matrix) and e.expert is None]
+        assert len(own) == 3
+        return {one.kind: one.codes[0].scale.tolist() for one in own}
+
+    assert found(1) == found(3)
+
+
 def test_samples_of_any_length_are_cut_into_the_same_parts(plan: Plan, tmp_path: Path) -> None:
     lengths = (40, 40, 33, 7, 50, 50, 20)
     tokens = [samples(1, length, seed=n)[0] for n, length in enumerate(lengths)]
@@ -181,7 +194,8 @@ def assert_told(found: list[list[Event]], alone: list[Event]) -> None:
         for one, other in zip(got, wanted, strict=True):
             assert one.stats is not None
             assert other.stats is not None
-            for name in ("counts", "gate_up_mean_square", "gate_up_absmax", "down_mean_square"):
+            for name in ("counts", "saliency", "gate_up_mean_square", "gate_up_absmax",
+                         "down_mean_square"):  # fmt: skip
                 assert np.array_equal(getattr(one.stats, name), getattr(other.stats, name)), name
             for name in ("few", "rounded", "dead_columns", "fallbacks"):
                 assert getattr(one.stats, name) == getattr(other.stats, name), name

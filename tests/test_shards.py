@@ -21,7 +21,7 @@ from models import qwen3_moe
 from qconvert import api
 from qconvert.checkpoint.checkpoint import WORK_DIR
 from qconvert.cli.main import cli
-from qconvert.cli.shards import REFUSED
+from qconvert.cli.stages import REFUSED
 from qconvert.core.errors import OutputError, UsageError
 from qconvert.plan.plan import Plan
 from qconvert.run.folder import leases, staging
@@ -354,7 +354,7 @@ def test_some_options_are_not_taken_from_a_journal(
 
 def test_options_that_name_a_place_are_not_taken_from_a_journal() -> None:
     """Of every conversion with --shard: what an option writes, or takes for code, is refused."""
-    read_only = {"--stats"}  # numbers of a calibration, as a source is
+    read_only = {"--stats", "--keep"}  # numbers of a calibration, and of experts, as a source is
     held = {"--work-dir"}  # to the folder that is finished
     found: set[str] = set()
 

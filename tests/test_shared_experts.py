@@ -12,13 +12,13 @@ from loaders.published import published
 
 from qconvert.checkpoint.open import open_source
 from qconvert.core.errors import PlanError
+from qconvert.core.graph import nodes
 from qconvert.core.int_scheme import DEFAULT_GROUP
 from qconvert.hub.readme import with_card
 from qconvert.models.calibrated import calibrated_op
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
-from qconvert.plan.walk import nodes
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.runtimes.shared_experts import NO_FUSION, fuses, kept_apart, loses_shared
 from qconvert.samples.request import Calibration

@@ -10,9 +10,6 @@ Run with `pytest -m peer tests/test_signed_peer.py`.
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +17,19 @@ import int_forms
 import numpy as np
 import pytest
 import torch
-from checkpoints import Tensor, read_tensors, run_cli
+from checkpoints import read_tensors, run_cli
 from compressed_peer import decompressed
+from kt_layer import Floats, error_of_kt, heavy_tailed_experts
 from kt_machine import needs_avx512
-from models import qwen3_moe
 
-from qconvert.cli.demo_checkpoint import heavy_tailed
-from qconvert.validators.amx.kt_forward import UNABLE, Job
+from qconvert.cli.demo import heavy_tailed
 
 pytestmark = pytest.mark.peer
-
-HIDDEN, INNER, EXPERTS, TOKENS, CHOICES = 512, 256, 4, 8, 3
-Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heavy-tailed experts with outlier channels."""
-    model = qwen3_moe(hidden=HIDDEN, intermediate=INNER, layers=1, experts=EXPERTS)
-    generator = torch.Generator().manual_seed(5)
-    for name, (_, shape, _) in model.tensors.items():
-        if ".experts." in name:
-            bits = heavy_tailed(shape, generator).bfloat16().view(torch.int16).numpy()
-            model.tensors[name] = Tensor("BF16", shape, bits.tobytes())
-    return model.write(tmp_path_factory.mktemp("signed") / "source")
+    return heavy_tailed_experts().write(tmp_path_factory.mktemp("signed") / "source")
 
 
 def packed(source: Path, out: Path, *options: str) -> Path:
@@ -84,18 +70,6 @@ def meant(folder: Path) -> dict[str, Floats]:
     return found
 
 
-def layer(weights: dict[str, Floats], hidden: Floats, ids: Floats, shares: Floats) -> Floats:
-    """The routed experts of layer 0 for tokens [T, H]."""
-    result = np.zeros_like(hidden)
-    for token, choice in np.ndindex(ids.shape):
-        at = f"model.layers.0.mlp.experts.{int(ids[token, choice])}"
-        gate = weights[f"{at}.gate_proj"] @ hidden[token]
-        up = weights[f"{at}.up_proj"] @ hidden[token]
-        made = weights[f"{at}.down_proj"] @ (gate / (1 + np.exp(-gate)) * up)
-        result[token] += shares[token, choice] * made
-    return result
-
-
 @needs_avx512
 @pytest.mark.parametrize(
     ("method", "options", "backend"),
@@ -111,34 +85,8 @@ def test_kt_kernel_computes_with_them(
     method: str, options: tuple[str, ...], backend: str, source: Path, tmp_path: Path
 ) -> None:
     out = packed(source, tmp_path / "out", *options)
-    random = np.random.default_rng(3)
-    bits = random.standard_normal((TOKENS, HIDDEN), np.float32).view(np.uint32) >> 16
-    ids = np.stack([random.permutation(EXPERTS)[:CHOICES] for _ in range(TOKENS)]).astype(np.int64)
-    shares = random.random((TOKENS, CHOICES), np.float32)
-    np.savez(
-        tmp_path / "inputs.npz", allow_pickle=False, hidden=bits.astype(np.uint16), ids=ids,
-        shares=shares,
-    )  # fmt: skip
-    job = Job(
-        weights=str(out), layer=0, experts=EXPERTS, hidden=HIDDEN, intermediate=INNER, numa=1,
-        method=method, threads=2, inputs=str(tmp_path / "inputs.npz"),
-        output=str(tmp_path / "output.npy"), reason=str(tmp_path / "reason"),
-    )  # fmt: skip
-    job.write(tmp_path / "job.json")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KT_")}
-    if backend:
-        env["KT_GPTQ_INT4_BACKEND"] = backend
-    done = subprocess.run(
-        [sys.executable, "-m", "qconvert.validators.amx.kt_forward", tmp_path / "job.json"],
-        env=env, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode != UNABLE, Path(job.reason).read_text()
-    assert done.returncode == 0, done.stderr[-2000:]
-    hidden = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    wanted = layer(meant(out), hidden, ids.astype(np.float64), shares.astype(np.float64))
-    found = np.load(job.output).astype(np.float64)
-    # Activations are rounded to bf16, or to 127 steps a group.
-    assert np.linalg.norm(found - wanted) < 0.03 * np.linalg.norm(wanted)
+    environment = {"KT_GPTQ_INT4_BACKEND": backend} if backend else {}
+    assert error_of_kt(method, out, meant(out), tmp_path, **environment) < 0.03
 
 
 @pytest.mark.parametrize("group", ["32", "128"])

@@ -322,6 +322,18 @@ def test_parts_of_a_fused_module_must_agree() -> None:
         is_layer_skipped("model.layers.0.self_attn.qkv_proj", SkipList(["self_attn.q_proj"]), {})
 
 
+def test_a_class_that_maps_no_names_is_refused() -> None:
+    """As sglang's Solar: pairs of a name and a place."""
+    fused: Any = {"qkv_proj": [["q_proj", "q"], ["k_proj", "k"], ["v_proj", "v"]]}
+    name = "model.layers.0.self_attn.qkv_proj"
+    rules = Compressed(["lm_head"], ["re:none"], fused)
+    for ask in (rules.ignored, lambda one: rules.target(one, "QKVParallelLinear")):
+        with pytest.raises(LoadRefused, match="pairs of a name and a place"):
+            ask(name)
+    with pytest.raises(LoadRefused, match="pairs of a name and a place"):
+        is_layer_skipped(name, SkipList(["lm_head"]), fused)
+
+
 def test_targets_by_name_then_class_then_parts() -> None:
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
     rules = Compressed([], ["Linear", r"re:.*q_proj", r"re:.*o_proj$"], fused)

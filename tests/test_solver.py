@@ -14,9 +14,16 @@ from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.solve import rounded, solved
 from qconvert.calibrate.solver import best as best_module
 from qconvert.calibrate.solver.best import CLIPS, descended, gptq, nearest, refitted, searched
-from qconvert.calibrate.solver.curvature import curvature
-from qconvert.calibrate.solver.problem import Curvature, Grid, Rounding, in_groups, meant, rounding
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.calibrate.solver.curvature import (
+    Curvature,
+    Grid,
+    Rounding,
+    curvature,
+    in_groups,
+    meant,
+    rounding,
+)
+from qconvert.cli.demo import heavy_tailed
 from qconvert.core.int_scheme import IntScheme, Signs
 
 Doubles = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

@@ -18,12 +18,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from qconvert.calibrate.kernel_choice import there
+from qconvert.calibrate.kernel_choice import by_halves, codes_by_halves, halves, there
 from qconvert.calibrate.settings import Settings
-from qconvert.calibrate.solver import best, problem
+from qconvert.calibrate.solver import best
+from qconvert.calibrate.solver import curvature as solver_curvature
 from qconvert.calibrate.solver.curvature import curvature, lower_inverse
-from qconvert.calibrate.solver.product import by_halves, codes_by_halves, halves
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 from qconvert.core.int_scheme import IntScheme
 
 
@@ -185,7 +185,7 @@ def _loss(by_tensor_cores: bool) -> float:
 
     with ExitStack() as stack:
         if by_tensor_cores:
-            for module in (problem, best):
+            for module in (solver_curvature, best):
                 stack.enter_context(patch.object(module, "product", by_halves))
             stack.enter_context(patch.object(best, "add_product", added))
             stack.enter_context(patch.object(best, "product_with_codes", codes_by_halves))

@@ -15,16 +15,14 @@ from qconvert.calibrate.settings import Settings
 from qconvert.calibrate.solve import Quantized, rounded, solved
 from qconvert.calibrate.solver import best as best_module
 from qconvert.calibrate.solver import nvfp4
-from qconvert.calibrate.solver.curvature import curvature
+from qconvert.calibrate.solver.curvature import curvature, in_groups, rounding
 from qconvert.calibrate.solver.nvfp4 import around, chosen, e2m1, e4m3, number_of
-from qconvert.calibrate.solver.problem import in_groups, rounding
-from qconvert.cli.demo_checkpoint import heavy_tailed
+from qconvert.cli.demo import heavy_tailed
 from qconvert.core.dtypes import TensorType
 from qconvert.core.graph import Buffer
 from qconvert.core.int_scheme import Nvfp4Scheme
 from qconvert.core.parameter_names import Dialect
-from qconvert.formats.nvfp4.calibrated_codes import PackNvfp4Codes
-from qconvert.formats.nvfp4.encode import inverse
+from qconvert.formats.nvfp4.encode import PackNvfp4Codes, inverse
 from qconvert.ops import fp4
 
 Doubles = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

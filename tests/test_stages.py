@@ -11,6 +11,7 @@ from header_checkpoints import published
 from qconvert.core.errors import PlanError
 from qconvert.passes.stages import split_plan
 from qconvert.plan.plan import Plan
+from qconvert.runtimes.classes.modules import stage_of
 from qconvert.runtimes.pipeline import (
     NORM_EVERYWHERE,
     check_partition,
@@ -108,6 +109,20 @@ def test_a_tied_text_only_model_gets_a_head_in_its_last_stage() -> None:
     assert stages[-1].config["text_config"]["tie_word_embeddings"] is False
     assert stages[0].config == plan.config
     assert "lm_head.weight" not in stages[0].tensors
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensor", "stage"),
+    [
+        ("Lfm2MoeForCausalLM", "model.embedding_norm.weight", "last"),
+        ("LlamaForCausalLM", "model.embed_tokens.weight", "first"),
+        ("OPTForCausalLM", "model.decoder.project_out.weight", ""),
+        ("OddForCausalLM", "model.odd.weight", ""),
+    ],
+)
+def test_what_lies_beside_the_layers(architecture: str, tensor: str, stage: str) -> None:
+    assert stage_of(architecture, "vllm", tensor) == stage
+    assert stage_of(architecture, "", tensor) == ""
 
 
 def test_a_tensor_without_a_place_is_refused() -> None:

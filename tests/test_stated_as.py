@@ -30,10 +30,10 @@ MADE: dict[str, tuple[str, tuple[str, ...]]] = {
     "fp8 block": ("fp8-block:128x128", ("fp8", "--block", "128")),
     "fp8 exponents": ("fp8-block:128x128", ("fp8", "--block", "128", "--ue8m0")),
     "fp8 block ct": (
-        "fp8-block:128x128", ("fp8", "--block", "128", "--compressed-tensors"),
+        "fp8-block:128x128", ("fp8", "--block", "128", "--dialect", "compressed-tensors"),
     ),
     "fp8 channel": ("fp8-channel", ("fp8", "--channel")),
-    "fp8 tensor": ("fp8-tensor", ("fp8", "--tensor", "--compressed-tensors")),
+    "fp8 tensor": ("fp8-tensor", ("fp8", "--tensor", "--dialect", "compressed-tensors")),
 }  # fmt: skip
 
 

@@ -23,10 +23,10 @@ from s3_server import BUCKET, Server, serving
 from qconvert import __version__, api
 from qconvert.checkpoint import fsspec_store
 from qconvert.checkpoint.store import is_url, named, store_of
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 from qconvert.core.errors import CheckpointError, RunError, UsageError
 from qconvert.run import executor
-from qconvert.run.engines.scheduler import Node
+from qconvert.run.engines.ray import Node
 from qconvert.run.work.cluster_node import NodeCheck, check_node
 
 

@@ -16,7 +16,7 @@ from hub_client import hub_and_client, on_disk
 from loopback_hub import Blob, LoopbackHub
 
 from qconvert import api
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 from qconvert.core.errors import OutputError, PlanError, RunError, UsageError
 from qconvert.hub.upload_target import UNFINISHED, HubUploadTarget
 from qconvert.run.engines.upload_queue import StreamWorkspace, seen_whole

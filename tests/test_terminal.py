@@ -15,7 +15,7 @@ from checkpoints import fp8_moe, published, run_cli
 from click.shell_completion import ShellComplete, get_completion_class
 from sample_reports import RULES, large, measure
 
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 from qconvert.cli.main import cli
 from qconvert.cli.plan_report import Rates, plan_lines
 from qconvert.recipe.recipe import builtin_recipes

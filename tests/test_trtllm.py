@@ -29,9 +29,8 @@ from qconvert.contrib.trtllm_gen.layout import (
     scale_index,
     tp_sizes,
 )
-from qconvert.contrib.trtllm_gen.prepare import Prepare
+from qconvert.contrib.trtllm_gen.prepare import Prepare, Unprepare
 from qconvert.contrib.trtllm_gen.sglang_plugin import tp_slice
-from qconvert.contrib.trtllm_gen.unprepare import Unprepare
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.graph import Op

@@ -26,8 +26,7 @@ from qconvert.core.errors import UsageError
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Plan, run_passes
 from qconvert.run.executor import RunResult, execute
-from qconvert.run.work.deadline import Pace, Until, parse_until
-from qconvert.run.work.options import RunOptions
+from qconvert.run.work.options import Pace, RunOptions, Until, parse_until
 from qconvert.samples.request import Calibration
 
 LAYERS, UNITS = 3, 30

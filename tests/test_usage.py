@@ -37,8 +37,10 @@ _SCALES = ["", "0", "-1", "inf", "nan", "x"]
 # where a type says too little.
 _BAD_OF_TYPE: dict[str, list[str]] = {
     "size": _SIZES, "integer range": _COUNTS, "choice": _CHOICES, "float range": _SCALES,
+    "float": ["", "one", "nan", "inf"],
     "source": _SOURCES, "path": _FOLDERS, "file": ["", "a\0b"],
     "shard": ["", "1", "4/4", "-1/2", "0/0", "a/2", "auto/0", "1/" + "9" * 5000],
+    "server": ["", "head:8000", "ftp://head", "http://", "http://h:x", "http://h/?a=b"],
     "address": ["", "head", "ray://head:10001", "head:", "he ad:6379", "h:1;rm"],
     "time": ["", "0", "90", "0h", "m", "-3h", "3h50", "3.5h", "50:00", "1:60:00", "h3", "9" * 5000],
     "profile": ["", "report", "out", "a\0b.json"],
@@ -69,10 +71,12 @@ _FREE = {"tensors", "commit_message", "column", "recipe", "hotness", "loader"}
 _REST: dict[tuple[str, ...], tuple[str, ...]] = {
     ("amx",): ("--method", "int4", "--numa", "1"),
     ("kt",): ("--cpu", "int4", "--numa", "1", "--cpu-out", "cpu"),
-    ("w4a16",): ("--rtn",),
+    ("w4a16",): ("--rtn",), ("fit",): ("--rtn", "--bits", "5"),
     ("nvfp4",): ("--dialect", "modelopt"), ("quantize",): ("--format", "mxfp4"),
     ("split",): ("--pp", "1,1"),
     ("eval",): ("--against", "src", "--data", "x.txt"),
+    ("ask",): ("--server", "http://h:1", "--data", "x.txt"),
+    ("sign",): ("--key", "key.pem"), ("verify",): ("--key", "key.pem"),
     ("fuse",): ("--for", "sglang"), ("advise",): ("--for", "sglang"),
 }  # fmt: skip
 # The options of --gptq say nothing without it, which is another refusal.
@@ -209,6 +213,7 @@ def test_a_bad_value_is_a_usage_error(
         "eval o --against s",
         "eval o --against s --synthetic",
         "eval o --against s --data d.txt --synthetic --first-layers 1",
+        "ask o --server http://h:1 --samples 3",
         "validate o --json --format text",
         "validate --level full",
         "validate",
@@ -289,8 +294,10 @@ def _meaning(option: click.Option) -> tuple[Any, ...]:
     return text, type(option.type), option.is_flag, option.multiple, option.name
 
 
-# Of what is printed, and of what `quantize` writes: both are what a user would type.
-_MEANINGS = {"--format": 2}
+# Of what is printed, and of what `quantize` writes; bits of a code, or of a weight with its scales
+# (`fit`); of ranks that a result is checked for, and those that `split` makes folders of: what a user
+# would type.
+_MEANINGS = {"--format": 2, "--bits": 2, "--tp": 2}
 
 
 @pytest.mark.parametrize("spelling", sorted(_options()))
@@ -385,10 +392,10 @@ def _printed(line: str, *more: str) -> str:
         ),
         ("nvfp4: {scales: search, calibrate: {synthetic: true}}", "a calibration's stand in"),
         ("nvfp4: {targets: [Linear], calibrate: {synthetic: true}}", "solves routed experts alone"),
-        ("fp8: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
-        ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name are supported by w4a16"),
+        ("fp8: {targets: [lm_head]}", "'lm_head'; modules by name are supported in dialect"),
+        ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name are supported in dialect"),
         ("nvfp4: {targets: [1]}", "'targets"),
-        ("nvfp4: {targets: []}", "targets: expected 'experts' or 'Linear', found none"),
+        ("nvfp4: {targets: []}", "targets: expected 'experts', 'Linear' or modules, found none"),
         ("amx: {method: int4, numa: 1, rounding: nearest}", "'rounding'"),
         ("w4a16: {targets: experts}", "'targets"),
     ],

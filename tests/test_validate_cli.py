@@ -63,7 +63,7 @@ def test_reports_are_written_beside_what_is_printed(
 ) -> None:
     names = ("a.html", "b.json", "c.xml", "d.sarif", "e.md", "f.txt")
     files = [word for name in names for word in ("--report", tmp_path / name)]
-    result = run_cli("validate", pair[1], "--against", pair[0], "--level", "sample", *files)
+    result = run_cli("validate", pair[1], "--against", pair[0], "--level", "sample", "-v", *files)
     assert result.code == 0
     assert (tmp_path / "f.txt").read_text() == result.out.removesuffix("\n")
     assert json.loads((tmp_path / "b.json").read_text())["verdict"] == "passed"

@@ -425,11 +425,12 @@ def test_columns_that_are_no_groups_are_refused_or_left(tmp_path: Path) -> None:
 
 
 def test_what_stays_packed_is_refused(tmp_path: Path) -> None:
-    """Attention was packed before: experts alone would leave it without a word in the config."""
+    """Attention was packed before, in a form whose config has no place for another."""
     source = ordinary().write(tmp_path / "source")
-    first = rtn(source, tmp_path / "first", "--targets", r"re:.*self_attn\..*")
+    packed = ("--targets", r"re:.*self_attn\..*", "--packing", "gptq-v2")
+    first = rtn(source, tmp_path / "first", *packed)
     err = refused(first, tmp_path / "out")
-    assert "self_attn.k_proj.weight_packed' is packed already and is no target" in err
+    assert "self_attn.k_proj.qweight' is packed already and is no target" in err
     again = rtn(first, tmp_path / "again", "--targets", "Linear", "--bits", "8")
     assert "model.layers.0.self_attn.k_proj.weight_packed" in read_tensors(again)
 
@@ -486,7 +487,7 @@ def test_what_kt_kernel_reads_of_integers(tmp_path: Path) -> None:
         for number, form in enumerate(FORMS)
     }
     assert methods == {
-        "W4": "RAWINT4", "W4 asymmetric": None, "W8": None, "W8 asymmetric": None,
+        "W4": None, "W4 asymmetric": None, "W8": None, "W8 asymmetric": None,
         "gptq": "GPTQ_INT4", "gptq-v2": "GPTQ_INT4", "gptq-v2 asymmetric": None, "gptq W8": None,
     }  # fmt: skip
 

@@ -19,7 +19,7 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.open import open_source
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
-from qconvert.core.graph import Value
+from qconvert.core.graph import Value, nodes
 from qconvert.core.int_scheme import IntScheme
 from qconvert.core.names import split_parameter
 from qconvert.formats.base import Stored
@@ -31,7 +31,6 @@ from qconvert.passes.pair import pair_plans
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.pass_options import EXPERTS
 from qconvert.plan.plan import Plan, run_passes
-from qconvert.plan.walk import nodes
 from qconvert.recipe.recipe import parse_recipe
 from qconvert.samples.request import Calibration
 

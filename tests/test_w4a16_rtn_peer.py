@@ -155,7 +155,7 @@ def test_rounding_is_llm_compressors(
 
 @pytest.mark.parametrize(
     ("scheme", "options"),
-    [("FP8_BLOCK", ["--compressed-tensors"]), ("FP8_DYNAMIC", ["--channel"])],
+    [("FP8_BLOCK", ["--dialect", "compressed-tensors"]), ("FP8_DYNAMIC", ["--channel"])],
 )
 def test_fp8_is_llm_compressors(
     scheme: str, options: list[str], source: Path, tmp_path: Path
@@ -183,7 +183,7 @@ FUSED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), (
 def test_fp8_a_matrix_is_compressed_tensors(source: Path, tmp_path: Path) -> None:
     """It has a scale of its own for q, k and v. Ours is that of the largest weight of the three: whose
     it is has its bytes, and what runtimes fuse with nothing."""
-    done = run_cli("fp8", source, tmp_path / "ours", "--tensor", "--compressed-tensors")
+    done = run_cli("fp8", source, tmp_path / "ours", "--tensor", "--dialect", "compressed-tensors")
     assert done.code == 0, done.err
     ours = read_tensors(tmp_path / "ours")
     number = {"num_bits": 8, "type": "float", "strategy": "tensor"}

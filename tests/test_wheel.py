@@ -17,7 +17,7 @@ from built import ROOT, built, from_checkout
 from light_install import EXTRAS_PACKAGES, REFUSED, RUNS, clean, project
 from made_once import made_once
 
-from qconvert.cli.demo_checkpoint import write_sample
+from qconvert.cli.demo import write_sample
 
 pytestmark = pytest.mark.peer
 

@@ -72,10 +72,12 @@ def test_one_of_each(tmp_path: Path) -> None:
 
 # Of other programs: servers' launch lines, pip, ray.
 _OTHERS = {
+    "--enable-expert-parallel", "--load-format", "--log_samples", "--model-loader-extra-config",
     "--help-all",  # of commands that have more options than a screen
     "--disable-shared-experts-fusion", "--disaggregation-mode", "--head", "--init-expert-location",
     "--kt-cpuinfer", "--kt-expert-placement-strategy", "--kt-max-deferred-experts-per-token",
-    "--kt-method", "--kt-num-gpu-experts", "--kt-threadpool-count", "--kt-weight-path",
+    "--kt-method", "--max-logprobs",
+    "--model-checksum", "--kt-num-gpu-experts", "--kt-threadpool-count", "--kt-weight-path",
     "--kv-cache-dtype", "--model", "--model-path", "--moe-runner-backend", "--no-deps",
     "--pipeline-parallel-size", "--pp-size", "--speculative-algorithm", "--speculative-config",
     "--speculative-draft-model-path", "--tensor-parallel-size", "--tp-size", "--at", "--capability",

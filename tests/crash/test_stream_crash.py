@@ -95,7 +95,7 @@ def run(source: Path, work: Path, moments: Moments | None) -> None:
     outlet, files = folder.output.outlet(folder.ready), Files()
     assert outlet is not None
     assert folder.out is not None
-    if outlet.look() == "finished":  # as service/running.py does
+    if outlet.look() == "finished":  # as service/planned.py does
         outlet.tidy()
         return
     if moments is not None:

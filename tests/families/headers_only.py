@@ -44,7 +44,7 @@ TOWER: dict[str, tuple[Any, ...]] = {
     "num_heads": (4, 6, 5), "num_attention_heads": (4, 6, 5),
     "depth": (2, 2, 2),
     "num_hidden_layers": (2, 2, 2), "out_hidden_size": (128, 192, 240),
-    "embed_dim": (64, 96, 160), "num_key_value_heads": (4, 3, 1),
+    "embed_dim": (96, 120, 200), "num_key_value_heads": (4, 3, 1),
     "projection_dim": (120, 216, 248), "num_position_embeddings": (64, 144, 256),
 }  # fmt: skip
 # Of a tower that takes videos, too: patches, whose shape is that of its first weight.
@@ -224,14 +224,17 @@ def write_index(folder: Path) -> None:
 
 
 # The two stacks of experts with a gate, and the names that each expert's matrices have.
-_STACKS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+_STACKS = {
+    "experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",),
+    "input_linear.weight": ("gate_proj", "up_proj"), "output_linear.weight": ("down_proj",),
+}  # fmt: skip
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
 def _otherwise(state: Mapping[str, Any], saved: Mapping[str, Any], hidden: int) -> dict[str, Any]:
     """Tensors of a model with its experts in the other form. `state`: by transformers' own names, in
     which experts are in stacks."""
-    stacks = {name: t for name, t in saved.items() if name.endswith(tuple(_STACKS))}
+    stacks = {n: t for n, t in saved.items() if n.endswith(tuple(_STACKS)) and t.ndim == 3}
     kept = {name: t for name, t in saved.items() if not _EXPERT.search(name) and name not in stacks}
     if not stacks:
         stacked = {name: t for name, t in state.items() if name.endswith(tuple(_STACKS))}
@@ -239,8 +242,8 @@ def _otherwise(state: Mapping[str, Any], saved: Mapping[str, Any], hidden: int) 
             raise ValueError("its experts have one form")
         return kept | stacked
     for name, tensor in stacks.items():
-        at, _, last = name.rpartition(".")
-        parts = _STACKS[f"experts.{last}"]
+        end = next(one for one in _STACKS if name.endswith(one))
+        at, parts = f"{name.removesuffix(end)}experts", _STACKS[end]
         count, rows, columns = tensor.shape
         if (columns == hidden) != (len(parts) > 1):
             rows, columns = columns, rows

@@ -22,10 +22,17 @@ def loaded(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     return model.eval()
 
 
+# Classes that fail on tokens alone in a release, after their text model has answered.
+_FAILING = {("llama4", "5.24.0")}
+
+
 def logits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """For fixed tokens."""
     torch.manual_seed(0)
+    model = loaded(folder, dtype)
+    if (model.config.model_type, transformers.__version__) in _FAILING:
+        model = model.language_model
     with torch.no_grad():
         tokens = torch.arange(24).view(2, 12) * 7 % 300 + 3
-        found: torch.Tensor = loaded(folder, dtype)(tokens, use_cache=False).logits
+        found: torch.Tensor = model(tokens, use_cache=False).logits
     return found

@@ -19,8 +19,8 @@ from families.loading import loaded
 from families.tiny import saved
 from qconvert.checkpoint.open import open_source
 from qconvert.core.errors import PlanError
+from qconvert.evaluate.engine import evaluate
 from qconvert.evaluate.result import Evaluation
-from qconvert.evaluate.run import evaluate
 from qconvert.samples.data import DataSpec
 
 pytestmark = pytest.mark.peer

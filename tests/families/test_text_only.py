@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoints import edit_json, ran, read_tensors, refused, run_cli
 
-from families.classes import config
+from families.classes import config, model_types
 from families.loading import loaded, logits
 from families.tiny import saved
 
@@ -28,7 +28,7 @@ CLASSES = {
     "qwen2_5_vl": "Qwen2ForCausalLM", "qwen3_vl_moe": "Qwen3MoeForCausalLM",
     "internvl": "Qwen2ForCausalLM", "qwen2_vl": "Qwen2ForCausalLM", "llama4": "Llama4ForCausalLM",
     "llava": "LlamaForCausalLM", "glm4v": "", "aria": "AriaTextForCausalLM",
-    "got_ocr2": "Qwen2ForCausalLM", "minimax_m3_vl": "",
+    "got_ocr2": "Qwen2ForCausalLM", "minimax_m3_vl": "", "nemotron_h_omni": "NemotronHForCausalLM",
 }  # fmt: skip
 # Why there is none: no class of text has the name; the class of that name reads no published experts.
 REFUSED = {
@@ -42,6 +42,8 @@ _ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]
 
 @pytest.mark.parametrize("family", SAMPLE)
 def test_the_text_model_is_the_whole_one_on_text(family: str, tmp_path: Path) -> None:
+    if family not in model_types():
+        pytest.skip("its class is of a newer transformers")
     given = {key: value for key, value in config(family).items() if key != "model_type"}
     if family in ("qwen2_vl", "qwen2_5_vl"):
         given["text_config"] = {"rope_parameters": _ROPE}

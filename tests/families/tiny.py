@@ -13,7 +13,8 @@ SIZES: Mapping[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8,
     "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
-    "moe_topk": 2, "moe_k": 2, "moe_intermediate_size": 256, "expert_ffn_hidden_size": 256,
+    "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "moe_intermediate_size": 256,
+    "expert_ffn_hidden_size": 256,
     "shared_expert_intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 64,
     "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "linear_num_key_heads": 2,
@@ -27,6 +28,7 @@ SIZES: Mapping[str, Any] = {
     "adapter_out_dim": 256, "adapter_input_size": 256, "codebook_dim": 256,
 }  # fmt: skip
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 # Lists that name the kind of each layer.
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "indexer_types")
@@ -42,6 +44,7 @@ _NO_LAYER: Mapping[str, Any] = {"per_layer_config": {}}
 # What single families need beside them, in their text_config where there is one.
 OWN: Mapping[str, Mapping[str, Any]] = {
     "axk1": {"head_dim": 32},
+    "bailing_hybrid": {"num_expert_group": 1},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1},
     "cosmos3_edge": {"rope_parameters": _rope([8, 12, 12])},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -53,6 +56,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "layer_types": [*["sliding_attention", "mlp"] * 3, "full_attention", "mlp"],
     },
     "dots3_note": {**_NO_LAYER, "num_key_value_heads": 4},
+    "dots3_note_text": {**_NO_LAYER, "num_key_value_heads": 4},
     "dots1": {"intermediate_size": 512, "num_experts_per_tok": 2},
     "gemma4_text": _NO_LAYER, "gemma4_unified": _NO_LAYER, "gemma4_unified_text": _NO_LAYER,
     "falcon_h1": {
@@ -67,7 +71,11 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "intermediate_size": 256,
     },
     "hy_v4_vl": {"rope_parameters": _rope([4, 6, 6])},
-    "inkling2": {"unpadded_vocab_size": 512},
+    "inkling2": {"unpadded_vocab_size": 512}, "inkling2_text": {"unpadded_vocab_size": 512},
+    "inkling2_loop_text": {
+        "unpadded_vocab_size": 512,
+        "loop_layer_index_start": 2, "loop_layer_index_end": 4, "n_layers_per_attn_res_block": 2,
+    },
     "inkling2_loop": {
         "unpadded_vocab_size": 512,
         "loop_layer_index_start": 2, "loop_layer_index_end": 4, "n_layers_per_attn_res_block": 2,
@@ -87,9 +95,10 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 0, "qk_head_dim": 64, "head_dim": 32},
     "mamba2": {"num_heads": 8},
     "minimax_m2": {"intermediate_size": 256},
-    "mistral_large4": {"kv_source_layers": [*range(LAYERS)]},
+    "mistral_large4": {"kv_source_layers": [*range(LAYERS)], "num_key_value_heads": 4},
     "mixtral": {"intermediate_size": 256},
     "nemotron_h": {"moe_shared_expert_intermediate_size": 256, "moe_latent_size": 128},
+    "nemotron_h_omni": {"moe_shared_expert_intermediate_size": 256, "moe_latent_size": 128},
     "olmoe": {"intermediate_size": 256, "num_key_value_heads": 4},
     "phimoe": {"intermediate_size": 256},
     "qwen2_5_vl": {"rope_parameters": _rope([8, 12, 12])},
@@ -103,37 +112,46 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_of(
-    model_type: str, given: Mapping[str, Any], sizes: Mapping[str, Any] = MappingProxyType({})
+    model_type: str,
+    given: Mapping[str, Any],
+    sizes: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    experts: int = 8,
 ) -> Any:
     """The config of a model_type, made small. `given` are settings that its defaults lack, `sizes` those
-    that are to be other than `SIZES`."""
+    that are to be other than `SIZES`; `experts`: how many, where there are any."""
     import transformers
 
     hf: Any = transformers
     values = hf.AutoConfig.for_model(model_type, **given).to_dict()
     own = dict(OWN.get(model_type, {}))
-    small = _small(values, own)
+    small = _small(values, own, {**SIZES, **dict.fromkeys(EXPERTS, experts)})
     small.get("text_config", small).update({**own, **sizes})
     small.pop("model_type")
     return hf.AutoConfig.for_model(model_type, **small)
 
 
-def _small(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _small(
+    values: Mapping[str, Any], own: Mapping[str, Any], sizes: Mapping[str, Any]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and key.endswith("_config"):
-            found[key] = _small(value, own if key == "text_config" else {})
+        if key == "per_layer_config" and isinstance(value, dict):
+            # Some classes take {} for defaults, whose layers are not among so few; kinds alternate.
+            kept = {layer: one for layer, one in value.items() if int(layer) < LAYERS}
+            first = next(iter(value.values()), None)
+            found[key] = kept or {str(n): first for n in range(1, LAYERS, 2) if first}
+        elif isinstance(value, dict) and key.endswith("_config"):
+            found[key] = _small(value, own if key == "text_config" else {}, sizes)
         elif key in LAYER_LISTS and isinstance(value, list):
             kinds = list(dict.fromkeys(value))  # every kind of layer that there is
             found[key] = [kinds[i % len(kinds)] for i in range(LAYERS)]
         elif key == "vision_feature_layer" and isinstance(value, list):
             found[key] = [min(layer, LAYERS - 1) for layer in value]
-        elif key == "per_layer_config" and isinstance(value, dict):
-            found[key] = {layer: one for layer, one in value.items() if int(layer) < LAYERS}
         elif key in ("moe_layers", "no_rope_layers", "transformers_version"):
             continue
-        elif key in SIZES and value is not None and not isinstance(value, (bool, list)):
-            found[key] = SIZES[key]
+        elif key in sizes and value is not None and not isinstance(value, (bool, list)):
+            found[key] = sizes[key]
         else:
             found[key] = value
     return found
@@ -144,6 +162,8 @@ def saved(
     folder: Path,
     given: Mapping[str, Any],
     sizes: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    experts: int = 8,
 ) -> Path:
     """A checkpoint in `folder`, its weights heavy-tailed."""
     import torch
@@ -151,7 +171,7 @@ def saved(
 
     from qconvert.layouts.derived.transformers_class import class_of
 
-    config, hf = config_of(model_type, given, sizes), _any(transformers)
+    config, hf = config_of(model_type, given, sizes, experts=experts), _any(transformers)
     torch.manual_seed(0)
     model = class_of(hf, config)._from_config(config, dtype=torch.bfloat16)
     tails = torch.distributions.StudentT(4.0)

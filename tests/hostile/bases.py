@@ -17,8 +17,11 @@ from typing import Any
 
 import faults
 import gdn_models
+from adapters import lora
 from checkpoints import Model, Tensor, run_cli, write_shard
+from loaders.published import published
 from models import nvfp4_moe, qwen3_moe
+from rank_files import RankFiles
 
 from qconvert.run.work.files import Files
 
@@ -135,6 +138,7 @@ def _stats(_bases: Bases, folder: Path) -> None:
         at = f"layers.{layer}"
         parts: dict[str, tuple[str, Any]] = {
             "counts": ("I64", np.full(experts, 500, "<i8")),
+            "saliency": ("F32", np.full(experts, 0.5, "<f4")),
             "gate_up.mean_square": ("F32", np.full((experts, hidden), 0.5, "<f4")),
             "gate_up.absmax": ("F32", np.full((experts, hidden), 2, "<f4")),
             "down.mean_square": ("F32", np.full((experts, intermediate), 0.5, "<f4")),
@@ -143,6 +147,44 @@ def _stats(_bases: Bases, folder: Path) -> None:
         tensors = {f"{at}.{k}": Tensor(d, a.shape, a.tobytes()) for k, (d, a) in parts.items()}
         notes = {"few": "[]", "rounded": "[]", "dead_columns": "{}", "fallbacks": "[]"}
         write_shard(folder / f"layer-{layer:05d}.safetensors", tensors, notes)
+
+
+def _keys(_bases: Bases, folder: Path) -> None:
+    """A private key and its public one, in PEM."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+    )
+
+    folder.mkdir()
+    made = ec.generate_private_key(ec.SECP256R1())
+    private = made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    public = made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (folder / "key.pem").write_bytes(private)
+    (folder / "key.pub").write_bytes(public)
+
+
+def _signed(bases: Bases, folder: Path) -> None:
+    """A conversion with its signature, and the public key in it."""
+    shutil.copytree(bases.folder("made"), folder)
+    shutil.copy(bases.folder("keys") / "key.pub", folder / "key.pub")
+    done = run_cli("sign", folder, "--key", bases.folder("keys") / "key.pem")
+    if done.code != 0:
+        raise RuntimeError(f"base {folder.name}: {done.err}")
+
+
+def _delta(bases: Bases, folder: Path) -> None:
+    """A delta of the base bf16, in which the last bytes of its shards are others."""
+    new = folder.with_name("delta-new")
+    shutil.copytree(bases.folder("bf16"), new)
+    for file in new.glob("*.safetensors"):
+        data = file.read_bytes()
+        file.write_bytes(data[:-2] + bytes([data[-2] ^ 1, data[-1]]))
+    assert run_cli("delta", bases.folder("bf16"), new, folder).code == 0
+    shutil.rmtree(new)
 
 
 def _text(text: str) -> Make:
@@ -166,6 +208,10 @@ _MAKE: Mapping[str, Make] = {
     "nvfp4": _written(nvfp4_moe),
     "fused": _converted("gdn", "fuse", "{src}", "{out}", "--for", "sglang"),
     "bare": _converted("gdn", "mtp", "drop", "{src}", "{out}"),
+    "adapter": lambda bases, folder: lora(bases.folder("bf16"), folder),
+    "delta": _delta,
+    "served": _written(partial(published, "qwen3_moe")),
+    "ranks": lambda _, folder: RankFiles(2).write(folder),
     "prepared": _converted("nvfp4", "prepare", "trtllm-gen", "{src}", "{out}"),
     "made": _converted("fp8", "dequant", "{src}", "{out}"),
     "sharded": _converted("fp8", "dequant", "{src}", "{out}", "--max-shard-size", "100000"),
@@ -182,12 +228,14 @@ _MAKE: Mapping[str, Make] = {
         "calibratable", "w4a16", "{src}", "{out}", "--rtn", "--group-size", "32"
     ),
     "stats": _stats,
+    "keys": _keys,
+    "signed": _signed,
     "recipe.yaml": _text("passes:\n  - dequant\n"),
     "data.jsonl": _text('{"input_ids": [1, 2, 3]}\n{"input_ids": [3, 4]}\n'),
 }
 _NEEDS = {
-    "fused": ("gdn",), "bare": ("gdn",),
+    "fused": ("gdn",), "bare": ("gdn",), "adapter": ("bf16",), "delta": ("bf16",),
     "prepared": ("nvfp4",), "made": ("fp8",), "sharded": ("fp8",), "amx": ("bf16",),
     "w4a16": ("bf16",), "stages": ("fp8",), "shared": ("fp8",), "unfinished": ("fp8",),
-    "publishing": ("fp8",), "evaluable": ("calibratable",),
+    "publishing": ("fp8",), "signed": ("made", "keys"), "evaluable": ("calibratable",),
 }  # fmt: skip

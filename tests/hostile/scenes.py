@@ -73,6 +73,9 @@ READERS = (
     # It mends configs and indexes, which are refused elsewhere.
     _scene("repair", "repair {src} --out {out}", src="w4a16", has="receipt",
            writes="out"),
+    _scene("sign", "sign {src} --key {good}/key.pem", src="made", good="keys",
+           has="checkpoint manifest receipt", writes="src/model.sig"),
+    _scene("verify", "verify {src} --key {src}/key.pub", src="signed", has="signature"),
     _scene("upload dry", "upload {src} me/made --dry-run", src="made",
            has="checkpoint manifest receipt"),
     _scene("upload", "upload {src} me/made --level headers", src="made",
@@ -92,6 +95,9 @@ CONVERSIONS = (
     _conversion("mtp extract", "mtp extract {src} {out}", src="gdn"),
     _conversion("mtp graft", "mtp graft {src} {good} {out}", src="bare", good="gdn"),
     _conversion("mtp graft of", "mtp graft {good} {src} {out}", src="gdn", good="bare"),
+    _conversion("merge", "merge {src} {good} {out}", src="bf16", good="adapter"),
+    _scene("delta", "delta {good} {src} {out}", src="bf16", good="bf16", writes="out"),
+    _conversion("apply", "apply {good} {src} {out}", src="delta", good="bf16"),
     _conversion("text", "text {src} {out}", src="gdn"),
     _conversion("amx", "amx {src} {out} --method int4 --numa 1", src="bf16",
                 has="checkpoint data"),
@@ -104,6 +110,9 @@ CONVERSIONS = (
                 has="checkpoint data"),
     _conversion("nvfp4 search", "nvfp4 {src} {out} --dialect modelopt --scales search", src="bf16",
                 has="checkpoint data"),
+    # Nothing is measured in a dry run, and all else is planned.
+    _scene("fit dry", "fit {src} {out} --rtn --bits 5 --samples 2 --length 8 --device cpu --dry-run",
+           src="bf16"),
     _conversion("fp8", "fp8 {src} {out} --ue8m0", src="bf16", has="checkpoint data"),
     _conversion("relabel", "relabel {src} {out} --to compressed-tensors",
                 has="checkpoint data fp8"),
@@ -114,6 +123,10 @@ CONVERSIONS = (
     _conversion("split", "split {src} {out} --pp 1,1 --for vllm --copy"),
     _scene("split balanced", "split {src} {out} --pp 2 --for sglang --balance --dry-run --jobs 1",
            src="bf16"),
+    _conversion("join ranks", "join {src} {out}", src="ranks", has="checkpoint data"),
+    _conversion("split ranks", "split {src} {out} --tp 2", src="served"),
+    _conversion("split numa", "split {src} {out} --numa 2", src="amx",
+                has="checkpoint manifest receipt"),
     _conversion("prepare", "prepare trtllm-gen {src} {out}", src="nvfp4"),
     _conversion("unprepare", "unprepare {src} {out}", src="prepared",
                 has="checkpoint manifest receipt"),
@@ -181,6 +194,8 @@ CALIBRATING = (
            writes="src/README.md src/qconvert.json src/qconvert.receipt.jsonl"),
     _conversion("nvfp4 stats", "nvfp4 {src} {out} --dialect modelopt --stats {root}/stats",
                 src="bf16", has="stats"),
+    _conversion("prune", "prune {src} {out} --experts 1 --stats {root}/stats", src="bf16",
+                has="checkpoint stats"),
 )  # fmt: skip
 
 # The mutation gives all words: see breaking/arguments.py.
@@ -188,7 +203,8 @@ _COMMANDS = (
     "inspect", "advise", "repair", "plan", "run", "dequant", "fuse", "amx", "kt", "w4a16", "nvfp4",
     "fp8", "relabel", "mx", "int8", "quantize", "split", "join", "unprepare", "diff", "validate",
     "eval", "upload", "recipes show",
-    "clean", "finish", "status", "demo", "experts stack", "mtp graft", "text",
+    "clean", "finish", "status", "demo", "experts stack", "experts stats", "prune", "mtp graft",
+    "text", "merge", "delta", "apply", "ask", "sign", "verify",
 )  # fmt: skip
 BARE = tuple(
     _scene(command, "", src="bf16", good="bf16", has="bare", writes="out") for command in _COMMANDS

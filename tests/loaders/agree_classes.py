@@ -3,22 +3,29 @@ whether the simulator that is fed with the table of its class says what the runt
 
 As a program, it writes the forms that agree into the tables, and says what does not:
 
-    .venv/bin/python tests/loaders/agree_classes.py vllm [MODEL ...]
+    .venv/bin/python tests/loaders/agree_classes.py vllm [MODEL ...] [--jobs N]
 
-By default it takes every class that has a table. A MODEL is one of `MODELS`, any other model_type, a
-class that reads one (`LIKE`), or a model_type and `.draft`.
+By default it takes every class that has a table, in as many processes as there are cores, a model in
+each. A MODEL is one of `MODELS`, any other model_type, a class that reads one (`LIKE`), or a model_type
+and `.draft`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +66,16 @@ class Compared:
     tp: int
     differences: tuple[str, ...]
     loaded: bool = False
+
+
+@dataclass(frozen=True)
+class OfModel:
+    """Cells compared of a model, lines about what failed, and whether it was carried to its end."""
+
+    found: tuple[Compared, ...]
+    lines: tuple[str, ...]
+    whole: bool
+    seconds: float
 
 
 def compared(
@@ -166,49 +183,87 @@ def main(words: Sequence[str] | None = None) -> int:
     takes = argparse.ArgumentParser(description=__doc__)
     takes.add_argument("runtime", choices=sorted(_BY_TABLE))
     takes.add_argument("models", nargs="*")
+    takes.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; a model each")
+    takes.add_argument("--limit", type=int, default=1800, help="seconds that a model may take")
     asked = takes.parse_args(words)
-    known = tables(asked.runtime)
-    for name in set(asked.models).difference(*known.values()):
+    known, chosen = tables(asked.runtime), {*asked.models}
+    for name in chosen.difference(*known.values()):
         takes.error(f"no class of {name} has a table for {asked.runtime}")
-    count = Counter[str]()
-    with tempfile.TemporaryDirectory() as room:
-        server = Server(PYTHON, Path(room), asked.runtime)
-        for file, models in known.items():
-            if asked.models and not set(models) & {*asked.models}:
-                continue
-            folders = Path(room) / "folders"
-            folders.mkdir(exist_ok=True)
-            found = list[Compared]()
-            print(file.stem, flush=True)
-            for model in models:
-                for one in _all(model, folders, asked.runtime, server):
-                    print(*_told(one), sep="", end="", flush=True)
-                    found += [one] if isinstance(one, Compared) else []
-            noted(file, found)
-            own = Counter(map(_outcome, found))
-            print(f"  {_counted(own)}; {json.dumps(agreed(found))}", flush=True)
-            count += own
-            shutil.rmtree(folders)
-        server.close()
+    files = [file for file, models in known.items() if not chosen or chosen & {*models}]
+    for name in ("torch", "transformers"):
+        importlib.import_module(name)  # once for the processes that are forked
+    count, unfinished = Counter[str](), []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as room:
+        kept = Server(PYTHON, Path(room), asked.runtime)  # it ends once nobody is connected
+        with ProcessPoolExecutor(asked.jobs, get_context("fork")) as pool:
+            # Large classes first, so that none is left for the end.
+            files.sort(key=lambda file: file.stat().st_size, reverse=True)
+            run = {
+                pool.submit(_of_model, model, asked.runtime, Path(room), asked.limit): file
+                for file in files
+                for model in known[file]
+            }
+            done: dict[Path, list[OfModel]] = {file: [] for file in files}
+            for future in as_completed(run):
+                file = run[future]
+                done[file].append(future.result())
+                if len(done[file]) < len(known[file]):
+                    continue
+                of_class = done.pop(file)
+                found = [one for model in of_class for one in model.found]
+                own = Counter(map(_outcome, found))
+                print(file.stem, f"{sum(model.seconds for model in of_class):.0f} s")
+                print(*(line for model in of_class for line in _said(model)), sep="", end="")
+                print(f"  {_counted(own)}; {json.dumps(agreed(found))}", flush=True)
+                count += own
+                if all(model.whole for model in of_class):
+                    noted(file, found)
+                else:
+                    unfinished.append(file.stem)
+        kept.close()
     print(f"{asked.runtime}: {_counted(count)}")
-    return 0
+    print(*(f"not carried to its end, so not written: {name}" for name in unfinished), sep="\n")
+    return bool(unfinished)
 
 
-def _all(
-    model: str, folders: Path, runtime: str, server: Server
-) -> Iterator[Compared | tuple[str, str]]:
-    """Everything that is compared of a model; of a command, or a model, that fails, its name and what it
-    says."""
+def _of_model(model: str, runtime: str, room: Path, limit: int) -> OfModel:
+    """Everything that is compared of a model, in a process of its own, which ends it after `limit`
+    seconds; of a command, or a model, that fails, what it says."""
+    found, lines, whole, start = list[Compared](), list[str](), False, time.monotonic()
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(limit)
+    folders = Path(tempfile.mkdtemp(dir=room))
+    try:
+        server = Server(PYTHON, room, runtime)
+        for command in _commands(model, folders, lines):
+            try:
+                found += of_model(model, folders, runtime, server, (command,))
+            except AssertionError as reason:  # of `made`: refusals are test_class_matrix's
+                lines.append(f"{model} {command}: {reason}")
+        server.close()
+        whole = True
+    except Exception as reason:  # the other models go on
+        lines.append(f"{model}: {type(reason).__name__}: {str(reason)[:400]}")
+    finally:
+        signal.alarm(0)
+        shutil.rmtree(folders, ignore_errors=True)
+    return OfModel(tuple(found), tuple(lines), whole, time.monotonic() - start)
+
+
+def _commands(model: str, folders: Path, lines: list[str]) -> Sequence[str]:
+    """The commands whose results are compared; none of what transformers does not make."""
     try:
         origin(folders, model)
-    except Exception as reason:  # of what transformers does not make: listed, and others go on
-        yield model, f"no small model: {type(reason).__name__}: {str(reason)[:200]}"
-        return
-    for command in (*COMMANDS, *FURTHER):
-        try:
-            yield from of_model(model, folders, runtime, server, (command,))
-        except AssertionError as reason:  # of `made`: what commands refuse is test_class_matrix's
-            yield f"{model} {command}", str(reason)
+    except TimeoutError:
+        raise
+    except Exception as reason:
+        lines.append(f"{model}: no small model: {type(reason).__name__}: {str(reason)[:200]}")
+        return ()
+    return *COMMANDS, *FURTHER
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError("it took longer than --limit")
 
 
 def _outcome(one: Compared) -> str:
@@ -219,13 +274,13 @@ def _counted(count: Mapping[str, int]) -> str:
     return f"{sum(count.values())} cells, {count.get('agree', 0)} agree, {count.get('differ', 0)} differ"
 
 
-def _told(one: Compared | tuple[str, str]) -> Iterator[str]:
-    """Lines about what differs."""
-    if not isinstance(one, Compared):
-        yield "  {}: {}\n".format(*one)
-        return
-    for text in one.differences:
-        yield f"  {one.command} ({one.form}) at tp {one.tp}: {text}\n"
+def _said(model: OfModel) -> Iterator[str]:
+    """Lines about what differs, or failed."""
+    yield from (f"  {line}\n" for line in model.lines)
+    for one in model.found:
+        yield from (
+            f"  {one.command} ({one.form}) at tp {one.tp}: {text}\n" for text in one.differences
+        )
 
 
 if __name__ == "__main__":

@@ -224,7 +224,12 @@ def starred(name: str, numbers: Iterable[int]) -> str:
 
 
 def patterns_of(facts: Facts) -> Patterns:
+    """Lists of layers; those of linears of several kinds are one computation, step by step."""
     lists = {m["name"]: m for m in facts["modules"] if m["kind"] == "list" and m["length"]}
+    steps: dict[str, set[str]] = {}
+    for module in facts["modules"]:
+        steps.setdefault(module["name"].rpartition(".")[0], set()).add(module["kind"])
+    lists = {name: one for name, one in lists.items() if len(steps.get(name, ())) < 2}
     firsts = {name: one["first"] for name, one in lists.items() if one.get("first")}
     return Patterns({name: one["length"] for name, one in lists.items()}, firsts)
 
@@ -515,12 +520,12 @@ def table(recorded: Recorded) -> dict[str, Any]:
         refused = {name for name in refused if name.startswith("mtp.")} or refused
         own = ("mtp.", f"model.layers.{config.get('text_config', config)['num_hidden_layers']}.")
         unread = [name for name in unread if name.startswith(own)]
-    layers = {base: _count_key(base, patterns.lists[base], config) for base in kinds}
+    layers = {base: count_key(base, patterns.lists[base], config) for base in kinds}
     return {
         **({"refused": sorted(refused)} if refused else {}),
         **({} if recorded.needs_experts is None else {"needs_experts": recorded.needs_experts}),
         **({} if facts.get("caches", True) else {"caches": False}),
-        **({"first": {base: _count_key(base, first, config) for base, first in patterns.firsts.items()}}
+        **({"first": {base: count_key(base, first, config) for base, first in patterns.firsts.items()}}
            if patterns.firsts else {}),
         "layers": layers, "packed": facts["packed"], "renames": facts["renames"],
         "fuses_shared": facts["fuses_shared"], "stages": _stages(recorded, patterns), "modules": modules,
@@ -793,7 +798,7 @@ def _stages(recorded: Recorded, patterns: Patterns) -> str:
     return "one" if all_in_one and recorded.stages else "many"
 
 
-def _count_key(base: str, length: int, config: Mapping[str, Any]) -> str | int:
+def count_key(base: str, length: int, config: Mapping[str, Any]) -> str | int:
     """The key that counts the layers of a list."""
     names = (
         "num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers",
@@ -805,10 +810,14 @@ def _count_key(base: str, length: int, config: Mapping[str, Any]) -> str | int:
         if isinstance(value, dict) and key.endswith("_config") and key != "text_config"
     ]  # fmt: skip
     tower = re.search(r"vis|tower|image|audio", base) is not None
+    used = config.get("vision_feature_layer") if tower else None
     for prefix, values in [*places, ("", text)] if tower else [("", text), *places]:
         for name in names:
             if values.get(name) == length:
                 return f"{prefix}{name}"
+            # Layers of a tower up to the one whose result is used, counted from its end.
+            if type(used) is int and used < -1 and values.get(name) == length - 1 - used:
+                return f"{prefix}{name}+1+vision_feature_layer"
         for name, value in values.items():
             if name.endswith("indexes") and isinstance(value, list) and len(value) == length:
                 return f"len({prefix}{name})"

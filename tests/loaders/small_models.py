@@ -276,13 +276,14 @@ COMMANDS = (
     "nvfp4 --dialect modelopt", "w4a16 --rtn", "w4a16 --rtn --targets Linear",
     "w4a16 --rtn --packing gptq", "split --pp 2 --for sglang", "split --pp 2 --for vllm",
 )  # fmt: skip
-# What they make of a checkpoint in FP8, and with options of some more forms.
+# What they make of a checkpoint in FP8, with options of some more forms, and of linears in several.
 FURTHER = (
     "in MXFP4", "fp8 then w4a16 --rtn", "fp8 then nvfp4 --dialect compressed-tensors",
-    "nvfp4 --dialect compressed-tensors --targets Linear", "fp8 --channel --kv-scale 0.5",
-    "w4a16 --rtn --kv-scale 0.5", "w4a16 --rtn --asymmetric", "w4a16 --rtn --bits 8",
+    "nvfp4 --dialect compressed-tensors --targets Linear", "fp8 --channel --kv-scale 1",
+    "w4a16 --rtn --kv-scale 1", "w4a16 --rtn --asymmetric", "w4a16 --rtn --bits 8",
     "w4a16 --rtn --targets Linear --asymmetric", "w4a16 --rtn --targets Linear --bits 8",
     "mx --bits 8", "mx --bits 8 --targets Linear",
+    "w4a16 --rtn --targets o_proj then fp8 --channel --targets down_proj",
 )  # fmt: skip
 # Commands that refuse a class, each with a part of what it says; any other refusal is an error, and so
 # is one of these that is no more. The first that names a class and a command counts.

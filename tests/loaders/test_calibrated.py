@@ -128,3 +128,34 @@ def _digests(held: dict[str, Tensor], layer: str, kind: str, suffix: str) -> set
                 data = np.ascontiguousarray(ordered).tobytes()
                 found.add(hashlib.sha256(data).hexdigest()[:16])
     return found
+
+
+KV = ("--kv-scale", "calibrated", *GPTQ[1:])
+
+
+@pytest.mark.parametrize("command", ["fp8 --channel", "nvfp4 --dialect modelopt --weight-only"])
+def test_sglang_holds_the_scales_of_the_cache(
+    command: str, blackwell: Server, folders: Path
+) -> None:
+    _check_cache(blackwell, "qwen3_next", command, folders)
+
+
+@needs_vllm
+def test_vllm_holds_the_scales_of_the_cache(vllm: Server, folders: Path) -> None:
+    _check_cache(vllm, "qwen3_moe", "fp8 --channel", folders)
+
+
+def _check_cache(server: Server, family: str, command: str, folders: Path) -> None:
+    out = converted(folders, command, source(folders, family), *KV)
+    loaded = server.load(out)
+    wanted = {
+        re.sub(r".*layers\.(\d+)\..*([kv]_scale)", r"\1 \2", name): held.data
+        for name, held in read_tensors(out).items() if name.endswith(("k_scale", "v_scale"))
+    }  # fmt: skip
+    found = {
+        re.sub(r".*layers\.(\d+)\..*([kv]_scale)", r"\1 \2", name): digest
+        for name, (_, _, digest) in loaded.parameters.items()
+        if re.search(r"attn\.[kv]_scale$", name) and not is_draft(name, family)
+    }
+    assert wanted
+    assert found == {n: hashlib.sha256(data).hexdigest()[:16] for n, data in wanted.items()}

@@ -48,7 +48,9 @@ CELLS = {
         "qwen3_moe", False, "nvfp4 --dialect compressed-tensors", "modelopt --nearest"
     ),
     "fp8 to compressed-tensors": Cell("qwen3_moe", True, "", "compressed-tensors"),
-    "fp8 of compressed-tensors": Cell("qwen3_5_moe_text", False, "fp8 --compressed-tensors", "fp8"),
+    "fp8 of compressed-tensors": Cell(
+        "qwen3_5_moe_text", False, "fp8 --dialect compressed-tensors", "fp8"
+    ),
     "mxfp4 to fp8": Cell("qwen3_moe", False, "mx", "fp8"),
     "mxfp4 to nvfp4": Cell("qwen3_moe", False, "mx", "nvfp4 --dialect modelopt --input-scale 1.0"),
     "mxfp4 to packed nvfp4": Cell("glm4_moe", False, "mx", "nvfp4 --dialect compressed-tensors"),

@@ -46,9 +46,9 @@ FORMS = (
     "nvfp4 --dialect compressed-tensors --weight-only --targets Linear",
     "nvfp4 --dialect modelopt --weight-only", "nvfp4 --dialect modelopt --weight-only --targets Linear",
     "fp8", "fp8 --ue8m0", "fp8 --targets Linear", "fp8 --channel", "fp8 --channel --targets Linear",
-    "fp8 --compressed-tensors", "fp8 --compressed-tensors --targets Linear",
-    "fp8 --kv-scale 0.5", "w4a16 --rtn --kv-scale 0.5",
-    "nvfp4 --dialect modelopt --weight-only --kv-scale 0.5",
+    "fp8 --dialect compressed-tensors", "fp8 --dialect compressed-tensors --targets Linear",
+    "fp8 --kv-scale 1", "w4a16 --rtn --kv-scale 1",
+    "nvfp4 --dialect modelopt --weight-only --kv-scale 1",
 )  # fmt: skip
 
 

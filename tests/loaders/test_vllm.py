@@ -69,7 +69,7 @@ FORMS = {
     "fp8-tensor": Form("fp8 --tensor --targets Linear"),
     "fp8-static": Form("fp8 --tensor --input-scale 2.5 --targets Linear"),
     "fp8-packed-static": Form(
-        "fp8 --tensor --compressed-tensors --input-scale 2.5 --targets Linear"
+        "fp8 --tensor --dialect compressed-tensors --input-scale 2.5 --targets Linear"
     ),
     "int8": Form("int8 --targets Linear"),
     "mxfp4": Form("mx"),

@@ -64,7 +64,7 @@ _EXPERT_ROWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gptq-packing-linears": ("w4a16 --rtn --packing gptq --targets Linear", {}),
     "gptq-packing-w8": ("w4a16 --rtn --packing gptq --bits 8", {}),
     "fp8": ("fp8", {"inputs": _BLOCKS}),
-    "fp8-ct": ("fp8 --compressed-tensors", {"inputs": _BLOCKS}),
+    "fp8-ct": ("fp8 --dialect compressed-tensors", {"inputs": _BLOCKS}),
     "fp8-channel": ("fp8 --channel", {"inputs": _TOKENS}),
     "fp8-tensor": ("fp8 --tensor", {"inputs": _TENSOR, "reported": True}),
     "fp8-static": ("fp8 --tensor --input-scale 0.05", {"inputs": ("fp8-0.05",), "reported": True}),

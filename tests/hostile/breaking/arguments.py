@@ -40,9 +40,12 @@ def _mutations() -> Iterator[Mutation]:
     rest = {
         "inspect": (), "plan": (), "diff": ("{src}",), "validate": (),
         "eval": ("--against", "{good}", "--data", "{root}/x.jsonl"),
+        "ask": ("--server", "http://127.0.0.1:9", "--data", "{root}/x.jsonl"),
+        "sign": ("--key", "{root}/x.pem"), "verify": ("--key", "{root}/x.pem"),
         "upload": ("me/made", "--dry-run"),
         "dequant": ("{out}",), "amx": ("{out}", "--method", "int4", "--numa", "1"),
-        "join": ("{out}",), "text": ("{out}",), "mtp graft": ("{good}", "{out}"),
+        "join": ("{out}",), "text": ("{out}",), "merge": ("{good}", "{out}"),
+        "mtp graft": ("{good}", "{out}"),
         "split": ("{out}", "--pp", "2", "--for", "vllm"), "unprepare": ("{out}",),
     }  # fmt: skip
     for number, (name, source) in enumerate(sources.items()):
@@ -81,6 +84,9 @@ def _mutations() -> Iterator[Mutation]:
         yield one(
             "validate", f"--memory {brief(size)}", "{src}", "--memory", size, verdict=Verdict.EITHER
         )
+    for name in ("victim.txt", "gone", "src/config.json", "src"):
+        file = f"{{root}}/{name}"
+        yield one("prune", f"--keep {name}", "{src}", "{out}", "--keep", file)
     for jobs in ("0", "-1", "1.5", "9" * 400, "many", _N, ""):
         yield one("dequant", f"--jobs {brief(jobs)}", "{src}", "{out}", "--jobs", jobs)
         yield one("validate", f"--jobs {brief(jobs)}", "{src}", "--jobs", jobs)

@@ -14,17 +14,18 @@ INDEX = "model.safetensors.index.json"
 
 
 def _index(ground: Ground) -> dict[str, Any]:
-    """The folder's index, or one of its single file, beside which a mutation may have put a link."""
+    """The folder's index, or one of its files, beside which a mutation may have put a link."""
     file = ground.at / INDEX
     if file.exists():
         found: dict[str, Any] = json.loads(file.read_bytes())
         return found
     from checkpoints import read_shard
 
-    (single,) = (f for f in ground.at.glob("*.safetensors") if not f.is_symlink())
-    table, _ = read_shard(single)
-    names = [name for name in table if name != "__metadata__"]
-    return {"metadata": {}, "weight_map": dict.fromkeys(names, single.name)}
+    files = sorted(f for f in ground.at.glob("*.safetensors") if not f.is_symlink())
+    of_files = {
+        name: file.name for file in files for name in read_shard(file)[0] if name != "__metadata__"
+    }
+    return {"metadata": {}, "weight_map": of_files}
 
 
 def _edit(change: Callable[[dict[str, Any], Ground], object]) -> Callable[[Ground], None]:

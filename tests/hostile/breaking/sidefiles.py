@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from hostile.breaking.seals import (
     write_manifest,
     write_receipt,
 )
-from hostile.breaking.texts import DIGITS, LONG, STEERING, SURROGATE, Raw, deep, nested
+from hostile.breaking.texts import DIGITS, LONG, STEERING, SURROGATE, Raw, deep, dumped, nested
 from hostile.case import Break, Ground, Mutation, Verdict
 
 
@@ -224,4 +225,63 @@ def _tokenizers() -> Iterator[Mutation]:
             )
 
 
-MUTATIONS = (*_readme(), *_manifest(), *_receipts(), *_tokenizers())
+def _bundle(change: Callable[[dict[str, Any]], object]) -> Break:
+    def make(ground: Ground) -> None:
+        file = ground.at / "model.sig"
+        value = json.loads(file.read_bytes())
+        change(value)
+        file.write_bytes(dumped(value))
+
+    return make
+
+
+def _signatures() -> Iterator[Mutation]:
+    """A bundle that is none, and one that leads `verify` elsewhere: no key signed what is left."""
+
+    def one(name: str, make: Break, *culprit: str) -> Mutation:
+        words = culprit or ("model.sig",)
+        return Mutation(name, "signatures", make, words, needs=frozenset({"signature"}), most=1)
+
+    forms = {
+        "empty": b"", "no JSON": b"{", "nul bytes": bytes(10_000), "invalid UTF-8": b"\xff\xfe",
+        "nested": b"[" * 100_000, "objects": b'{"a":' * 100_000, "list": b"[]", "number": b"7",
+        "one line of 10 MB": b'{"mediaType": "' + b"x" * 10_000_000 + b'"}',
+    }  # fmt: skip
+    for name, data in forms.items():
+        yield one(f"form {name}", _write("model.sig", data))
+    values: dict[str, Any] = {
+        "null": None, "number": 1, "list": [], "text": "x", "deep": nested(3000), "digits": Raw(DIGITS),
+        "surrogate": SURROGATE, **STEERING,
+    }  # fmt: skip
+    for name, value in values.items():
+        for key in ("mediaType", "dsseEnvelope", "verificationMaterial"):
+            yield one(f"{key} {name}", _bundle(lambda b, k=key, v=value: b.update({k: v})))  # type: ignore[misc]
+        for key in ("payload", "payloadType", "signatures"):
+            change = _bundle(lambda b, k=key, v=value: b["dsseEnvelope"].update({k: v}))  # type: ignore[misc]
+            yield one(f"envelope {key} {name}", change)
+    yield one("no payload", _bundle(lambda b: b["dsseEnvelope"].pop("payload")))
+    yield one(
+        "two signatures", _bundle(lambda b: b["dsseEnvelope"]["signatures"].append({"sig": "x"}))
+    )
+    yield one(
+        "another key",
+        _bundle(lambda b: b["verificationMaterial"]["publicKey"].update(hint="0" * 64)),
+    )
+    yield one("a pipe", _pipe)
+    yield one(
+        "a changed file",
+        lambda ground: (ground.at / "config.json").write_bytes(b"{}"),
+        "config.json",
+    )
+    yield one("a file more", _write("evil\x1b[2J.py", b"import os"), "evil")
+    yield one(
+        "a key of another kind", _write("key.pub", b"-----BEGIN PUBLIC KEY-----\n"), "key.pub"
+    )
+
+
+def _pipe(ground: Ground) -> None:
+    (ground.at / "model.sig").unlink()
+    os.mkfifo(ground.at / "model.sig")
+
+
+MUTATIONS = (*_readme(), *_manifest(), *_receipts(), *_tokenizers(), *_signatures())
