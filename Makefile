@@ -8,7 +8,7 @@ PIP := $(BIN)/python $(PIP_INSTALL) -c constraints.txt
 # Tests start Python hundreds of times: modules are compiled once, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test collected docs picture peers loaders loaders-installed classes agree served lint check bench clean
+.PHONY: demo test collected docs picture peers loaders loaders-installed newest families classes agree served lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -29,8 +29,9 @@ docs: $(VENV)-docs/installed
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 	! grep -rlE '(src|href)="https?://[^"]*\.(js|css|woff2?)"|src="https?://' build/site --include='*.html'
 
-# README's picture: the page of a real validation in headless Chromium.
+# README's pictures: a terminal, and the page of a real validation in headless Chromium.
 picture: $(VENV)/installed
+	$(BIN)/python docs/terminal.py
 	rm -rf build/picture
 	$(BIN)/qconvert demo build/picture > /dev/null
 	$(BIN)/qconvert w4a16 build/picture/sample-fp8 build/picture/int4 --rtn --group-size 32 > /dev/null
@@ -54,12 +55,16 @@ loaders: $(VENV)/installed-peers $(VENV)-loaders/installed
 # Their environment alone: it is downloaded while other things are installed.
 loaders-installed: $(VENV)-loaders/installed
 
+# The newest transformers: what its classes say is tested with it, all else with the one that llm-compressor takes.
+newest: $(VENV)-newest/installed
+
 # Tables of the runtimes' classes, made by the installed runtimes: qconvert/runtimes/classes.
 classes: $(VENV)/installed-peers $(VENV)-loaders/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/loaders/record_classes.py
 
 # All classes that have a table, in all forms that commands make, at 1, 2 and 8 ranks: the simulator compared
-# with the loader, hours long. What agrees is written into the tables.
+# with the loader, a model in each of as many processes as there are cores: on 32, 8 minutes for both runtimes. What
+# agrees is written into the tables.
 agree: $(VENV)/installed-peers $(VENV)-loaders/installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/loaders/agree_classes.py sglang
 	OMP_NUM_THREADS=1 $(BIN)/python tests/loaders/agree_classes.py vllm
@@ -74,11 +79,23 @@ lint: $(VENV)/installed
 # it for each load.
 # Those of tests/crash by themselves: they fork hundreds of times, out of a process that has not imported torch.
 CHECKED := (peer or crash or big or hostile$(if $(QCONVERT_ALL), or rest)) $(if $(QCONVERT_ALL),,and not rest)
+# What is tested with the newest transformers, found before the other.
+NEWEST_TESTS := $(addprefix tests/families/test_,classes.py commands.py of_the_year.py text_only.py) \
+	tests/test_merge_peer.py
+NEWEST := OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(VENV)-newest $(BIN)/pytest
 LOADER_TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m loader tests/loaders
-check: $(VENV)/installed-peers $(VENV)-loaders/installed
+check: $(VENV)/installed-peers $(VENV)-loaders/installed $(VENV)-newest/installed
 	$(LOADER_TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "crash $(if $(QCONVERT_ALL),,and not rest)" tests/crash
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "$(CHECKED)" --ignore tests/crash --durations=30
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m "$(CHECKED)" --ignore tests/crash \
+		$(addprefix --ignore=,$(NEWEST_TESTS)) --durations=30
+	$(NEWEST) -n auto --dist worksteal -m "not loader $(if $(QCONVERT_ALL),,and not rest)" $(NEWEST_TESTS)
+
+# All model classes of both releases through every command, models of the year at published sizes, and the kept
+# descriptions.
+families: $(VENV)/installed-peers $(VENV)-newest/installed
+	QCONVERT_ALL=1 QCONVERT_TEST_FORMS=none OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "not loader" $(NEWEST_TESTS)
+	QCONVERT_ALL=1 QCONVERT_TEST_FORMS=none $(NEWEST) -n auto -m "not loader" $(NEWEST_TESTS)
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -I -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.12")'
@@ -98,6 +115,11 @@ $(VENV)-docs/installed: pyproject.toml
 $(VENV)/installed-peers: $(VENV)/installed requirements-peers.txt requirements-peers-alone.txt
 	$(PIP) -r requirements-peers.txt
 	$(PIP) --no-deps -r requirements-peers-alone.txt
+	touch $@
+
+$(VENV)-newest/installed: requirements-newest.txt | $(VENV)/pyvenv.cfg
+	rm -rf $(VENV)-newest
+	$(PIP) --no-deps --target $(VENV)-newest -r requirements-newest.txt
 	touch $@
 
 # vLLM's wheel holds 270 MB of kernels: it is taken for Linux on any machine, and of it the Python. A folder
@@ -130,4 +152,4 @@ bench: $(VENV)/installed-peers
 	$(BIN)/python benchmarks/run.py $(CASES) --json bench.json --plot bench.svg
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-loaders build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-loaders $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qconvert.checkpoint.safetensors import build_header
-from qconvert.cli.demo_checkpoint import heavy_tailed, quantize_block_fp8
+from qconvert.cli.demo import heavy_tailed, quantize_block_fp8
 from qconvert.core.dtypes import TensorType
 from qconvert.core.names import natural_key
 

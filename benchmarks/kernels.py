@@ -23,7 +23,7 @@ from qconvert.formats.mx.decode import DequantMxfp4
 from qconvert.formats.mx.encode import EncodeMx
 from qconvert.formats.nvfp4.decode import DequantNvfp4
 from qconvert.formats.nvfp4.encode import PackNvfp4
-from qconvert.ops.compiled import choice
+from qconvert.ops import compiled
 
 _ROWS, _COLUMNS = 512, 4096
 _GLOBAL = TensorType("F32", (1,))
@@ -48,12 +48,12 @@ def measured(runs: int) -> Iterator[Measured]:
         made: dict[bool, list[bytes]] = {}
         for _ in range(runs + 1):
             for on in (False, True):
-                choice.use(on)
+                compiled.use(on)
                 start = time.process_time()
                 op.run(ins, outs, scratch)
                 seconds[on].append(time.process_time() - start)
                 made[on] = [bytes(out.data) for out in outs]
-        choice.use(False)
+        compiled.use(False)
         if made[True] != made[False]:
             raise SystemExit(f"{name}: the compiled loop makes other bytes")
         plain, fast = (statistics.median(seconds[on][1:]) for on in (False, True))

@@ -77,7 +77,11 @@ convert_checkpoint(model_stub=sys.argv[1], save_directory=sys.argv[2], max_worke
 # What writes experts in an encoding, llm-compressor's scheme (None: it has none for weights alone), and
 # the bytes of a weight.
 _ENCODED: dict[str, tuple[tuple[str, ...], str | None, float]] = {
-    "fp8 block": (("fp8", "--compressed-tensors", "--targets", "experts"), "FP8_BLOCK", 1),
+    "fp8 block": (
+        ("fp8", "--dialect", "compressed-tensors", "--targets", "experts"),
+        "FP8_BLOCK",
+        1,
+    ),
     "fp8 rows": (("fp8", "--channel", "--targets", "experts"), "FP8_DYNAMIC", 1),
     "int8": (("int8", "--targets", "experts"), "INT8", 1),
     "mxfp4": (("mx",), "MXFP4A16", 17 / 32),

@@ -82,7 +82,7 @@ def all_commands() -> str:
 
     said = "The help of every command and all its options, written from the code."
     lines = ["# All commands", "", f"{said} [Examples of each](commands.md)."]
-    root = click.Context(cli, info_name="qconvert", max_content_width=100, terminal_width=100)
+    root = click.Context(cli, info_name="qconvert", terminal_width=100, **cli.context_settings)
     for context in _contexts(cli, root):
         context.meta[EVERY] = True
         # A group is formatted by its context's settings, which the root's parent would hand down.
