@@ -1,14 +1,17 @@
-"""Memory: two models, each larger than the budget, are evaluated within it, and depth takes no more."""
+"""Memory: two models, each larger than the budget, are evaluated within it, and depth takes no more.
+
+The budget is the one that a refusal names, because what libraries take depends on which of them
+transformers finds installed.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from checkpoints import ran
-from deep_models import said_by, write_model
-
-BUDGET = 760 << 20
+from deep_models import measured, said_by, write_model
 
 _CHILD = """
 import sys
@@ -34,14 +37,19 @@ def test_two_models_larger_than_the_budget(tmp_path: Path) -> None:
         source, repo = tmp_path / f"{layers}", tmp_path / f"{layers}-int8"
         size = write_model(source, layers)
         ran("w4a16", source, repo, "--rtn", "--bits", "8", "--group-size", "128")
-        said = said_by(_CHILD, repo, source, data, BUDGET, TMPDIR=str(data.parent))
+        if layers == 2:
+            refused = measured(_CHILD, repo, source, data, 1 << 20, TMPDIR=str(data.parent))
+            enough = re.search(r"give --memory (\d+)MiB", refused.stderr)
+            assert enough is not None, refused.stderr[-2000:]
+            budget = int(enough[1]) << 20
+        said = said_by(_CHILD, repo, source, data, budget, TMPDIR=str(data.parent))
         count, kl, peak = said[-3:]
         assert (int(count), 0 < float(kl) < 1) == (layers, True)
         peaks.append(int(peak))
     print(
-        f"model {size >> 20} MiB, budget {BUDGET >> 20} MiB, peaks {[p >> 20 for p in peaks]} MiB"
+        f"model {size >> 20} MiB, budget {budget >> 20} MiB, peaks {[p >> 20 for p in peaks]} MiB"
     )
-    assert size > BUDGET
+    assert size > budget
     assert peaks[1] <= 1.1 * peaks[0]
-    assert peaks[1] <= BUDGET
+    assert peaks[1] <= budget
     assert [file.name for file in tmp_path.iterdir() if "qconvert-eval" in file.name] == []
