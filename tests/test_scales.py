@@ -1,5 +1,5 @@
 """`--scales search`: what it gains, that it never loses, that nothing but the group decides, and what a
-folder says of it. Oracles: int_forms.py's reading of the bytes, squares in float64, every one of 400
+folder says of it. Oracles: int_forms.py's reading of the bytes, errors in float64, every one of 400
 scales tried; bytes of the compiled loop: test_compiled.py; compressed-tensors and transformers:
 test_w4a16_peer.py."""
 
@@ -13,6 +13,7 @@ from typing import Any
 import int_forms
 import numpy as np
 import pytest
+import torch
 from amx_rows import bf16
 from checkpoints import Model, Tensor, ran, run_cli
 from data_folders import floats, lines, store, unsealed
@@ -87,7 +88,7 @@ def encoded(
 
 
 def errors(bits: Bits, scheme: IntScheme, scales: Scales, signs: Signs = "positive") -> Doubles:
-    """The squared error of each group, by a reader that shares no code with the encoder."""
+    """The error of each group, by a reader that shares no code with the encoder."""
     pack: Any = PackQuantized if scheme.scale_dtype == "BF16" else PackGptq
     packer = pack(scheme)
     kinds = packer.infer(TensorType("BF16", bits.shape))
@@ -101,20 +102,41 @@ def errors(bits: Bits, scheme: IntScheme, scales: Scales, signs: Signs = "positi
         found = int_forms.from_compressed_tensors(parts, scheme.bits, bits.shape[1])
     else:
         found = int_forms.from_gptq(parts, scheme.bits, 1)
-    squares = np.square(exact(bits) - found)
-    made: Doubles = squares.reshape(-1, scheme.width(bits.shape[1])).sum(axis=1)
+    width = scheme.width(bits.shape[1])
+    return lost(exact(bits).reshape(-1, width), found.reshape(-1, width).astype(np.float64))
+
+
+def lost(groups: Doubles, found: Doubles) -> Doubles:
+    """Squared errors of groups [n, G], of which what lies along the weights counts five times."""
+    off = groups - found
+    own = np.square(groups).sum(axis=1)
+    made: Doubles = np.square(off).sum(axis=1)
+    made += 4 * np.square((off * groups).sum(axis=1)) / np.where(own > 0, own, 1)
     return made
 
 
 SIGNED = ("W4 g32", "W4 g128", "W4 channel", "W4 g128, fp16")
 
 
+def of_the_largest(bits: Bits, scheme: IntScheme) -> Doubles:
+    """Errors of the nearest codes under each group's scale of its largest weight, as `errors`."""
+    groups = exact(bits).reshape(-1, scheme.width(bits.shape[1]))
+    half = 2**scheme.bits / 2
+    step = (np.abs(groups).max(axis=1, keepdims=True) / (half - 0.5)).astype(np.float32)
+    dtype = torch.float16 if scheme.scale_dtype == "F16" else torch.bfloat16
+    step = torch.from_numpy(step).to(dtype).double().numpy()
+    inverse = np.float32(1) / np.where(step > 0, step, 1).astype(np.float32)
+    return lost(
+        groups, np.clip(np.rint(groups.astype(np.float32) * inverse), -half, half - 1) * step
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [name for name in SCHEMES if SCHEMES[name].symmetric])
 def test_no_group_is_worse(name: str, kind: str) -> None:
     """By a search; and by scales below 0."""
     bits, scheme = drawn(kind), SCHEMES[name]
-    searched, plain = errors(bits, scheme, "search"), errors(bits, scheme, "amax")
+    searched, plain = errors(bits, scheme, "search"), of_the_largest(bits, scheme)
     assert np.all(searched <= plain * (1 + 1e-5))
     if name in SIGNED:
         assert np.all(errors(bits, scheme, "search", "both") <= searched * (1 + 1e-5))
@@ -124,7 +146,7 @@ def test_no_group_is_worse(name: str, kind: str) -> None:
     ("name", "kind", "most", "by_signs"),
     [
         ("W4 g32", "heavy", 0.86, 0.89), ("W4 g128", "heavy", 0.84, 0.94),
-        ("W4 channel", "heavy", 0.55, 0.97), ("W4 g128", "outliers", 0.9, 0.96),
+        ("W4 channel", "heavy", 0.57, 0.97), ("W4 g128", "outliers", 0.9, 0.96),
         ("W4 g32", "gaussian", 0.84, 0.93), ("W4 g32", "one sign", 1, 0.88),
         ("W4 g128, fp16", "heavy", 0.84, 0.94), ("W8 g128", "heavy", 0.97, None),
         ("W8 channel", "heavy", 0.97, None), ("W4 g32 asymmetric", "heavy", 0.94, None),
@@ -152,8 +174,8 @@ def test_close_to_the_best_of_400_scales(name: str, signs: Signs) -> None:
         for sign in (1, -1) if signs == "both" else (1,):
             step = sign * exact(bf16(part * plain))[:, None]
             codes = np.clip(np.rint(groups / step), -8, 7)
-            np.minimum(best, np.square(groups - codes * step).sum(axis=1), out=best)
-    assert errors(bits, scheme, "search", signs).sum() <= 1.01 * best.sum()
+            np.minimum(best, lost(groups, codes * step), out=best)
+    assert errors(bits, scheme, "search", signs).sum() <= 1.02 * best.sum()
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name not in SIGNED])
@@ -326,11 +348,11 @@ def test_a_broken_scale_is_found(tmp_path: Path) -> None:
 
 
 def test_codes_of_a_coarser_scale_are_found(tmp_path: Path) -> None:
-    """Each is the nearest to its weight under a scale twice as large as the group needs."""
+    """Each is the nearest to its weight under a scale sixteen times as large as the group needs."""
     source, out = converted(ordinary(), tmp_path, "--group-size", "128")
     scale = lines(out, f"{UP}.weight_scale").view("<u2")
     words = lines(out, f"{UP}.weight_packed").view("<i4")
-    scale[7, 0] += 0x80
+    scale[7, 0] += 0x200
     step = floats(scale)[7, 0]
     weight = floats(lines(source, f"{UP}.weight"))[7, :128]
     fields = np.clip(np.rint(weight / step), -8, 7)[None].astype(np.int64) + 8

@@ -41,7 +41,7 @@ from qconvert.ops.rowwise import Scaled
 if TYPE_CHECKING:
     import numpy as np
 
-    from qconvert.core.arrays import Float32s, Int32s, UInt8s
+    from qconvert.core.arrays import Float32s, Float64s, Int32s, UInt8s
 
     Bits = np.ndarray[tuple[int, ...], np.dtype[np.int16 | np.int32]]
 
@@ -101,6 +101,7 @@ class PackNvfp4Codes:
 
 
 # --- Block scales that lose less ------------------------------------------------------------------
+# The error of a block is |e|^2 + (e . w)^2 / |w|^2: formats/int_packed/search.py says why.
 
 
 # Of E4M3 codes, eight of which are a factor of two.
@@ -124,6 +125,12 @@ def best_scales(
     `sizes` and `spare` are working memory as large as the blocks."""
     import numpy as np
 
+    np.abs(values, out=work)
+    largest = work.max(axis=1)
+    np.multiply(work, (np.float32(1) / np.where(largest > 0, largest, 1))[:, None], out=work)
+    np.multiply(work, work, out=work)
+    np.add.accumulate(work, axis=1, out=sizes)
+    length, size = sizes[:, -1].astype(np.float64), largest.astype(np.float64)
     best = np.full(factor.shape, np.inf)
     first, own = scale.astype(np.int32), factor.copy()
     usual = (own > 1 / _FAR) & (own < _FAR)
@@ -134,7 +141,10 @@ def best_scales(
         each = each * global_scale if dialect == "modelopt" else each / global_scale
         if offset == 0:
             each = own
-        error = _errors(values, each, work, sizes, spare) * np.square(each.astype(np.float64))
+        wide = each.astype(np.float64)
+        error, along = _errors(values, each, work, sizes, spare)
+        along *= wide / size
+        error = (error + along * along / length) * (wide * wide)
         better = usable & (error < best)
         np.copyto(best, error, where=better)
         np.copyto(scale, code, where=better, casting="unsafe")
@@ -143,8 +153,8 @@ def best_scales(
 
 def _errors(
     values: Float32s, factor: Float32s, work: Float32s, sizes: Float32s, bits: Int32s
-) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Squared errors [n] of blocks, in units of their factors."""
+) -> tuple[Float64s, Float64s]:
+    """Squared errors of blocks and errors times weights, both [n], in units of their factors."""
     import numpy as np
 
     np.multiply(values, (np.float32(1) / factor)[:, None], out=work)
@@ -157,10 +167,12 @@ def _errors(
     np.add(work, bits.view(np.float32), out=sizes)
     np.subtract(sizes, bits.view(np.float32), out=sizes)
     np.minimum(sizes, np.float32(6), out=sizes)
-    np.subtract(work, sizes, out=work)
-    np.multiply(work, work, out=work)
-    np.add.accumulate(work, axis=1, out=sizes)
-    return sizes[:, -1].astype(np.float64)
+    np.subtract(work, sizes, out=sizes)
+    np.multiply(work, sizes, out=work)
+    np.add.accumulate(work, axis=1, out=work)
+    np.multiply(sizes, sizes, out=sizes)
+    np.add.accumulate(sizes, axis=1, out=sizes)
+    return sizes[:, -1].astype(np.float64), work[:, -1].astype(np.float64)
 
 
 _E2M1_MAX, _E4M3_MAX = SIZES[-1], 448.0

@@ -1,6 +1,7 @@
 """Matrices whose scales were searched for: a weight beyond the last code of its scale is at that code,
 any other within half a step, and no group is further from the source than under the scale of its largest
-weight, which the search tries too.
+weight, which the search tries too. The part of an error that lies along the weights counts five times, of
+NVFP4 twice (formats/int_packed/search.py, formats/nvfp4/encode.py).
 
 What that scale is comes from the formats' definitions: compressed-tensors (`calculate_qparams`,
 see weights/int_bounds.py), and for NVFP4 largest / 6 in E4M3 (see formats/nvfp4.py).
@@ -240,10 +241,12 @@ def ints_fit(tile: Tile) -> tuple[Bools, tuple[int, int, str] | None]:
             middle = np.rint(np.clip(below, low, high))
         plain = np.where(plain > 0, plain, np.float32(EPS[dtype]))[:, :, None]
         middle = middle[:, :, None]
-        codes = np.clip(np.rint(weights / plain + middle), low, high) - middle
-        allowed = _error(weights, codes * plain)
-        wrong = (_error(weights, mine) > allowed * _WORSE) & (size > np.float32(_LEAST))
-    return fits, _first(wrong, _error(weights, mine), allowed)
+        # Products with the inverse, as the search has them: an error along the weights says which side of
+        # a tie a code is on.
+        codes = np.clip(np.rint(weights * (np.float32(1) / plain)), low - middle, high - middle)
+        allowed, lost = _along(weights, codes * plain, 4), _along(weights, mine, 4)
+        wrong = (lost > allowed * _WORSE) & (size > np.float32(_LEAST))
+    return fits, _first(wrong, lost, allowed)
 
 
 def nvfp4_fits(
@@ -264,16 +267,16 @@ def nvfp4_fits(
         largest = np.abs(weights).max(axis=2).astype(np.float64)
         needed = largest / 6 / unit
         at = np.searchsorted(table, needed)
+        # On both sides of ties: an error along the weights says which one a code is on.
         tried = [
-            _error(
-                weights, _nearest_fp4(weights, table[np.clip(at - below, 0, table.size - 1)] * unit)
-            )
-            for below in (0, 1)
+            _along(weights, _nearest_fp4(weights, plain * unit * side), 1)
+            for plain in (table[np.clip(at - below, 0, table.size - 1)] for below in (0, 1))
+            for side in (1 - 2.0**-18, 1 + 2.0**-18)
         ]
-        allowed = np.maximum(*tried)
+        allowed, lost = np.max(tried, axis=0), _along(weights, mine, 1)
         # A scale below E4M3's numbers is another in either dialect.
-        wrong = (_error(weights, mine) > allowed * _WORSE) & (needed >= _LEAST_E4M3)
-    return fits, _first(wrong, _error(weights, mine), allowed)
+        wrong = (lost > allowed * _WORSE) & (needed >= _LEAST_E4M3)
+    return fits, _first(wrong, lost, allowed)
 
 
 def _nearest_fp4(weights: Floats, factor: Float64s) -> Float64s:
@@ -296,6 +299,16 @@ def _error(weights: Floats, found: Any) -> Float64s:
     return made
 
 
+def _along(weights: Floats, found: Any, more: int) -> Float64s:
+    """The same with so many times more what of an error lies along the weights."""
+    import numpy as np
+
+    exact = weights.astype(np.float64)
+    part = np.einsum("ijk,ijk->ij", exact, exact - found)
+    own = np.einsum("ijk,ijk->ij", exact, exact)
+    return _error(weights, found) + more * np.square(part) / np.where(own > 0, own, 1)
+
+
 def _first(wrong: Bools, found: Float64s, allowed: Float64s) -> tuple[int, int, str] | None:
     import numpy as np
 
@@ -306,7 +319,7 @@ def _first(wrong: Bools, found: Float64s, allowed: Float64s) -> tuple[int, int, 
         row,
         group,
         (
-            "expected a scale that loses no more than that of the largest weight there, a squared error "
+            "expected a scale that loses no more than that of the largest weight there, an error "
             f"of {allowed[row, group]:.4g}, found {found[row, group]:.4g}"
         ),
     )

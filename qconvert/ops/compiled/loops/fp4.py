@@ -194,10 +194,10 @@ _TRIED = 16
 
 @inner
 def _nvfp4_errors(weight: Any, lanes: Any) -> None:
-    """Of 16 inverse factors the sums of squared errors, side by side; loops/search.py says why in one
-    array."""
+    """Of 16 inverse factors the sums of squared errors, and of errors times weights, side by side;
+    loops/search.py says why in one array."""
     for lane in range(_TRIED):
-        lanes[_TRIED + lane] = np.float32(0)
+        lanes[_TRIED + lane] = lanes[3 * _TRIED + lane] = np.float32(0)
     for column in range(16):
         size = np.int32(np.int32(weight[column] & np.uint16(0x7FFF)) << np.int32(16))
         value = np.int32(size).view(np.float32)
@@ -211,13 +211,28 @@ def _nvfp4_errors(weight: Any, lanes: Any) -> None:
             code = code if code < np.float32(6) else np.float32(6)
             off = np.float32(quotient - code)
             lanes[_TRIED + lane] = np.float32(lanes[_TRIED + lane] + np.float32(off * off))
+            along = np.float32(quotient * off)
+            lanes[3 * _TRIED + lane] = np.float32(lanes[3 * _TRIED + lane] + along)
+
+
+@inner
+def _nvfp4_length(weight: Any, largest: np.float32) -> float:
+    """The sum of squares of weights as parts of the largest."""
+    total, inverse = np.float32(0), np.float32(np.float32(1) / largest)
+    for column in range(16):
+        size = np.int32(np.int32(weight[column] & np.uint16(0x7FFF)) << np.int32(16))
+        part = np.float32(np.int32(size).view(np.float32) * inverse)
+        total = np.float32(total + np.float32(part * part))
+    return np.float64(total)
 
 
 @inner
 def _nvfp4_best(
-    weight: Any, lanes: Any, code: np.int32, factor: np.float32, own: np.float32, modelopt: bool
-) -> tuple[np.int32, np.float32]:
-    """The best of the E4M3 codes around `code`, whose factor is `factor`, and its factor."""
+    weight: Any, lanes: Any, code: np.int32, factor: np.float32, size: np.float32, own: np.float32,
+    modelopt: bool,
+) -> tuple[np.int32, np.float32]:  # fmt: skip
+    """The best of the E4M3 codes around `code`, whose factor is `factor`, and its factor; `size`: of the
+    largest weight."""
     if not (np.float32(2.0**-120) < factor < np.float32(2.0**120)):
         return code, factor
     for lane in range(_TRIED):
@@ -228,11 +243,14 @@ def _nvfp4_best(
         lanes[2 * _TRIED + lane] = each
         lanes[lane] = np.float32(np.float32(1) / each)
     _nvfp4_errors(weight, lanes)
+    length = _nvfp4_length(weight, size)
     least, best, found = np.inf, code, factor
     for lane in range(_TRIED):
         other = np.int32(code + lane) if lane < 9 else np.int32(code - lane + 8)
         wide = np.float64(lanes[2 * _TRIED + lane])
-        error = np.float64(lanes[_TRIED + lane]) * np.float64(wide * wide)
+        along = np.float64(lanes[3 * _TRIED + lane]) * np.float64(wide / np.float64(size))
+        error = np.float64(lanes[_TRIED + lane]) + np.float64(along * along / length)
+        error = error * np.float64(wide * wide)
         if np.int32(1) <= other <= np.int32(0x7E) and error < least:
             least, best, found = error, other, lanes[2 * _TRIED + lane]
     return best, found
@@ -244,7 +262,7 @@ def nvfp4_encode(
 ) -> bool:
     """Blocks [n, 16] of BF16 and the matrix's own scale -> packed [n, 8] and E4M3 scales [n], or the
     best around them. Tiles of blocks: maxima, then scales side by side, then codes side by side."""
-    lanes = np.empty(3 * _TRIED, np.float32)
+    lanes = np.empty(4 * _TRIED, np.float32)
     sizes, factors = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
     single, made = np.empty((_TILE, 16), np.uint8), packed.reshape(packed.size)
     pairs = single.reshape(single.size).view(np.uint16)
@@ -261,7 +279,9 @@ def nvfp4_encode(
         _nvfp4_scales(sizes[:count], own, modelopt, codes, factors[:count])
         for block in range(count if search else 0):
             code, each = np.int32(codes[block]), factors[block]
-            code, each = _nvfp4_best(weight[first + block], lanes, code, each, own, modelopt)
+            code, each = _nvfp4_best(
+                weight[first + block], lanes, code, each, sizes[block], own, modelopt
+            )
             codes[block], factors[block] = np.uint8(code), each
         _nvfp4_codes(weight[first : first + count], factors, single)
         _pack(pairs[: 8 * count], made[8 * first : 8 * (first + count)])

@@ -43,8 +43,9 @@ def _zero(
 
 @inner
 def _errors(row: Any, lanes: Any) -> None:
-    """Of 48 inverse scales, lowest and highest codes: the sums of squared errors, in steps."""
-    for lane in range(_RUNGS):
+    """Of 48 inverse scales, lowest and highest codes: the sums of squared errors, and of errors times
+    weights, in steps."""
+    for lane in range(2 * _RUNGS):
         lanes[3 * _RUNGS + lane] = np.float32(0)
     for column in range(row.size):
         value = np.int32(np.int32(row[column]) << np.int32(16)).view(np.float32)
@@ -56,14 +57,32 @@ def _errors(row: Any, lanes: Any) -> None:
             code = np.float32(np.float32(code + _ROUNDER) - _ROUNDER)
             off = np.float32(quotient - code)
             lanes[3 * _RUNGS + lane] = np.float32(lanes[3 * _RUNGS + lane] + np.float32(off * off))
+            along = np.float32(quotient * off)
+            lanes[4 * _RUNGS + lane] = np.float32(lanes[4 * _RUNGS + lane] + along)
 
 
 @inner
-def _least(tried: Any, lanes: Any, best: float, chosen: int) -> Any:
-    """The least error and its lane, the first of equal ones; these, where none is less than `best`."""
+def _length(row: Any, size: np.float32) -> float:
+    """The sum of squares of weights as parts of the largest."""
+    total, inverse = np.float32(0), np.float32(np.float32(1) / size)
+    for column in range(row.size):
+        value = np.int32(np.int32(row[column]) << np.int32(16)).view(np.float32)
+        part = np.float32(value * inverse)
+        total = np.float32(total + np.float32(part * part))
+    return np.float64(total)
+
+
+@inner
+def _least(
+    tried: Any, lanes: Any, size: float, length: float, weight: float, best: float, chosen: int
+) -> Any:
+    """The least error and its lane, the first of equal ones; these, where none is less than `best`.
+    `weight`: of the part of an error that lies along the weights, whose `length` is in parts of `size`."""
     for lane in range(_RUNGS):
         wide = np.float64(tried[lane])
-        error = np.float64(lanes[3 * _RUNGS + lane]) * np.float64(wide * wide)
+        along = np.float64(lanes[4 * _RUNGS + lane]) * np.float64(wide / size)
+        error = np.float64(lanes[3 * _RUNGS + lane]) + weight * np.float64(along * along / length)
+        error = error * np.float64(wide * wide)
         if error < best:  # no number where a step is infinite
             best, chosen = error, lane
     return best, chosen
@@ -82,17 +101,17 @@ def _codes(
         out[column] = np.int8(np.float32(np.float32(code + zero) + _ROUNDER).view(np.int32))
 
 
-@loop("ru2[2]", "rf4[1]", "int", "int", "bool", "bool", "int", "i1[2]", "f4[1]", "i1[1]")
+@loop("ru2[2]", "rf4[1]", "double", "int", "int", "bool", "bool", "int", "i1[2]", "f4[1]", "i1[1]")
 def ints_search(
-    weight: Any, ladder: Any, low: int, high: int, symmetric: bool, signed: bool, dtype: int, codes: Any,
-    scale: Any, zero: Any,
+    weight: Any, ladder: Any, along: float, low: int, high: int, symmetric: bool, signed: bool,
+    dtype: int, codes: Any, scale: Any, zero: Any,
 ) -> bool:  # fmt: skip
     """Groups [n, G] of BF16 -> codes alike, scales and zero points [n], the scales in BF16 (`dtype` 0),
     F16 (1) or F32 (2), `signed`: below 0, too. Declines NaN, infinity, groups of little but zeros, and
     those whose scale of amax its dtype cannot hold or rounds to 0."""
     first, last, steps = np.float32(low), np.float32(high), np.float32(high - low)
     most_step = np.float32(65504) if dtype == _F16 else np.float32(3.0e38)
-    lanes = np.empty(4 * _RUNGS, np.float32)
+    lanes = np.empty(5 * _RUNGS, np.float32)
     tried = np.empty(_RUNGS, np.float32)
     zeros = np.empty(_RUNGS, np.float32)
     for group in range(weight.shape[0]):
@@ -132,13 +151,14 @@ def ints_search(
             lanes[_RUNGS + lane] = np.float32(first - middle)
             lanes[2 * _RUNGS + lane] = np.float32(last - middle)
         _errors(weight[group], lanes)
-        best, chosen = _least(tried, lanes, np.inf, 0)
+        wide, length = np.float64(size), _length(weight[group], size)
+        best, chosen = _least(tried, lanes, wide, length, along, np.inf, 0)
         step = tried[chosen]
         if signed:
             for lane in range(_RUNGS):
                 lanes[lane] = -lanes[lane]
             _errors(weight[group], lanes)
-            least_error, other = _least(tried, lanes, best, chosen)
+            least_error, other = _least(tried, lanes, wide, length, along, best, chosen)
             if least_error < best:
                 chosen, step = other, np.float32(-tried[other])
         scale[group], zero[group] = step, np.int8(zeros[chosen])
