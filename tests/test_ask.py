@@ -325,6 +325,26 @@ def test_a_server_that_quantizes_activations_as_the_config_says(
     assert any("--kv-cache-dtype" in cause for cause in found.causes)
 
 
+def test_experts_for_cpu_kernels_get_int8(vllm: ModelServer, room: Path, tmp_path: Path) -> None:
+    """As kt-kernel gives it to them, a scale for each row, whatever the GPU side states."""
+    ran("amx", room / "src", tmp_path / "cpu", "--method", "int4", "--numa", "1", "--jobs", "1")
+    model = oracle.whole(room / "src")
+    oracle.put_amx_int4(model, tmp_path / "cpu")
+    vllm.compute = lambda ids, new: greedy(model, ids, new)
+    assert asked(tmp_path / "cpu", vllm, room, pair=room / "src").verdict == "right"
+    assert asked(room / "src", vllm, room).verdict == "more error"
+
+    sides = [api.open_checkpoint(folder) for folder in (tmp_path / "cpu", room / "src")]
+    (tmp_path / "states").mkdir()
+    with side_of(*sides).opened([4], tmp_path / "states", ["cpu"]) as opened:
+        layer = opened.layers.model.layer(1, opened.weights, "cpu")
+        rows = torch.randn(3, 64)
+        scale = rows.abs().amax(1, keepdim=True) / 127
+        with as_stated(opened, layer, lambda name: None) as side:
+            assert side.rounds is not None
+            torch.testing.assert_close(side.rounds(rows), (rows / scale).round() * scale)
+
+
 def test_experts_alone_are_rounded_where_they_alone_are_quantized(
     room: Path, tmp_path: Path
 ) -> None:

@@ -27,6 +27,9 @@ _KINDS: Mapping[tuple[object, object], Literal["fp8", "int8", "fp4"]] = {
     ("float", 8): "fp8", ("int", 8): "int8", ("float", 4): "fp4",
 }  # fmt: skip
 
+# Of all rows that kt-kernel's AMX kernels multiply (0.7.2, `operators/amx/la/amx_buffers.hpp`).
+_OF_CPU: Inputs = ("int8", 0)
+
 
 def stated_inputs(checkpoint: Checkpoint, module: str) -> Inputs | None:
     """Return how activations are quantized that a module's weight is multiplied with, by the folder's
@@ -105,7 +108,7 @@ def as_stated(
     opened: LoadedSide, layer: Layer, inputs: Callable[[str], Inputs | None]
 ) -> Iterator[LoadedSide]:
     """Within this, a layer's linears and the experts of the side that is given get activations that are
-    rounded as `inputs` says of their modules."""
+    rounded as `inputs` says of their modules, experts for CPU kernels as those round them."""
     number = layer.number
     linears = (
         (layer.module.get_submodule(name), rounding(inputs(module)))
@@ -113,5 +116,6 @@ def as_stated(
     )
     experts = (one.module for at, one in opened.projections.items() if at[0] == number)
     first = next(experts, None)
+    of_experts = _OF_CPU if opened.side.amx else None if first is None else inputs(first)
     with before(linears):
-        yield replace(opened, rounds=None if first is None else rounding(inputs(first)))
+        yield replace(opened, rounds=rounding(of_experts))
