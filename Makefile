@@ -8,7 +8,7 @@ PIP := $(BIN)/python $(PIP_INSTALL) -c constraints.txt
 # Tests start Python hundreds of times: modules are compiled once, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test collected docs picture peers loaders loaders-installed newest families classes agree served lint check bench clean
+.PHONY: demo test collected docs picture peers loaders loaders-installed newest families classes agree served asked lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -145,6 +145,10 @@ RUNTIME = vllm
 served:
 	SERVED_GGUF="$(if $(GGUF),$(abspath $(GGUF)))" PYTHONPATH=$(CURDIR):$$PYTHONPATH \
 		$(PYTHON) tests/served/run.py build/served --runtime $(RUNTIME) --table build/served-$(RUNTIME).md
+
+# vLLM's HTTP server of such models and of wrong ones, asked by `qconvert ask`; GPU and PYTHON as above.
+asked:
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) tests/served/asked.py build/asked --table build/asked.md
 
 # Against other tools and this machine's limits; an hour, and 35 GB of disk. CASES="dequant fuse" for some.
 bench: $(VENV)/installed-peers

@@ -5,6 +5,7 @@ that shares no code with the command."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -23,7 +24,9 @@ from qconvert import api
 from qconvert.client.served import TOP, Answer, Predicted, Server, parse_server
 from qconvert.core.errors import CheckpointError, RunError, UsageError
 from qconvert.evaluate import ask
+from qconvert.evaluate.activations import Inputs, as_stated, rounding, stated_inputs
 from qconvert.evaluate.ask import NEW, Asked, Distance
+from qconvert.evaluate.side import side_of
 
 RUNTIMES = ("vllm", "sglang")
 IDS = [models.samples(1, length, seed=length)[0] for length in (24, 9)]
@@ -154,7 +157,7 @@ def expected(served: Path, folder: Path) -> tuple[float, float]:
 
 def test_the_distance_is_the_oracle_s(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server whose weights are 3 % off: the KL is that of the oracle, or less by what the other ids
-    hide."""
+    hide; but for a router that takes another expert, 3 % on some machines."""
     for top in (300, TOP):
         monkeypatch.setattr("qconvert.client.served.TOP", top)
         with serving(ModelServer("vllm", of(room / "nudged"))) as server:
@@ -162,9 +165,9 @@ def test_the_distance_is_the_oracle_s(room: Path, monkeypatch: pytest.MonkeyPatc
         wanted = expected(room / "nudged", room / "src")
         for part, kl in zip((found.prefill, found.decode), wanted, strict=True):
             if top == 300:
-                assert part.kl == pytest.approx(kl, rel=0.02)
+                assert part.kl == pytest.approx(kl, rel=0.1)
             else:
-                assert 0.2 * kl < part.kl <= kl * 1.02
+                assert 0.2 * kl < part.kl <= kl * 1.1
 
 
 def test_another_quantization_is_more_error(vllm: ModelServer, room: Path) -> None:
@@ -218,39 +221,175 @@ def test_numbers_that_are_none_are_garbage(server: ModelServer, room: Path) -> N
     )
 
 
+_QUERY = "model.layers.0.self_attn.q_proj"
+_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+
+
+def _packed(inputs: dict[str, Any] | None) -> dict[str, Any]:
+    groups = {"group_0": {**_GROUP, "input_activations": inputs}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
+
+
 @pytest.mark.parametrize(
-    ("block", "bits"),
+    ("block", "inputs"),
     [
-        (None, 16),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4_A16"}, 16),
-        ({"quant_method": "gptq", "bits": 4}, 16),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, 8),
-        ({"quant_method": "compressed-tensors", "config_groups": {
-            "a": {"weights": {"num_bits": 4}, "input_activations": None},
-            "b": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}}}, 8),
+        (None, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, ("fp8", 64)),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, ("fp8", 0)),
+        ({"quant_method": "fp8", "modules_to_not_convert": [_QUERY]}, None),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ("fp4", 16)),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_A16"}, None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, ("fp8", 0)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, None),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32}, None),
+        (_packed(None), None),
+        (_packed({"num_bits": 8, "type": "float", "strategy": "token"}), ("fp8", 0)),
+        (_packed({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128}),
+         ("fp8", 128)),
+        (_packed({"num_bits": 8, "type": "int", "strategy": "token"}), ("int8", 0)),
+        (_packed({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+         ("fp4", 16)),
+        (_packed({"num_bits": 4, "type": "int", "strategy": "token"}), None),
     ],
 )  # fmt: skip
-def test_bits_of_activations(
-    block: dict[str, Any] | None, bits: int, room: Path, tmp_path: Path
+def test_activations_that_a_config_states(
+    block: dict[str, Any] | None, inputs: Inputs | None, room: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(room / "src", tmp_path / "made")
     if block is not None:
         edit_json(folder / "config.json", lambda c: c.update(quantization_config=block))
-    assert ask.activation_bits(api.open_checkpoint(folder)) == bits
+    assert stated_inputs(api.open_checkpoint(folder), _QUERY) == inputs
 
 
-def test_a_format_with_activations_has_a_wider_limit(vllm: ModelServer, room: Path) -> None:
-    """And the reason says it."""
-    vllm.compute = of(room / "fp8-bf16")
+@pytest.mark.parametrize(("kind", "steps"), [("int8", 127), ("fp8", 448), ("fp4", 6)])
+def test_rounded_to_codes_of_a_scale_for_some_columns(kind: Any, steps: int) -> None:
+    """Each number is the nearest that its codes have, of scales of 16 columns, the last ones fewer."""
+    rows = torch.randn(3, 40, generator=torch.Generator().manual_seed(5))
+    found = rounding((kind, 16))
+    assert found is not None
+    codes = {
+        "int8": torch.arange(-127.0, 128.0),
+        "fp8": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+        "fp4": torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),
+    }[kind]
+    codes = torch.cat([codes, -codes])
+    codes = codes[codes.isfinite()]
+    made = found(rows)
+    for at in (slice(0, 16), slice(16, 32), slice(32, 40)):
+        scale = rows[:, at].abs().amax(1, keepdim=True) / steps
+        near = (rows[:, at, None] / scale[..., None] - codes).abs().argmin(2)
+        torch.testing.assert_close(made[:, at], codes[near] * scale)
+    whole = rounding((kind, 0))
+    assert whole is not None
+    assert not torch.equal(whole(rows), made)
+    assert rounding(None) is None
+
+
+def _in_fp8(folder: Path) -> Any:
+    """A model of transformers whose linears, and experts, take what vLLM makes of activations for FP8 in
+    blocks: codes of a scale for 128 columns. What goes into an expert's down projection stays."""
+
+    def coded(rows: torch.Tensor) -> torch.Tensor:
+        found = []
+        for part in torch.split(rows.float(), 128, -1):
+            scale = part.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+            found.append((part / scale).to(torch.float8_e4m3fn).float() * scale)
+        return torch.cat(found, -1).to(rows)
+
+    model = oracle.whole(folder)
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, torch.nn.Linear) and name != "lm_head"
+        if is_linear or name.endswith("experts"):
+            module.register_forward_pre_hook(lambda _, given: (coded(given[0]), *given[1:]))
+    return model
+
+
+def test_a_server_that_quantizes_activations_as_the_config_says(
+    vllm: ModelServer, room: Path
+) -> None:
+    """It is right, since the limit is that of a run which does so too, and more error for the same
+    weights without the config; other weights are more error with it."""
+    rounds = _in_fp8(room / "fp8-bf16")
+    vllm.compute = lambda ids, new: greedy(rounds, ids, new)
     found = asked(room / "fp8", vllm, room)
-    assert found.verdict == "right"
-    assert found.prefill.limit == pytest.approx(max(0.101, 4 * found.prefill.noise))
+    plain = asked(room / "fp8-bf16", vllm, room)
+    assert (found.verdict, plain.verdict) == ("right", "more error")
+    for mine, other in ((found.prefill, plain.prefill), (found.decode, plain.decode)):
+        assert mine.limit == pytest.approx(4 * mine.noise)
+        assert mine.noise > 4 * other.noise
+        assert 0.3 < mine.high / mine.noise < 3
     vllm.compute = of(room / "nudged")
     found = asked(room / "fp8", vllm, room)
     assert found.verdict == "more error"
     assert any("quantizes activations to 8 bits" in cause for cause in found.causes)
+    assert any("--kv-cache-dtype" in cause for cause in found.causes)
+
+
+def test_experts_for_cpu_kernels_get_int8(vllm: ModelServer, room: Path, tmp_path: Path) -> None:
+    """As kt-kernel gives it to them, a scale for each row, whatever the GPU side states."""
+    ran("amx", room / "src", tmp_path / "cpu", "--method", "int4", "--numa", "1", "--jobs", "1")
+    model = oracle.whole(room / "src")
+    oracle.put_amx_int4(model, tmp_path / "cpu")
+    vllm.compute = lambda ids, new: greedy(model, ids, new)
+    assert asked(tmp_path / "cpu", vllm, room, pair=room / "src").verdict == "right"
+    assert asked(room / "src", vllm, room).verdict == "more error"
+
+    sides = [api.open_checkpoint(folder) for folder in (tmp_path / "cpu", room / "src")]
+    (tmp_path / "states").mkdir()
+    with side_of(*sides).opened([4], tmp_path / "states", ["cpu"]) as opened:
+        layer = opened.layers.model.layer(1, opened.weights, "cpu")
+        rows = torch.randn(3, 64)
+        scale = rows.abs().amax(1, keepdim=True) / 127
+        with as_stated(opened, layer, lambda name: None) as side:
+            assert side.rounds is not None
+            torch.testing.assert_close(side.rounds(rows), (rows / scale).round() * scale)
+
+
+def test_experts_alone_are_rounded_where_they_alone_are_quantized(
+    room: Path, tmp_path: Path
+) -> None:
+    ran("fp8", room / "src", tmp_path / "fp8", "--targets", "experts", "--jobs", "1")
+    repo = api.open_checkpoint(tmp_path / "fp8")
+    (tmp_path / "states").mkdir()
+    with side_of(repo).opened([4], tmp_path / "states", ["cpu"]) as opened:
+        layer = opened.layers.model.layer(1, opened.weights, "cpu")
+        query = layer.module.self_attn.q_proj
+        rows = torch.randn(2, query.in_features, dtype=torch.bfloat16)
+        before = query(rows)
+        with as_stated(opened, layer, lambda name: stated_inputs(repo, name)) as side:
+            assert torch.equal(query(rows), before)
+            assert side.rounds is not None
+            assert not torch.equal(side.rounds(rows), rows)
+        with as_stated(opened, layer, lambda name: ("fp8", 128)):
+            assert not torch.equal(query(rows), before)
+        assert torch.equal(query(rows), before)
+        with as_stated(opened, layer, lambda name: None) as side:
+            assert side.rounds is None
+
+
+def test_scales_of_a_kv_cache_are_no_weights(vllm: ModelServer, room: Path, tmp_path: Path) -> None:
+    """The model is run as without them, and the limit is 0.1 nats at least."""
+    words = ("--rtn", "--group-size", "32", "--targets", "Linear", "--kv-scale", "0.02")
+    ran("w4a16", room / "src", tmp_path / "kv", *words, "--jobs", "1")
+    ran("w4a16", room / "src", tmp_path / "plain", *words[:-2], "--jobs", "1")
+    ran("dequant", tmp_path / "plain", tmp_path / "plain-bf16", "--jobs", "1")
+    vllm.compute = of(tmp_path / "plain-bf16")
+    found = asked(tmp_path / "kv", vllm, room)
+    assert found.verdict == "right"
+    assert found.prefill.limit == pytest.approx(0.101, rel=0.2)
+
+
+def test_a_server_of_flat_predictions_is_garbage(vllm: ModelServer, room: Path) -> None:
+    """What it names has next to no probability of either model, so that only the id that the folder
+    prefers tells them apart."""
+
+    def flat(ids: Sequence[int], new: int) -> Computed:
+        even = dict.fromkeys(range(20), -math.log(30_000))
+        every = [*ids, *[5] * new]
+        return Computed(every, new, [{**even, id: -math.log(30_000)} for id in every[1:]])
+
+    vllm.compute = flat
+    assert asked(room / "w4a16", vllm, room).decode.verdict == "garbage"
 
 
 def test_verdicts_by_their_figures() -> None:
@@ -278,14 +417,14 @@ def test_each_place_is_compared_with_its_own() -> None:
     assert [places for _, places in parts] == [[0, 1, 3], [2, 4, 5, 6]]
     other = rows.roll(1, 1)
     for (some, places), apart in zip(parts, (0.0, 1.0), strict=True):
-        own = torch.where(torch.tensor(apart) > 0, other, rows), rows.argmax(1)
+        own = torch.where(torch.tensor(apart) > 0, other, rows), rows.argmax(1), rows.amax(1)
         found = ask.distance(some, own, own, places, 0.1)
         kl = (own[0].exp() * (own[0] - rows)).sum(1)[places]
         assert found.kl == pytest.approx(float(kl.mean()))
         assert found.high == pytest.approx(float(kl.quantile(0.9)))
         assert found.noise == pytest.approx(0)
         assert (found.agreement, found.limit, found.tokens) == (1.0, 0.101, len(places))
-        shaken = ask.distance(some, own, (other.roll(1, 1), own[1]), places, 0.0)
+        shaken = ask.distance(some, own, (other.roll(1, 1), *own[1:]), places, 0.0)
         gap = (own[0].exp() * (own[0] - other.roll(1, 1))).sum(1)[places].quantile(0.9)
         assert shaken.limit == pytest.approx(4 * float(gap))
 
@@ -305,6 +444,34 @@ def test_divergence_is_a_lower_bound() -> None:
     found = ask.divergence(p, q, some)
     assert torch.allclose(found, coarse)
     assert bool((found < whole).all())
+
+
+def test_an_id_that_is_not_named_is_counted_as_likely_as_it_may_be() -> None:
+    """Of all Q that give the named ids what they have and one more at most `least`, the nearest."""
+    draw = torch.Generator().manual_seed(3)
+    p, q = (torch.randn(6, 8, generator=draw, dtype=torch.float64).log_softmax(1) for _ in "pq")
+    named = torch.arange(8).expand(6, 8) < 3
+    for cap in (0.02, 0.9):
+        found = ask.divergence(p, q, named, p[:, 5], torch.full((6,), cap).double().log())
+        left, right = (1 - one[:, :3].exp().sum(1) for one in (p, q))
+        mine = p[:, 5].exp()
+        tried = [
+            mine * (mine / value).log() + (left - mine) * ((left - mine) / (right - value)).log()
+            for share in torch.linspace(1e-4, 1 - 1e-4, 20_000, dtype=torch.float64)
+            for value in [right.clamp(max=cap) * share]
+        ]
+        nearest = torch.stack(tried).amin(0)
+        inside = (p[:, :3].exp() * (p - q)[:, :3]).sum(1)
+        torch.testing.assert_close(found, inside + nearest, rtol=1e-3, atol=1e-4)
+    none = torch.full((6,), -torch.inf, dtype=torch.float64)
+    torch.testing.assert_close(
+        ask.divergence(p, q, named, none, none + 9), ask.divergence(p, q, named)
+    )
+
+
+def test_the_token_that_stands_there_says_nothing_of_others() -> None:
+    assert ask._least(Predicted(7, {7: -9.0, 4: -1.0, 5: -2.0})) == -2.0
+    assert ask._least(Predicted(7, {7: -9.0})) == 0.0
 
 
 # --- What is refused -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ the class's router gives them, in the second they answer. Classes: transformers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from qconvert.calibrate.kernel_choice import forward_of
 from qconvert.calibrate.reading import Weights
 from qconvert.core.errors import PlanError, RunError
 from qconvert.core.family import text_config, without_quantization
-from qconvert.core.names import split_parameter
+from qconvert.core.names import KV_SCALES, split_parameter
 from qconvert.core.versions import TRANSFORMERS
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import read_matrix
@@ -312,6 +312,14 @@ class Model:
             f"it in layer {number}, so what goes into it is not seen: ignore it, or round it to nearest"
         )
 
+    def linears(self, number: int) -> Iterator[tuple[str, str]]:
+        """Linears of the class in a layer, by their name within it, and of each a published module that
+        it is, or that is a part of it."""
+        at = self._decoder.at(number)
+        for name, held in self._meta[number].named_modules():
+            if _is_linear(held) and (sources := self._sources.get(f"{at}{name}.weight")):
+                yield name, split_parameter(self._names[sources[0][0]])[0]
+
     @cached_property
     def _by_module(self) -> Mapping[str, list[str]]:
         """Parameters of the class by the published module that alone becomes each."""
@@ -407,7 +415,7 @@ class Model:
                 continue
             for plain, _, _ in sources:
                 name = self._names[plain]
-                if name not in used and not plain.endswith((_COMPUTED, *STALE)):
+                if name not in used and not plain.endswith((_COMPUTED, *STALE, *KV_SCALES)):
                     raise PlanError(
                         f"{name!r}: unexpected tensor: transformers' "
                         f"{type(self._class.model).__name__} has no parameter for it; calibrate the "

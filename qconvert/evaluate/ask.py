@@ -4,19 +4,19 @@ The server computes a few texts and goes on with each greedily; the folder's mod
 ids, as `eval` runs it: BF16, weights decoded, a decoder layer in memory at a time. What differs is not
 the weights': the order of sums, activations or a KV cache that the runtime quantizes, and errors.
 
-How far the order of sums alone leads is measured in the same run: the model runs a second time with the
-lowest bits of its first hidden states drawn at random. Compared is the divergence that nine of ten
-places do not exceed: where a router takes another expert it is a hundred times the median, and that is
-no error. Of four small models the same weights computed in float32 are 0.4 to 0.9 times as far away as
-the second run, and W4A16 of them 26 to 1,400 times; four times is right. What formats that quantize
-activations may lose beside their weights is added; of that only means were measured, of a small dense
-model by vLLM on an H100, in nats of its weights alone and served: 0.0051 and 0.0096 in block FP8, 0.0021
-and 0.0032 in INT8; and nothing of FP4.
+How far that alone leads is measured in the same run: the model runs a second time with the lowest bits
+of its first hidden states drawn at random, and activations rounded where the folder's config has
+runtimes quantize them. Compared is the divergence that nine of ten places do not exceed: where a router
+takes another expert it is a hundred times the median, and that is no error. Of four small models the
+same weights computed in float32 are 0.4 to 0.9 times as far away as the second run, and W4A16 of them 26
+to 1,400 times; four times is right. vLLM's HTTP server on an H200 was 0.6 to 1.5 times as far away for
+eleven folders of a small MoE. A KV cache that the config has in FP8 is not computed: 0.1 nats are added,
+where vLLM's lost 0.06.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +28,7 @@ from qconvert.client.served import Answer, Predicted, Server
 from qconvert.core.errors import CheckpointError, RunError, UsageError
 from qconvert.core.extras import require
 from qconvert.core.shown import count
+from qconvert.evaluate.activations import BITS, Inputs, stated_inputs
 from qconvert.evaluate.engine import finals_of, last_states
 from qconvert.evaluate.head import predicted
 from qconvert.evaluate.side import side_of
@@ -58,8 +59,7 @@ NEW = 16  # tokens that the server adds to each text: as decoding computes them,
 # Nats, in the median. More is garbage: half of the tokens have a third of their probability or less.
 GARBAGE = 1.0
 _LEAST, _TENTHS = 0.001, 0.9
-# What formats may lose beside their weights, by the bits of the activations that they quantize.
-_OF_ACTIVATIONS: Mapping[int, float] = {16: 0.0, 8: 0.1, 4: 0.5}
+_OF_CACHE = 0.1  # nats that a KV cache in FP8 may lose
 _TIMES_NOISE = 4.0
 
 Verdict = Literal["right", "more error", "garbage"]
@@ -70,8 +70,8 @@ class Distance:
     """Distance of a server from the folder's weights, over `tokens` predictions. `kl` is the mean
     KL(REPO || server) in nats over the ids that the server names and all others together, which is no
     more than over all; `median` and `high`, which nine of ten places do not exceed, are of the same.
-    `noise` is `high` of two runs that differ by rounding alone, `limit` the most that rounding and the
-    format's activations explain; `agreement` the part of places at which both prefer the same token."""
+    `noise` is `high` of two runs that differ by rounding alone, of activations too, `limit` the most
+    that it explains; `agreement` the part of places at which both prefer the same token."""
 
     tokens: int
     kl: float
@@ -161,19 +161,24 @@ def ask_server(
         answers.append(server.ask(text.tolist(), NEW))
         _check_ids(server, answers[-1], rows)
     ran = [_with_new(*each) for each in zip(texts, answers, strict=True)]
+    inputs: dict[str, Inputs | None] = {}
+
+    def inputs_of(module: str) -> Inputs | None:
+        return inputs.setdefault(module, stated_inputs(rest, module))
+
     own, shaken = _own_answers(
-        sides, ran, _ids(answers), memory, tuple(dict.fromkeys(devices)) or found_devices(),
+        sides, inputs_of, ran, _ids(answers), memory, tuple(dict.fromkeys(devices)) or found_devices(),
         events or NoEvents(),
     )  # fmt: skip
-    bits = activation_bits(rest)
+    allowed = _OF_CACHE if states_cache(rest) else 0.0
     prefill, decode = (
-        distance(part, own, shaken, where, _OF_ACTIVATIONS[bits]) for part, where in _parts(answers)
+        distance(part, own, shaken, where, allowed) for part, where in _parts(answers)
     )
     found = Asked(
         repo.name, server.url, server.runtime, server.version, server.model, len(texts), prefill, decode,
         (), tuple(notes),
     )  # fmt: skip
-    return found if found.verdict == "right" else _explained(found, rest, bits)
+    return found if found.verdict == "right" else _explained(found, rest, inputs.values())
 
 
 def _texts(data: DataSpec | None, repo: Checkpoint, remark: Callable[[str], None]) -> list[Tokens]:
@@ -226,12 +231,14 @@ def _parts(answers: Sequence[Answer]) -> list[tuple[list[Predicted], list[int]]]
     return found
 
 
-# Log-probabilities of one run, as `predicted` gives them: of ids [P, K], and the id preferred [P].
-Own = tuple["torch.Tensor", "torch.Tensor"]
+# Log-probabilities of one run, as `predicted` gives them: of ids [P, K], and the id preferred [P] with
+# its own [P].
+Own = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
 
 
 def _own_answers(
     sides: Sequence[Any],
+    inputs: Callable[[str], Inputs | None],
     texts: Sequence[Tokens],
     wanted: Sequence[Predicted],
     memory: int | None,
@@ -239,7 +246,7 @@ def _own_answers(
     events: Events,
 ) -> list[Own]:
     """The folder's log-probabilities of the ids that the server named, padded with -1, of a plain run
-    and of one whose first hidden states are shaken."""
+    and of one whose first hidden states are shaken, and whose activations are rounded."""
     import torch
 
     for side in sides:
@@ -250,7 +257,7 @@ def _own_answers(
         ids[row, : len(one.logprobs)] = torch.tensor(list(one.logprobs))
     with last_states(
         sides, texts, count=sides[0].model.layers, memory=memory, devices=devices, events=events,
-        after=_check_finite, jitter=True,
+        after=_check_finite, jitter=inputs,
     ) as (opened, states, budget):  # fmt: skip
         events.phase("logits")
         finals = [finals_of(side, file, texts) for side, file in zip(opened, states, strict=True)]
@@ -273,8 +280,8 @@ def _check_finite(sides: Sequence[Any], states: Sequence[Any], number: int) -> N
 def distance(
     server: Sequence[Predicted], own: Own, shaken: Own, places: Sequence[int], allowed: float
 ) -> Distance:
-    """Compare a server's predictions with the folder's at `places` of its own; `allowed` is what the
-    format loses beside its weights, in nats."""
+    """Compare a server's predictions with the folder's at `places` of its own; `allowed` is what may be
+    lost beside the weights and not by rounding, in nats."""
     import torch
 
     at = torch.tensor(places)
@@ -285,45 +292,55 @@ def distance(
             list(one.logprobs.values()), dtype=torch.float64
         )
     named = theirs != -torch.inf
-    kl = divergence(own[0][at], theirs, named)
+    preferred = own[1][at]
+    outside = [int(id) not in one.logprobs for id, one in zip(preferred, server, strict=True)]
+    first = torch.where(torch.tensor(outside), own[2][at], -torch.inf)
+    least = torch.tensor([_least(one) for one in server], dtype=torch.float64)
+    kl = divergence(own[0][at], theirs, named, first, least)
     noise = float(divergence(own[0][at], shaken[0][at], named).quantile(_TENTHS))
-    first = torch.tensor([max(one.logprobs, key=one.logprobs.__getitem__) for one in server])
+    best = torch.tensor([max(one.logprobs, key=one.logprobs.__getitem__) for one in server])
     limit = max(_LEAST + allowed, _TIMES_NOISE * noise)
-    same = float((first == own[1][at]).double().mean())
+    same = float((best == preferred).double().mean())
     high = float(kl.quantile(_TENTHS))
     return Distance(len(server), float(kl.mean()), float(kl.median()), high, noise, limit, same)
 
 
-def divergence(p: torch.Tensor, q: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
+def _least(one: Predicted) -> float:
+    """Log-probability that no id which the server does not name exceeds: that of the last of the
+    likeliest. The token that stands there may be less likely."""
+    return min((value for id, value in one.logprobs.items() if id != one.token), default=0.0)
+
+
+def divergence(
+    p: torch.Tensor,
+    q: torch.Tensor,
+    named: torch.Tensor,
+    first: torch.Tensor | None = None,
+    least: torch.Tensor | None = None,
+) -> torch.Tensor:
     """KL(P || Q) in nats [T] of log-probabilities float64 [T, K], where `named` bool [T, K], and of all
-    other ids as one: no more than the divergence over the whole vocabulary."""
+    other ids as one: no more than the divergence over the whole vocabulary. With `first` [T], P's
+    likeliest id is one more where it is not named (-inf where it is), to which Q gives `least` [T] at
+    most: without it, a Q that is flat would be near any P."""
     import torch
 
     a, b = (torch.where(named, one, -torch.inf).exp() for one in (p, q))
     inside = torch.where(named, a * (p - q), 0.0).sum(1)
     left, right = ((1 - one.sum(1)).clamp(min=1e-12) for one in (a, b))
+    if first is not None and least is not None:
+        mine = first.exp()
+        theirs = torch.minimum(least.exp(), right * mine / left)  # what is nearest to P
+        inside = inside + torch.where(mine > 0, mine * (mine / theirs).log(), 0.0)
+        left, right = ((one - its).clamp(min=1e-12) for one, its in ((left, mine), (right, theirs)))
     return inside + left * (left / right).log()
 
 
-def activation_bits(checkpoint: Checkpoint) -> int:
-    """Bits of the activations that a folder's quantization has a runtime compute with: 16, 8 or 4; 8
-    where it states a KV cache in FP8 alone."""
-    bits = list[int]()
-    for config in checkpoint.quantization_configs:
-        block = config.block
-        groups = block.get("config_groups")
-        each = groups.values() if isinstance(groups, Mapping) else ()
-        inputs = [one.get("input_activations") for one in each if isinstance(one, Mapping)]
-        bits += [int(one.get("num_bits") or 16) for one in inputs if isinstance(one, Mapping)]
-        said = f"{block.get('quant_algo')} {config.method}".upper()
-        if "NVFP4" in said and "A16" not in said:
-            bits.append(4)
-        elif "FP8" in said or any(block.get(key) for key in KV_STATED):
-            bits.append(8)
-    return min((one for one in bits if one in _OF_ACTIVATIONS), default=16)
+def states_cache(checkpoint: Checkpoint) -> bool:
+    """Tell whether a folder's config has runtimes keep a KV cache in FP8."""
+    return any(one.block.get(key) for one in checkpoint.quantization_configs for key in KV_STATED)
 
 
-def _explained(found: Asked, repo: Checkpoint, bits: int) -> Asked:
+def _explained(found: Asked, repo: Checkpoint, inputs: Iterable[Inputs | None]) -> Asked:
     """The same with what may be the reason."""
     causes = [
         f"{row.runtime}: {f'with {row.setting}: ' if row.setting else ''}{row.what} ({row.source})"
@@ -334,7 +351,12 @@ def _explained(found: Asked, repo: Checkpoint, bits: int) -> Asked:
             "texts are right and added tokens are not: kernels of decoding, a KV cache in FP8 "
             "(--kv-cache-dtype), or a draft"
         )
-    if bits < 16 and found.verdict == "more error":
+    if found.verdict == "more error" and not states_cache(repo):
+        causes.append(
+            "the server's options: a KV cache in FP8 (--kv-cache-dtype) rounds what the folder does not"
+        )
+    bits = min((BITS[one[0]] for one in inputs if one is not None), default=None)
+    if bits is not None and found.verdict == "more error":
         causes.append(
             f"the format quantizes activations to {bits} bits: compare with a server of the source"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -29,6 +29,7 @@ from qconvert.core.errors import CheckpointError, DataError, PlanError, RunError
 from qconvert.core.extras import require
 from qconvert.core.family import text_config
 from qconvert.core.links import read_regular
+from qconvert.evaluate.activations import Inputs, as_stated
 from qconvert.evaluate.head import CHUNK, Budget, Scores, Sizes, scored
 from qconvert.evaluate.result import WEIGHTS_ONLY, Evaluation, Logits, distance, logits_of
 from qconvert.evaluate.side import Experts, LoadedSide, Rounds, Side, side_of
@@ -240,12 +241,13 @@ def last_states(
     devices: Sequence[str],
     events: Events,
     after: Callable[[Sequence[LoadedSide], Sequence[InFile], int], None],
-    jitter: bool = False,
+    jitter: Callable[[str], Inputs | None] | None = None,
 ) -> Iterator[tuple[Sequence[LoadedSide], Sequence[InFile], Budget]]:
     """Within this the models are open, and the hidden states that come out of their first `count` layers
     lie in files; `after` is called with those of each layer. With `jitter` the lowest bits of what goes
-    into the first layer of the last model are drawn at random: what comes out then differs by what
-    rounding does, in any order of sums. Raises as `compare` does."""
+    into the first layer of the last model are drawn at random, and its activations are rounded as
+    `jitter` says of modules: what comes out then differs by what rounding does, in any order of sums.
+    Raises as `compare` does."""
     keep_nothing_freed()
     lengths = [sample.size for sample in tokens]
     budget = Budget.of(memory, sizes_of(models, max(lengths)))
@@ -257,12 +259,15 @@ def last_states(
             folder.mkdir()
             sides.append(stack.enter_context(side.opened(lengths, folder, devices)))
         events.start(len(models) * count * len(lengths), 0)
-        shaken = [jitter and opened is sides[-1] for opened in sides]
-        states = [_embedded(*each, tokens) for each in zip(sides, shaken, strict=True)]
+        shaken = [None] * (len(sides) - 1) + [jitter]
+        states = [
+            _embedded(opened, one is not None, tokens)
+            for opened, one in zip(sides, shaken, strict=True)
+        ]
         try:
             for number in range(count):
                 events.phase(f"layer {number} of {count}")
-                states = _advanced(sides, number, states, budget, events)
+                states = _advanced(sides, shaken, number, states, budget, events)
                 after(sides, states, number)
             yield sides, states, budget
         finally:
@@ -333,15 +338,17 @@ def _embedded(opened: LoadedSide, jitter: bool, tokens: Sequence[Tokens]) -> InF
 
 
 def _advanced(
-    sides: Sequence[LoadedSide], number: int, states: list[InFile], budget: Budget, events: Events
-) -> list[InFile]:
+    sides: Sequence[LoadedSide], shaken: Sequence[Callable[[str], Inputs | None] | None], number: int,
+    states: list[InFile], budget: Budget, events: Events,
+) -> list[InFile]:  # fmt: skip
     """Return what goes into the next layer of each side."""
     together = [budget.experts(device) for device in sides[0].devices]
     found = []
-    for opened, before in zip(sides, states, strict=True):
+    for opened, inputs, before in zip(sides, shaken, states, strict=True):
         following = rows_file(opened, f"hidden.{number + 1}", opened.layers.total)
         layer = opened.layers.model.layer(number, opened.weights, opened.layers.device)
-        forward(opened, layer, before, following, together=together, tell=events.wrote)
+        with nullcontext(opened) if inputs is None else as_stated(opened, layer, inputs) as side:
+            forward(side, layer, before, following, together=together, tell=events.wrote)
         del layer
         found.append(following)
     for before in states:

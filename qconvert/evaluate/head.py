@@ -224,10 +224,10 @@ def scored(
 
 def predicted(
     models: Sequence[tuple[LoadedSide, InFile]], ids: torch.Tensor, together: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Of each model the log-probabilities float64 [P, K] of ids int64 [P, K] (-1: none, any number), and
-    the id that it prefers [P], after tokens whose final hidden states [P, H] are in a file; `together`
-    as in `scored`."""
+    the id that it prefers [P] with its own [P], after tokens whose final hidden states [P, H] are in a
+    file; `together` as in `scored`."""
     import torch
 
     device = models[0][0].layers.device
@@ -244,6 +244,7 @@ def predicted(
         (
             torch.cat([(one[n].target - one[n].log[:, None]).cpu() for one in parts]),
             torch.cat([one[n].best.cpu() for one in parts]),
+            torch.cat([(one[n].most - one[n].log).cpu() for one in parts]),
         )
         for n in range(len(models))
     ]

@@ -1,16 +1,15 @@
 """The best checkpoint under a budget of bytes: formats measured on the model's output, and one chosen
 for every group of modules."""
 
-from typing import Literal
+from qconvert.evaluate.activations import Inputs
 
 # Formats to choose from, in the order in which equal ones are preferred; all under one config of
 # compressed-tensors. What writes each: groups.py.
 NAMES = (
     "fp8", "fp8-channel", "int8", "w8a16", "nvfp4", "mxfp4", "w4a16-g32", "w4a16-g64", "w4a16-g128",
 )  # fmt: skip
-# Activations that runtimes quantize beside a format's weights, anew for each token: the type of codes,
-# and how many columns share a scale (0: all of a token's), as compressed-tensors' config states them.
-Inputs = tuple[Literal["fp8", "int8"], int]
+# Activations that runtimes quantize beside a format's weights, anew for each token, as
+# compressed-tensors' config states them.
 ACTIVATIONS: dict[str, Inputs] = {
     "fp8": ("fp8", 128), "fp8-channel": ("fp8", 0), "int8": ("int8", 0),
 }  # fmt: skip

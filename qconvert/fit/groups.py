@@ -23,7 +23,8 @@ from qconvert.core.graph import Output, Source
 from qconvert.core.names import layer_in, split_parameter
 from qconvert.core.roles import SHARED, Kind, joined_with
 from qconvert.core.shown import count
-from qconvert.fit import ACTIVATIONS, NAMES, Inputs
+from qconvert.evaluate.activations import Inputs
+from qconvert.fit import ACTIVATIONS, NAMES
 from qconvert.fit.solve import Option
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES

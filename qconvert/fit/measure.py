@@ -16,7 +16,7 @@ goes on from there, to the same figures.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
@@ -29,10 +29,10 @@ from qconvert.calibrate.model import Layer
 from qconvert.core.errors import RunError
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import read_regular
+from qconvert.evaluate.activations import before, rounding
 from qconvert.evaluate.engine import finals_of, forward, rows_file, sizes_of
 from qconvert.evaluate.head import CHUNK, Budget, divergences
-from qconvert.evaluate.side import Experts, LoadedSide, Rounds, Side
-from qconvert.fit import Inputs
+from qconvert.evaluate.side import Experts, LoadedSide, Side
 from qconvert.fit.groups import STAY, Encoded, Group, Model
 from qconvert.run.work.events import Events
 from qconvert.run.work.files import Files, write_whole
@@ -187,34 +187,6 @@ class _OtherExperts:
         return self.opened.weights.matrix(module, self.made.stored(module))[0]
 
 
-def rounding(inputs: Inputs | None) -> Rounds | None:
-    """Return what a runtime makes of activations [T, N] that it quantizes: codes of a scale for each
-    token, or some columns of it, times the scale. FP8: vLLM, `csrc/quantization/fp8`, amax / 448; INT8:
-    amax / 127, to the nearest."""
-    if inputs is None:
-        return None
-    kind, columns = inputs
-
-    def rounds(rows: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        width = rows.shape[-1]
-        size = columns or width
-        padded = torch.nn.functional.pad(rows.float(), (0, -width % size))
-        parts = padded.reshape(*padded.shape[:-1], -1, size)
-        most = 448.0 if kind == "fp8" else 127.0
-        scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
-        codes = parts / scale
-        if kind == "fp8":
-            codes = codes.clamp(-most, most).to(torch.float8_e4m3fn).float()
-        else:
-            codes = codes.round()
-        found: torch.Tensor = (codes * scale).flatten(-2)[..., :width].to(rows.dtype)
-        return found
-
-    return rounds
-
-
 @contextmanager
 def _changed(opened: LoadedSide, layer: Layer, group: Group, made: Encoded) -> Iterator[LoadedSide]:
     """Within this, a group of a layer is in a format: its linears are replaced, with what goes into
@@ -223,31 +195,22 @@ def _changed(opened: LoadedSide, layer: Layer, group: Group, made: Encoded) -> I
 
     model, rounds = opened.layers.model, rounding(made.inputs)
     held: list[tuple[Any, torch.nn.Parameter]] = []
-    hooks: list[Any] = []
     try:
         for module in group.modules:
             linear = layer.module.get_submodule(model.inside(layer.number, module))
             weight = opened.weights.matrix(module, made.stored(module))[0]
             held.append((linear, linear.weight))
             linear.weight = torch.nn.Parameter(weight.to(linear.weight), False)
-            if rounds is not None:
-                hooks.append(linear.register_forward_pre_hook(_before(rounds)))
-        if group.experts:
-            assert opened.experts is not None
-            experts = _OtherExperts(opened.experts, opened, made)
-            yield replace(opened, experts=experts, rounds=rounds)
-        else:
-            yield opened
+        with before((linear, rounds) for linear, _ in held):
+            if group.experts:
+                assert opened.experts is not None
+                experts = _OtherExperts(opened.experts, opened, made)
+                yield replace(opened, experts=experts, rounds=rounds)
+            else:
+                yield opened
     finally:
         for linear, weight in held:
             linear.weight = weight
-        for hook in hooks:
-            hook.remove()
-
-
-def _before(rounds: Rounds) -> Callable[[Any, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
-    """A hook of a linear that rounds what goes into it."""
-    return lambda _module, given: (rounds(given[0]), *given[1:])
 
 
 # --- The measurement ------------------------------------------------------------------------------
