@@ -8,6 +8,7 @@ from pathlib import Path
 import models
 import numpy as np
 import pytest
+from acme4 import config_group
 from checkpoints import Model, Result, Tensor
 from other_package import installed, run_beside
 
@@ -105,3 +106,17 @@ def test_faults_of_it_are_found(
     result = validated(site, source, made, tmp_path)
     assert result.code == 3, result.out + result.err
     assert rule in result.out
+
+
+def test_a_config_that_states_another_form_is_found(
+    site: Path, source: Model, made: Model, tmp_path: Path
+) -> None:
+    group = config_group(["Linear"])
+    for bits, said in ((4, ""), (8, "is stored as Acme4, but")):
+        group["weights"]["num_bits"] = bits
+        made.config["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "acme4", "config_groups": {"group_0": group},
+        }  # fmt: skip
+        result = validated(site, source, made, tmp_path / str(bits))
+        assert ("QC096" in result.out) == bool(said)
+        assert said in result.out
