@@ -70,6 +70,8 @@ DENSE = {"Qwen/Qwen3-32B": qwen3, "Llama-3.3-70B": llama}  # their columns: whol
 ADAPTERS = {"my-lora": 7, "other-lora": 8}
 # What a line takes to be there and its page does not make: the line that makes it.
 BEFORE = {
+    "Qwen3.5-fused": "qconvert fuse Qwen/Qwen3.5-35B-A3B-FP8 Qwen3.5-fused --for sglang",
+    "Qwen3.5-split": "qconvert unfuse Qwen3.5-fused Qwen3.5-split",
     "fused": "qconvert fuse Qwen/Qwen3.5-35B-A3B-FP8 fused --for sglang",
     "GLM-4.5-w4a16": "qconvert mtp drop GLM-4.5 GLM-4.5-w4a16",
     "V3-cpu": "qconvert amx DeepSeek-V3 V3-cpu --method int4 --numa 2",

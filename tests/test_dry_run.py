@@ -154,6 +154,10 @@ def test_a_finished_result_and_unfinished_work_are_told(
     before = tree(out)
     told = json.loads(run_cli("dequant", source, out, "--dry-run", "--json").out)["out"]
     assert (told["state"], told["done"]) == ("unfinished", told["units"])
+    status = run_cli("status", out).out
+    assert status.startswith(
+        f"{out}: unfinished, {told['units']} units done; the same command goes on"
+    )
     assert tree(out) == before
     assert run_cli("dequant", source, out, "--jobs", "1").code == 0
 

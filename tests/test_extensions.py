@@ -99,11 +99,11 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str,
         scale = random.uniform(0.01, 0.02, (64, 1)).astype(np.float16)
         offset = random.integers(-8, 8, (64, 1)).astype(np.float32) / 64
         numbers[name] = offset + scale.astype(np.float32) * codes
-        even, odd = codes[:, ::2], codes[:, 1::2]
-        halves = [half[:, :16] | half[:, 16:] << 4 for half in (even, odd)]
         module = name.removesuffix(".weight")
         model.tensors |= {
-            f"{module}.weight_acme": Tensor("U8", (64, 32), np.hstack(halves).tobytes()),
+            f"{module}.weight_acme": Tensor(
+                "U8", (64, 32), (codes[:, :32] | codes[:, 32:] << 4).tobytes()
+            ),
             f"{module}.weight_scale": Tensor("F16", (64, 1), scale.tobytes()),
             f"{module}.weight_offset": Tensor(
                 "BF16", (64, 1), (offset.view(np.uint32) >> 16).astype(np.uint16).tobytes()
@@ -148,14 +148,13 @@ def test_a_format_is_quantized_from(
     assert "weight_acme' is packed already and is no target" in left.err
 
 
-# A recipe carried out, up to the Nth matrix that is encoded.
+# A conversion, up to the Nth matrix that is encoded.
 WRITING = """
 import sys
-from pathlib import Path
 from acme_qc.stored import EncodeAcme4
-from checkpoints import unjudged
+from qconvert import api
 
-source, out, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+source, out, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 run, left = EncodeAcme4.run, [count]
 
 def counted(self, *rest):
@@ -165,12 +164,12 @@ def counted(self, *rest):
     return run(self, *rest)
 
 EncodeAcme4.run = counted
-unjudged("passes: [quantize: {format: acme4}]", source, out)
+api.run([api.passes()["quantize"]("acme4")], source, out, jobs=1)
 """
 
 
 def test_a_format_is_written(site: Path, tmp_path: Path) -> None:
-    """By the pass that writes any, planned, resumed and named in the card."""
+    """By the pass that writes any, planned, judged, resumed, named in the card and validated."""
     model = acme()
     model.config["moe_intermediate_size"] = 64
     weights = {}
@@ -187,6 +186,8 @@ def test_a_format_is_written(site: Path, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_bytes())["quantization_config"]
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "acme4")
     assert "ACME4" in (tmp_path / "out" / "README.md").read_text()
+    words = ("validate", tmp_path / "out", "--against", source, "--level", "full", "--jobs", "1")
+    assert "every weight is the source's within its format's rounding" in sound(site, *words).out
     shown = json.loads(sound(site, "inspect", tmp_path / "out", "--json").out)
     assert shown["formats"]["ACME4"]["tensors"] == len(weights)
     sound(site, "dequant", tmp_path / "out", tmp_path / "f32", "--dtype", "f32", "--jobs", "1")

@@ -19,22 +19,35 @@ from sampled import sampled
 
 from qconvert import api
 from qconvert.checkpoint.receipt import digest, manifest_seal
+from qconvert.cli.demo import write_sample
 from qconvert.core.errors import OutputError
 from qconvert.hub.compare import local_files
 
 CONFIG, MANIFEST, RECEIPT = "config.json", "qconvert.json", "qconvert.receipt.jsonl"
 Break = Callable[[Path], None]
+# NVFP4 beside INT4; the draft layer stays.
+_MIXTURE = r"""
+passes:
+  - nvfp4: {dialect: compressed-tensors, targets: ['re:model\.layers\.[01]\..*experts.*']}
+  - w4a16: {targets: ['re:model\.layers\.[23]\..*experts.*']}
+"""
 
 
 def _converted(room: Path, name: str, *words: str) -> Path:
     """A sound folder: `name` is the source's form and the command."""
     source = room / f"source {name}"
-    # Three blocks of 128: no other size fits their scales.
-    model = qwen3_moe("fp8" if name.startswith("fp8 ") else "bf16", hidden=384)
-    (with_exponents(model) if name == "fp8 exponents" else model).write(source)
+    if name.startswith("gates "):  # of shared experts, beside a draft layer
+        write_sample(source)
+        if "numbers" in name:
+            api.run("dequant-fp8", source, room / f"bf16 {name}", jobs=1)
+            source = room / f"bf16 {name}"
+    else:
+        # Three blocks of 128: no other size fits their scales.
+        model = qwen3_moe("fp8" if name.startswith("fp8 ") else "bf16", hidden=384)
+        (with_exponents(model) if name == "fp8 exponents" else model).write(source)
     if not words:
         return source
-    done = run_cli(words[0], source, room / name, *words[1:], "--max-shard-size", "200KB")
+    done = run_cli(*words, source, room / name, "--max-shard-size", "200KB")
     assert done.code == 0, done.err
     return room / name
 
@@ -43,6 +56,8 @@ def _converted(room: Path, name: str, *words: str) -> Path:
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     room = tmp_path_factory.mktemp("sound")
     rtn = ("w4a16", "--rtn", "--group-size", "32")
+    mixture = room / "mixture.yaml"
+    mixture.write_text(_MIXTURE)
     return {
         "bf16": _converted(room, "fp8 dequant", "dequant"),
         "w4a16": _converted(room, "w4a16", *rtn),
@@ -57,6 +72,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ),
         "int8": _converted(room, "int8", "int8"),
         "nvfp4": _converted(room, "nvfp4", "nvfp4", "--dialect", "compressed-tensors"),
+        "gates fp8": _converted(room, "gates fp8"),
+        "gates int8": _converted(room, "gates int8", "int8"),
+        "gates numbers int8": _converted(room, "gates numbers int8", "int8"),
+        "gates numbers mixture": _converted(room, "gates numbers mixture", "run", str(mixture)),
     }
 
 
@@ -135,6 +154,8 @@ BROKEN: dict[str, tuple[str, Break, str | None]] = {
     "quantized modules are listed": ("w4a16", _listed("re:.*mlp.*"), "QC034"),
     "an expression that cannot be read": ("w4a16", _listed("re:*.gate"), "QC034"),
     "no list at all": ("modelopt", _block(ignore=GONE), "QC035"),
+    "no list, of FP8": ("gates fp8", _block(modules_to_not_convert=GONE), "QC035"),
+    "an empty list, of INT8": ("gates int8", _block(ignore=[]), "QC035"),
     "the group of FP8 linears is gone": (
         "fp8 beside",
         _config(lambda config: config["quantization_config"]["config_groups"].pop("group_1")),
@@ -217,7 +238,8 @@ def test_a_broken_folder_is_mended(what: str, sound: dict[str, Path], tmp_path: 
 @pytest.mark.parametrize(
     "form",
     ["bf16", "w4a16", "fp8 beside", "modelopt", "fp8", "fp8 rows", "fp8 experts",
-     "fp8 blocks packed", "int8", "nvfp4"],
+     "fp8 blocks packed", "int8", "nvfp4", "gates fp8", "gates int8",
+     "gates numbers int8", "gates numbers mixture"],
 )  # fmt: skip
 def test_a_sound_folder_is_left_as_it_is(form: str, sound: dict[str, Path], tmp_path: Path) -> None:
     folder = _copied(sound[form], tmp_path / "folder")

@@ -8,67 +8,11 @@ from pathlib import Path
 import models
 import numpy as np
 import pytest
+from acme4 import config_group
 from checkpoints import Model, Result, Tensor
 from other_package import installed, run_beside
 
-# A byte holds columns j and j + 32 of a block of 64.
-SPEC = '''
-"""Acme4: 4 bits, a scale and an offset for 64 columns, columns interleaved."""
-from qconvert.formats.base import Format
-from qconvert.validation.findings import Finding
-from qconvert.validators.reading.forms import Encoding, Form, Grid, Spec, Unread
-from qconvert.validators.reading.rows import scales
-
-
-def floats(data, dtype):
-    import numpy as np
-
-    blocks = data.reshape(-1, 32)
-    return np.concatenate([blocks & 15, blocks >> 4], axis=1).astype(np.float32).reshape(-1)
-
-
-def nearest(reader, matrix, start, stop, expected, found):
-    import numpy as np
-
-    step = np.repeat(scales(reader, matrix, start, stop), 64, axis=1)
-    return np.abs(expected - found) <= 0.51 * step + 2.0**-8 * np.abs(expected), ""
-
-
-def parts(checkpoint, name):
-    stem = name.removesuffix("acme")
-    return [checkpoint.get(stem + part) for part in ("scale", "offset")]
-
-
-def faults(checkpoint, name):
-    rows, half = checkpoint[name].type.shape
-    for part, dtype in zip(parts(checkpoint, name), ("F16", "BF16")):
-        if part is None or (part.type.dtype, part.type.shape) != (dtype, (rows, half // 32)):
-            found = "none" if part is None else part.type
-            message = f"expected a {dtype} for 64 columns, found {found}"
-            yield Finding("QC027", "error", name, message)
-
-
-def read(checkpoint, name):
-    for fault in faults(checkpoint, name):
-        raise Unread(fault.message)
-    weight = checkpoint[name]
-    rows, half = weight.type.shape
-    scale, offset = (Grid(p, 0, rows, half // 32, (1, 64)) for p in parts(checkpoint, name))
-    return Form("acme4", weight, 0, rows, 2 * half, scale, offset=offset)
-
-
-NAMES = ("weight_acme", "weight_scale", "weight_offset")
-FORMAT = Format(
-    name="acme4", title="Acme4", parameters=NAMES, codes=("U8",), cut=(1, 64), equals="this test"
-)
-SPEC = Spec(
-    name="Acme4", dtypes=("U8",), stored=lambda checkpoint, name: name.endswith(".weight_acme"),
-    read=read, faults=faults, parts=("scale", "offset"), methods=("acme",),
-    shape=lambda checkpoint, name, shape: (*shape[:-1], shape[-1] // 2),
-    encodings=(Encoding(name="acme4", bits=4, floats=floats, largest=15.0, nearest=nearest,
-                        passes=("acme4",)),),
-)
-'''
+SPEC = (Path(__file__).parent / "acme4.py").read_text(encoding="utf-8")
 
 
 def encode(tensor: Tensor) -> dict[str, Tensor]:
@@ -162,3 +106,17 @@ def test_faults_of_it_are_found(
     result = validated(site, source, made, tmp_path)
     assert result.code == 3, result.out + result.err
     assert rule in result.out
+
+
+def test_a_config_that_states_another_form_is_found(
+    site: Path, source: Model, made: Model, tmp_path: Path
+) -> None:
+    group = config_group(["Linear"])
+    for bits, said in ((4, ""), (8, "is stored as Acme4, but")):
+        group["weights"]["num_bits"] = bits
+        made.config["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "acme4", "config_groups": {"group_0": group},
+        }  # fmt: skip
+        result = validated(site, source, made, tmp_path / str(bits))
+        assert ("QC096" in result.out) == bool(said)
+        assert said in result.out

@@ -236,23 +236,22 @@ _NEXT = (
     "        qconvert --help                       commands in groups; each has examples",
 )
 _CELLS = ("SQNR dB",)  # the head of a table
-# A process that is killed by itself once half is written, and notes each unit at once, not each second.
+# A process that kills itself once half is noted; each unit is noted as it is done, not each second.
 _KILLED = f"""
-import os, signal, time
-from pathlib import Path
+import os, signal
 from qconvert import api
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.run.folder import journal
-journal.COMMIT_SECONDS = 0.0
-def at_half(done, total):
-    if done > total // 2:
-        for _ in range(1000):  # what another thread syncs is noted a little later
-            if len(Path("{INT4}/.qconvert/journal.jsonl").read_bytes().splitlines()) > 1:
-                break
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
+journal.COMMIT_SECONDS = -1.0
 planned = api.plan(ExpertsToW4A16(group_size=32), "{SOURCE}", "{INT4}", jobs=1)
-api.carry_out(planned, events=at_half)
+noted, add = [], journal.Committer.add
+def up_to_half(committer, number, result):
+    add(committer, number, result)
+    noted.append(result.written)
+    if sum(noted) > planned.nbytes // 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+journal.Committer.add = up_to_half
+api.carry_out(planned)
 """
 
 

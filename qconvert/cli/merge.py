@@ -18,9 +18,9 @@ from qconvert.core.say import say, say_json
 @click.argument("adapters", metavar="ADAPTER...", nargs=-1, required=True, type=SOURCE_NAME)
 @OUT
 @click.option(
-    "--scale", multiple=True, type=float, default=(1.0,), show_default="1", metavar="X",
+    "--scale", multiple=True, type=float, default=(1.0,), show_default=False, metavar="X",
     help="Multiply what an adapter adds: one number for all, or one for each ADAPTER in turn. "
-    "Repeatable.",
+    "Repeatable. [default: 1]",
 )  # fmt: skip
 @click.option(
     "--requantize", type=click.Choice(["same", "bf16"]), default="same", show_default=True,

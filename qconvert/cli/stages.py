@@ -453,8 +453,8 @@ def _lines(folder: FolderStatus) -> list[str]:
         return [f"{folder.out} is finished"]
     if folder.state == "unfinished":
         done = count(folder.units_done or 0, "unit")
-        line = f"{folder.out}: a run without --shard, or `finish`, has done {done}; "
-        return [line + "the same command without --shard goes on"]
+        line = f"{folder.out}: unfinished, {done} done; the same command goes on"
+        return [f"{line} (a run without --shard, or `finish`)"]
     units = f"{folder.units_done} of {count(folder.units or 0, 'unit')}"
     sizes = f"{format_size(folder.bytes_done or 0)} of {format_size(folder.bytes or 0)}"
     lines = [f"{folder.out}: {units}, {sizes}"]

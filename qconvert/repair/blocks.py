@@ -23,6 +23,7 @@ from qconvert.checkpoint.checkpoint import HF_QUANT_CONFIG, Checkpoint, QuantCon
 from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.core.json_text import parse_object
 from qconvert.core.names import natural_key, split_parameter, with_fused_names
+from qconvert.core.roles import Kind
 from qconvert.core.shown import count
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_group_config
@@ -335,6 +336,8 @@ def _fitting(
 
 
 _KEY = "quantization_config"
+_FP8_LIST = "modules_to_not_convert"
+_IN_TRANSFORMERS = (Kind.HEAD, Kind.SHARED_WEIGHT)
 
 
 def true_ignore_list(checkpoint: Checkpoint, *, every: bool = False) -> MendedConfig | None:
@@ -347,18 +350,18 @@ def true_ignore_list(checkpoint: Checkpoint, *, every: bool = False) -> MendedCo
     entries, why = _kept(
         own, packed_modules(checkpoint) | fp8_modules(checkpoint) | int8_modules(checkpoint)
     )
-    wanted = _wanted(checkpoint, own)
+    linears = _plain_linears(checkpoint, own)
+    wanted = _wanted(checkpoint, own, linears)
     listed, literal = Listed(own.method, tuple(entries)), frozenset(entries)
-    linears = _plain_linears(checkpoint)
     stored = {split_parameter(name)[0] for name in checkpoint}
     fused = with_fused_names(linears) if every else []
     added = [
         entry
         for entry in dict.fromkeys([*wanted, *fused])
         if entry not in literal
-        and (entry in fused or not listed.names(entry.replace("*", "any")))
-        # modelopt's readers ask for embeddings and heads too, others for linears alone. Names that are
-        # not stored are those of fused modules and of draft models.
+        and (entry in fused or not _covered(entry, listed, linears))
+        # modelopt's readers ask for embeddings too. Names that are not stored are those of fused modules
+        # and of draft models.
         and (own.method == "modelopt" or entry in linears or entry not in stored)
     ]
     if added:
@@ -369,11 +372,21 @@ def true_ignore_list(checkpoint: Checkpoint, *, every: bool = False) -> MendedCo
     if len([k for k in LISTS[own.method] if isinstance(own.block.get(k), list)]) > 1:
         why.append(f"one list, {key}, instead of {' and '.join([key, *others])}")
     config = {**checkpoint.config, _KEY: {k: v for k, v in block.items() if k not in others}}
-    if own.method == "fp8":
+    if own.method in ("fp8", "compressed-tensors"):
         config = complete_ignore_lists(config, ())
         if config != checkpoint.config and not why:
             why.append(f"{key}: names that runtimes look up together are listed together")
     return MendedConfig(config, tuple(why)) if why else None
+
+
+def _covered(entry: str, listed: Listed, linears: Iterable[str]) -> bool:
+    """Tell whether a list names all that an entry does: of an expression, the linears; one that names
+    none is of names that only runtimes have."""
+    own = Listed(listed.method, (entry,))
+    found = [m for m in linears if own.names(m)] if entry.startswith("re:") else []
+    if found:
+        return all(listed.names(module) for module in found)
+    return listed.names(entry.replace("*", "any"))
 
 
 def _own_block(checkpoint: Checkpoint) -> QuantConfig | None:
@@ -384,7 +397,7 @@ def _own_block(checkpoint: Checkpoint) -> QuantConfig | None:
 def _key(own: QuantConfig) -> str:
     """The key under which the list is written."""
     if own.method in ("fp8", "fbgemm_fp8"):
-        return "modules_to_not_convert"
+        return _FP8_LIST
     if own.method == "modelopt" and "exclude_modules" in own.block:
         return "exclude_modules"
     return "ignore"
@@ -412,38 +425,44 @@ def _kept(own: QuantConfig, quantized: set[str]) -> tuple[list[str], list[str]]:
     return [entry for entry in entries if entry not in gone], why
 
 
-def _wanted(checkpoint: Checkpoint, own: QuantConfig) -> Sequence[str]:
-    """The list that a conversion would write."""
+def _wanted(checkpoint: Checkpoint, own: QuantConfig, linears: Iterable[str]) -> Sequence[str]:
+    """The list that a conversion would write; of FP8, the linears."""
     plan, packed = Plan.identity(checkpoint), packed_modules(checkpoint)
-    if not packed:  # codes of a byte each; beside packed ones FP8 linears are a group of their own
-        packed = fp8_modules(checkpoint) | int8_modules(checkpoint)
+    if not packed:  # codes of a byte each; beside others FP8 linears are a group of their own
+        packed = int8_modules(checkpoint) or fp8_modules(checkpoint)
     others = {n: o for n, o in plan.tensors.items() if split_parameter(n)[0] not in packed}
     if own.method == "compressed-tensors":
+        dims = plan.role_index.dims
+        drafts = [m for m in packed if plan.family.is_mtp(f"{m}.weight", dims)]
         if any(name.endswith(".weight_global_scale") for name in checkpoint):
-            dims = plan.role_index.dims
-            drafts = any(plan.family.is_mtp(f"{module}.weight", dims) for module in packed)
-            return ignored_names(plan, others, drafts=drafts)
+            return ignored_names(plan, others, drafts=bool(drafts))
         routed = any(plan.role_index.kind(n).routed for n in plan.tensors if n not in others)
-        shared = any(path in module for path in shared_paths(plan) for module in packed)
+        shared = any(path in module for path in shared_paths(plan) for module in drafts)
         return ignored(plan, others, experts=routed, shared=shared)
     if own.method == "modelopt":
         if "quantized_layers" in own.block:
             return with_draft_names(plan, ignored_linears(plan, others))
         return ignored_globs(plan, others, packed)
-    return list(_plain_linears(checkpoint))
+    return list(linears)
 
 
-def _plain_linears(checkpoint: Checkpoint) -> dict[str, None]:
-    """Modules that runtimes build as linears and that are not quantized. Others, such as embeddings, a
+def _plain_linears(checkpoint: Checkpoint, own: QuantConfig) -> dict[str, None]:
+    """Modules that are not quantized and that readers of the block take for linears: those that runtimes
+    build as such, and heads and gates of shared experts, which are torch.nn.Linear in transformers,
+    where compressed-tensors or a list of FP8 says what is left out. Others, such as embeddings, a
     conversion may list too, but their absence is no fault."""
-    return {
-        name.removesuffix(".weight"): None
+    floats = {
+        name.removesuffix(".weight"): place.role.kind
         for name, place in checkpoint.role_index.places.items()
         if place.parameter == "weight"
-        and place.role.kind.linear
         and len(checkpoint[name].type.shape) == 2
         and checkpoint[name].type.dtype in FLOAT_DTYPES
     }
+    linears = {module: None for module, kind in floats.items() if kind.linear}
+    has_list = linears or any(isinstance(own.block.get(k), list) for k in LISTS[own.method])
+    if own.method != "compressed-tensors" and not (_key(own) == _FP8_LIST and has_list):
+        return linears
+    return {m: None for m, kind in floats.items() if m in linears or kind in _IN_TRANSFORMERS}
 
 
 def _some(entries: Sequence[str]) -> str:

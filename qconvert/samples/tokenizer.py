@@ -55,7 +55,10 @@ class Tokenizer:
     def _tokenizer(self) -> Any:
         if self._loaded is None:
             if not any(True for pattern in _VOCABULARIES for _ in self._folder.glob(pattern)):
-                raise DataError(f"{self._folder}: expected tokenizer files, found none; {_MISSING}")
+                wanted = ", ".join(_VOCABULARIES)
+                raise DataError(
+                    f"{self._folder}: expected a tokenizer (one of {wanted}), found none; {_MISSING}"
+                )
             for file in self._folder.iterdir():
                 _check_loadable(file)
             what = f"{self._folder}: transformers loads its tokenizer"

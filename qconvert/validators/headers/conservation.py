@@ -67,6 +67,8 @@ _OTHER_FILES = (
     "give --against the folder that holds them; QC033 at --level full tells whether any byte differs"
 )
 
+_OTHER_STEP = ". If several commands made the folder, give --against what the last of them read"
+
 
 @validator("every source byte was used, or dropped by a named rule", "receipt", "source")
 def conservation(folder: Folder) -> Iterator[Finding | Skipped]:
@@ -80,8 +82,8 @@ def conservation(folder: Folder) -> Iterator[Finding | Skipped]:
         if identity.get(key) != here:
             where = str(source.root)
             message = f"the folder was not made from it: its {what} differ"
-            if what == "headers" and _has_all_read(folder):
-                message += _OTHER_FILES
+            if what == "headers":
+                message += _OTHER_FILES if _has_all_read(folder) else _OTHER_STEP
             steps = {step.get("name") for step in manifest.get("passes", ())}
             if "graft_draft" in steps:
                 message += ". A draft was grafted to it: give --draft DRAFT as well"

@@ -64,7 +64,7 @@ def encodings(folder: Folder) -> Iterator[Finding]:
     for name, source in checkpoint.items():
         if source.type.dtype in _FLOATS and not name.endswith(_ALWAYS):
             continue
-        if not _is_code(checkpoint, name, source):
+        if name not in coded and not _is_code(checkpoint, name, source):
             continue
         if name not in coded:
             unread.setdefault(source.type.dtype, []).append(name)
