@@ -7,14 +7,14 @@ one of its rungs and rounded to the dtype that the format stores; the one that i
     |e|^2 + 4 (e . w)^2 / |w|^2,    e = w - s * code,    code = w / s to nearest, held to the range
 
 and of equal ones the first, the scale of amax being before all others. The second term is the part of an
-error that lies along the weights. Least squares alone choose scales that clip, which makes every group a
-little smaller: over the groups of a row that adds up, where other errors cancel. Of SmolLM2-135M (groups
-of 64) the KL is 0.73 of plain rounding's and the perplexity lower, with least squares alone 0.90 and higher
-than plain rounding's.
+error that lies along the weights. Least squares alone choose scales that clip, which makes every group
+a little smaller: over the groups of a row that adds up, where other errors cancel. Of SmolLM2-135M
+(groups of 64) the KL is 0.73 of plain rounding's and the perplexity lower, with least squares alone
+0.90 and higher than plain rounding's.
 
 Everything that decides has an order of its own, so that a group gets the same scale on every machine:
-quotients are float32 products with float32(1 / s), what is summed over them is added in float32 one column
-after another, and the rest is float64. Groups that hold nothing from 2^-100 on keep what `amax` gives.
+quotients are float32 products with float32(1 / s), sums over them are added in float32 one column after
+another, and the rest is float64. Groups that hold nothing from 2^-100 on keep what `amax` gives.
 
 Where scales are `signed`, the ladder is tried a second time below 0, which gives the side of a group's
 largest weight the code -8 instead of 7: 0.87 to 0.93 of the error in INT4.
@@ -136,7 +136,7 @@ _LEAST = 2.0**-100
 # Scales beyond are not tried.
 _MOST = {"BF16": 3.0e38, "F16": 65504.0, "F32": 3.0e38}
 _ROUNDER = 1.5 * 2.0**23  # see formats/int_packed/encode.py
-# How much more an error along the weights counts (4 and 8 gain alike, 0 and 64 less, see benchmarks/README.md).
+# How much more an error along the weights counts: 0, 4, 16 and 64 are compared in benchmarks/README.md.
 ALONG = 4.0
 
 

@@ -1,7 +1,7 @@
 """Matrices whose scales were searched for: a weight beyond the last code of its scale is at that code,
 any other within half a step, and no group is further from the source than under the scale of its largest
-weight, which the search tries too. The part of an error that lies along the weights counts five times, of
-NVFP4 twice (formats/int_packed/search.py, formats/nvfp4/encode.py).
+weight, which the search tries too. The part of an error that lies along the weights counts five times,
+of NVFP4 twice (formats/int_packed/search.py, formats/nvfp4/encode.py).
 
 What that scale is comes from the formats' definitions: compressed-tensors (`calculate_qparams`,
 see weights/int_bounds.py), and for NVFP4 largest / 6 in E4M3 (see formats/nvfp4.py).
@@ -241,8 +241,8 @@ def ints_fit(tile: Tile) -> tuple[Bools, tuple[int, int, str] | None]:
             middle = np.rint(np.clip(below, low, high))
         plain = np.where(plain > 0, plain, np.float32(EPS[dtype]))[:, :, None]
         middle = middle[:, :, None]
-        # Products with the inverse, as the search has them: an error along the weights says which side of
-        # a tie a code is on.
+        # Products with the inverse, as the search has them: an error along the weights says which side
+        # of a tie a code is on.
         codes = np.clip(np.rint(weights * (np.float32(1) / plain)), low - middle, high - middle)
         allowed, lost = _along(weights, codes * plain, 4), _along(weights, mine, 4)
         wrong = (lost > allowed * _WORSE) & (size > np.float32(_LEAST))

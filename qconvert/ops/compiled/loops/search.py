@@ -77,7 +77,8 @@ def _least(
     tried: Any, lanes: Any, size: float, length: float, weight: float, best: float, chosen: int
 ) -> Any:
     """The least error and its lane, the first of equal ones; these, where none is less than `best`.
-    `weight`: of the part of an error that lies along the weights, whose `length` is in parts of `size`."""
+    `weight`: of the part of an error that lies along the weights, whose `length` is in parts of
+    `size`."""
     for lane in range(_RUNGS):
         wide = np.float64(tried[lane])
         along = np.float64(lanes[4 * _RUNGS + lane]) * np.float64(wide / size)
