@@ -9,8 +9,8 @@ one of its rungs and rounded to the dtype that the format stores; the one that i
 and of equal ones the first, the scale of amax being before all others. The second term is the part of an
 error that lies along the weights. Least squares alone choose scales that clip, which makes every group
 a little smaller: over the groups of a row that adds up, where other errors cancel. Of SmolLM2-135M
-(groups of 64) the KL is 0.73 of plain rounding's and the perplexity lower, with least squares alone
-0.90 and higher than plain rounding's.
+(groups of 64) the KL is 0.81 of plain rounding's and the perplexity 16.7, with least squares alone 0.87
+and 17.3 (rounded 16.6, unquantized 13.4).
 
 Everything that decides has an order of its own, so that a group gets the same scale on every machine:
 quotients are float32 products with float32(1 / s), sums over them are added in float32 one column after
