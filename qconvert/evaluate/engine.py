@@ -272,10 +272,11 @@ def sizes_of(sides: Sequence[Side], longest: int) -> Sizes:
         dims = side.stored.role_index.dims
         layer, parameter = side.model.layer_bytes()
         middle = dims.moe_intermediate_size if side.is_sparse else 0
-        found.append(
-            (layer, parameter, side.model.config.hidden_size, middle, side.model.widest(), longest)
-        )
-    return Sizes(*(max(column) for column in zip(*found, strict=True)), len(sides))
+        found.append((
+            layer, parameter, side.model.config.hidden_size, middle, side.model.widest(), longest,
+            len(sides),
+        ))  # fmt: skip
+    return Sizes(*(max(column) for column in zip(*found, strict=True)))
 
 
 def _check_heads(sides: Sequence[Side]) -> None:

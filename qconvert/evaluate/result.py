@@ -118,7 +118,11 @@ def _perplexity(losses: torch.Tensor) -> float:
 
 def sums_of(values: torch.Tensor, units: Sequence[int]) -> list[float]:
     """Over the tokens of each unit, which has so many, of values [P] of all."""
-    return [float(part.sum()) for part in values.split(list(units))]
+    sums, at = [], 0
+    for tokens in units:
+        sums.append(float(values[at : at + tokens].sum()))
+        at += tokens
+    return sums
 
 
 def standard_error(sums: Sequence[float], lengths: Sequence[int]) -> float | None:

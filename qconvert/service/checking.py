@@ -285,8 +285,8 @@ def evaluate(
         events=Counted.of(events), notice=notice,
     )  # fmt: skip
     if write:
-        for repo, one in zip(repos, (found, *found.beside), strict=True):
-            record(repo, one)
+        for repo, noted in zip(repos, (found, *found.beside), strict=True):
+            record(repo, noted)
     return found
 
 
