@@ -86,8 +86,8 @@ def compare(
         source = work / "source"
         _qconvert("dequant", given, source)
     for name, part in zip(("calibration", "held"), quality_model.corpus(12_000_000), strict=True):
-        text = bytes(part.numpy()).decode("utf-8", "replace").replace("\0", "\n")
-        (work / f"{name}.txt").write_text(text, encoding="utf-8")
+        words = bytes(part.numpy()).decode("utf-8", "replace").replace("\0", "\n")
+        (work / f"{name}.txt").write_text(words, encoding="utf-8")
     quiz = work / "quiz.jsonl"
     quiz.write_text("".join(json.dumps(row) + "\n" for row in questions()), encoding="utf-8")
     values = {
