@@ -1,7 +1,7 @@
 """What codes of the same bytes lose: round to nearest, and `--gptq` by either solver.
 
     python benchmarks/quality.py [--seconds 280] [--model DIR] [--steps] [--peers] [--kt]
-        [--variants "as trained" heavy] [--schemes "W4A16 g128"]
+        [--real FOLDER|GGUF] [--variants "as trained" heavy] [--schemes "W4A16 g128"]
 
 Trains a small Qwen3-MoE (larger where there is a GPU; --model keeps it, and takes it up again),
 calibrates it as `qconvert w4a16 --gptq`, `amx` and `nvfp4` do, and compares what it then answers with
@@ -10,7 +10,8 @@ what it answered before, on text held out: KL in nats a byte, its ratio to `--so
 forms of the model compute the same function, two of them with outlier channels. `--steps` adds the
 refinements of `--solver best` one by one, and each left out, without what corrects propagated errors,
 `--signs` searched scales with and without those below 0, `--peers` AutoRound and GPTQModel where they
-are installed (quality_peers.py); `--kt` shows what kt-kernel's client answers instead (quality_kt.py).
+are installed (quality_peers.py); `--kt` shows what kt-kernel's client answers instead (quality_kt.py);
+`--real` compares what commands make of a published model (quality_real.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 import quality_kt
 import quality_model
 import quality_peers
+import quality_real
 import torch
 import transformers
 
@@ -123,22 +125,31 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, help="folder of a model trained before, or to be kept"
     )
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--held-out", type=int, default=1024)
+    parser.add_argument("--samples", type=int, help="to calibrate on: 128; of --real 32")
+    parser.add_argument("--held-out", type=int, help="samples: 1024; of --real 32")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--signs", action="store_true")
     parser.add_argument("--peers", action="store_true", help="those of quality_peers.py")
     parser.add_argument("--kt", action="store_true", help="kt-kernel's client instead")
+    parser.add_argument("--real", type=Path, help="a published model instead, a folder or GGUF")
+    parser.add_argument("--ways", nargs="+", choices=list(quality_real.WAYS), help="of --real")
     parser.add_argument("--variants", nargs="+", default=quality_model.VARIANTS)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     asked = parser.parse_args()
     silence_llm_compressor()
     silence_transformers()
+    if asked.real is not None:
+        with tempfile.TemporaryDirectory(prefix="qconvert-quality-") as where:
+            quality_real.compare(
+                asked.real, Path(where), samples=asked.samples or 32, length=256,
+                held_out=asked.held_out or 32, ways=asked.ways or (),
+            )  # fmt: skip
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = quality_model.LARGE if device == "cuda" else quality_model.SMALL
     train, held = quality_model.corpus(size.corpus)
-    tokens = quality_model.samples_of(train, asked.samples, size.length, 1)
-    test = quality_model.samples_of(held, asked.held_out, size.length, 3)
+    tokens = quality_model.samples_of(train, asked.samples or 128, size.length, 1)
+    test = quality_model.samples_of(held, asked.held_out or 1024, size.length, 3)
     with tempfile.TemporaryDirectory(prefix="qconvert-quality-") as where:
         folder = asked.model or Path(where) / "model"
         if not (folder / "config.json").exists():

@@ -91,7 +91,7 @@ def data(folder: Path, samples: list[Ids] = SAMPLES) -> DataSpec:
 
 def evaluated(repo: Path, against: Path, spec: DataSpec, **more: Any) -> Evaluation:
     given = {"devices": ["cpu"], **more}
-    return engine.evaluate(open_source(repo), open_source(against), spec, **given)
+    return engine.evaluate([open_source(repo)], open_source(against), spec, **given)
 
 
 def check(found: Evaluation, expected: oracle.Expected) -> None:
@@ -218,6 +218,11 @@ def test_slices_and_groups_change_nothing(
     assert many.logits.agreement == one.logits.agreement
 
 
+def _kept(targets: torch.Tensor) -> tuple[head._Softmax, list[head._Softmax]]:
+    """Sums of a source and of one other."""
+    return head._Softmax(targets[:, None]), [head._Softmax(targets[:, None])]
+
+
 def test_logits_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are scaled anew where a later slice has the largest logit, of either model, of any size."""
     generator = torch.Generator().manual_seed(0)
@@ -225,10 +230,10 @@ def test_logits_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     a[0] += torch.arange(40) * 20.0
     b[1] -= torch.arange(40) * 20.0
     targets = torch.tensor([0, 39, 7, 8, 20])
-    pair = head._Pair(targets, "cpu")
+    sums = head._Apart(*_kept(targets))
     for first in range(0, 40, 8):
-        pair.add(a[:, first : first + 8], b[:, first : first + 8], first)
-    found = pair.scores()
+        sums.add(a[:, first : first + 8], [b[:, first : first + 8]], first)
+    (found,) = head._scores(sums)
     p, q = a.log_softmax(1), b.log_softmax(1)
     assert torch.allclose(found.kl, (p.exp() * (p - q)).sum(1), rtol=1e-12)
     assert torch.allclose(found.source, -p.gather(1, targets[:, None])[:, 0], rtol=1e-12)
@@ -238,10 +243,10 @@ def test_logits_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_of_equal_logits_is_preferred() -> None:
     flat = torch.zeros(1, 6, dtype=torch.float64)
-    pair = head._Pair(torch.tensor([0]), "cpu")
+    sums = head._Apart(*_kept(torch.tensor([0])))
     for first in (0, 3):
-        pair.add(flat[:, :3], flat[:, :3], first)
-    assert (int(pair.source.best[0]), pair.scores().kl.item()) == (0, 0)
+        sums.add(flat[:, :3], [flat[:, :3]], first)
+    assert (int(sums.source.best[0]), head._scores(sums)[0].kl.item()) == (0, 0)
 
 
 def test_the_same_folder_is_no_loss(folders: Path, tmp_path: Path) -> None:
@@ -283,7 +288,7 @@ def test_too_little_memory_is_refused_before_work(
 
 
 def test_the_memory_that_is_named_is_enough(folders: Path, tmp_path: Path) -> None:
-    sizes = Sizes(400 << 20, 50 << 20, 7168, 2048, 18432, 2048)
+    sizes = Sizes(400 << 20, 50 << 20, 7168, 2048, 18432, 2048, 2)
     with pytest.raises(RunError) as caught:
         Budget.of(1 << 30, sizes)
     need = int(str(caught.value).rsplit(" ", 1)[1].removesuffix("MiB")) << 20

@@ -30,6 +30,7 @@ from qconvert.client.served import parse_server
 from qconvert.core.links import writing
 from qconvert.core.say import say, say_json, say_report
 from qconvert.core.shown import count, printable, shortened
+from qconvert.evaluate.paired import Differences
 from qconvert.evaluate.result import Evaluation
 from qconvert.evaluate.task import Accuracy
 from qconvert.samples.request import Calibration, DataSpec
@@ -44,7 +45,7 @@ _FORMS = (".html", ".json", ".txt")
 
 
 @click.command(name="eval", cls=Command)
-@click.argument("model", metavar="REPO", type=SOURCE_NAME)
+@click.argument("models", metavar="REPO...", nargs=-1, required=True, type=SOURCE_NAME)
 @click.option(
     "--against", type=SOURCE_NAME, metavar="SRC", required=True,
     help="The source that the folder was made from, to compare it with.",
@@ -70,12 +71,12 @@ _FORMS = (".html", ".json", ".txt")
 @click.option(
     "--write",
     is_flag=True,
-    help="Note the result in REPO's manifest and on its model card (`model-index`).",
+    help="Note the result in each REPO's manifest and on its model card (`model-index`).",
 )
 @OPENING
 @VERBOSITY
 def evaluate(
-    model: str,
+    models: tuple[str, ...],
     against: str,
     data: str | None,
     synthetic: bool,
@@ -97,7 +98,8 @@ def evaluate(
     computes them in BF16; weights in any format are decoded. Prints the perplexities, the mean
     KL(SRC || REPO) a token with its standard error over samples, how often both prefer the same token,
     and the relative error of the hidden states after each layer. With --task also how many questions
-    both answer right, as lm-evaluation-harness counts.
+    both answer right, as lm-evaluation-harness counts. Of several REPOs, in one run, also how far each
+    is from the first, with standard errors of the differences, and which is better.
 
     \b
     Examples:
@@ -106,6 +108,7 @@ def evaluate(
       qconvert eval V3-nvfp4 --against DeepSeek-V3 --data chats.jsonl --samples 16 --memory 48GiB
       qconvert eval Qwen3-w4a16 --against Qwen3 --data wiki.txt --report page.html --write
       qconvert eval Qwen3-w4a16 --against Qwen3 --task arc_easy.jsonl
+      qconvert eval Qwen3-rtn Qwen3-gptq --against Qwen3 --data wiki.txt
       qconvert eval V3-nvfp4 --against DeepSeek-V3 --data wiki.txt --first-layers 8 --samples 4
       qconvert eval V3-bf16 --against DeepSeek-V3 --synthetic --first-layers 4 --samples 1 --length 32
     """
@@ -133,8 +136,8 @@ def evaluate(
         spec = DataSpec(name, samples or 64, length or 2048, seed or 0, synthetic, given["column"])
     with Bar(" samples") as bar:
         found = api.evaluate(
-            model, against, name, samples=samples, length=spec.length, seed=spec.seed,
-            task=task is not None, layers=first_layers, write=write, events=bar,
+            models[0], against, name, beside=models[1:], samples=samples, length=spec.length,
+            seed=spec.seed, task=task is not None, layers=first_layers, write=write, events=bar,
             notice=lambda text: say(f"qconvert: {text}", err=True), **given,
         )  # fmt: skip
     if as_json:
@@ -175,11 +178,69 @@ _MOST_LAYERS = 24  # shown of a deep model: as many, evenly chosen, the last amo
 
 
 def as_text(found: Evaluation) -> str:
-    """A table of figures, a bar for each layer's error, notes."""
+    """A table of figures, a bar for each layer's error, notes. Of several folders first what they are
+    apart."""
     return "\n".join(_lines(found))
 
 
 def _lines(found: Evaluation) -> Iterator[str]:
+    for other in found.beside:
+        if other.differences is not None:
+            yield from _compared(found.folder, other.folder, other.differences)
+            yield ""
+    for number, one in enumerate((found, *found.beside)):
+        if number:
+            yield ""
+        yield from _folder_lines(one)
+    for note in found.notes:
+        yield ""
+        yield from textwrap.wrap(f"note: {printable(note)}", WIDTH)
+
+
+def _compared(first: str, second: str, apart: Differences) -> Iterator[str]:
+    yield from textwrap.wrap(verdict(first, second, apart), WIDTH)
+    yield f"{'second less first':<{_LABEL}}{'mean':>10}{'+-':>10}{'errors':>11}"
+    for label, *values in differences(apart):
+        yield f"{label:<{_LABEL}}{values[0]:>10}{values[1]:>10}{values[2]:>11}"
+    if apart.changed is not None:
+        yield f"{'questions answered otherwise':<{_LABEL}}{apart.changed:>10,}"
+
+
+def verdict(first: str, second: str, apart: Differences) -> str:
+    """Return which of two folders loses less, or that the data do not say so."""
+    names = [shortened(printable(name), 200) for name in (first, second)]
+    if apart.kl.errors is None:
+        what = "no standard error of the difference, with one sample" if apart.kl.error is None else (
+            "the same KL divergence in every sample"
+        )  # fmt: skip
+        return f"{names[0]} and {names[1]}: {what}"
+    by = f"({abs(apart.kl.errors):.1f} standard errors)"
+    if apart.better is None:
+        return (
+            f"{names[0]} and {names[1]}: KL divergences differ by no more than chance makes {by}; give "
+            "more --samples"
+        )
+    best, other = names[::-1] if apart.better else names
+    return f"{best} is better than {other}: less KL divergence {by}"
+
+
+def differences(apart: Differences) -> Iterator[tuple[str, str, str, str]]:
+    """Return the name of each figure, the mean of its difference, the standard error of that, and how
+    many of these it is."""
+    for label, form, one in (
+        ("KL, nats a token", ".2g", apart.kl),
+        ("log perplexity", ".2g", apart.loss),
+        ("same first choice", ".2%", apart.agreement),
+        ("accuracy", ".2%", apart.accuracy),
+        ("accuracy by length", ".2%", apart.by_length),
+    ):
+        if one is not None:
+            error = "unknown" if one.error is None else f"{one.error:{form}}"
+            errors = "unknown" if one.errors is None else f"{one.errors:.1f}"
+            yield label, f"{one.mean:+{form}}", error, errors
+
+
+def _folder_lines(found: Evaluation) -> Iterator[str]:
     yield from _named("model", found.folder)
     yield from _named("source", found.against)
     yield from _named(
@@ -196,9 +257,6 @@ def _lines(found: Evaluation) -> Iterator[str]:
         error = found.hidden[number]
         bar = "#" * round((WIDTH - 18) * error / most)
         yield f"{number:>5}  {error:<10.3g} {bar}".rstrip()
-    for note in found.notes:
-        yield ""
-        yield from textwrap.wrap(f"note: {printable(note)}", WIDTH)
 
 
 def figures(found: Evaluation) -> Iterator[tuple[str, str]]:
@@ -251,8 +309,11 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 220, 64, 28
 
 
 def as_html(found: Evaluation) -> str:
-    """Figures of the logits, a plot of the errors by layer and their table, notes."""
-    body = [*_top(found), _figures(found), _by_layer(found.hidden)]
+    """Figures of the logits, a plot of the errors by layer and their table, notes. Of several folders
+    also what they are apart."""
+    every = (found, *found.beside)
+    body = [*_top(found), *_differences(found), _figures(every)]
+    body += [_by_layer(one, len(every) > 1) for one in every]
     if found.notes:
         items = "".join(f"<li>{markup.text(note)}</li>" for note in found.notes)
         body.append(markup.section("Notes", f"<ul>{items}</ul>"))
@@ -261,7 +322,7 @@ def as_html(found: Evaluation) -> str:
 
 def _top(found: Evaluation) -> Iterator[str]:
     about = {
-        "folder": found.folder,
+        "folder": ", ".join(one.folder for one in (found, *found.beside)),
         "against": found.against,
         "model": found.model,
         "data": f"{found.data}: {count(found.samples, 'sample')} of at most "
@@ -273,21 +334,41 @@ def _top(found: Evaluation) -> Iterator[str]:
     yield "</dl>\n</header>"
 
 
-def _figures(found: Evaluation) -> str:
-    rows = tuple(figures(found))
+def _differences(found: Evaluation) -> Iterator[str]:
+    for other in found.beside:
+        if (apart := other.differences) is None:
+            continue
+        yield markup.section(
+            f"{markup.text(other.folder)} less {markup.text(found.folder)}",
+            f"<p>{markup.text(verdict(found.folder, other.folder, apart))}</p>",
+            markup.table(
+                Table(
+                    "",
+                    ("figure", "mean", "standard error", "standard errors"),
+                    tuple(differences(apart)),
+                )
+            ),
+        )
+
+
+def _figures(every: Sequence[Evaluation]) -> str:
+    names = ("value",) if len(every) == 1 else tuple(one.folder for one in every)
+    columns = [tuple(figures(one)) for one in every]
+    rows = tuple((row[0][0], *(value for _, value in row)) for row in zip(*columns, strict=True))
     return markup.section(
         "What the conversion cost",
         '<p class="quiet">KL(source || model) is 0 where both predict the same, and is measured in '
         "nats: the mean over all tokens that are followed by one, with its standard error over samples. "
         "<b>same first choice</b> is the part of tokens after which both prefer the same one.</p>",
-        markup.table(Table("", ("figure", "value"), rows)),
+        markup.table(Table("", ("figure", *names), rows)),
     )
 
 
-def _by_layer(hidden: Sequence[float]) -> str:
+def _by_layer(found: Evaluation, named: bool) -> str:
+    hidden, of = found.hidden, f" of {markup.text(found.folder)}" if named else ""
     rows = tuple((str(number), f"{error:.4g}") for number, error in enumerate(hidden))
     return markup.section(
-        f'Hidden states, layer by layer <span class="quiet">{count(len(hidden), "layer")}</span>',
+        f'Hidden states{of}, layer by layer <span class="quiet">{count(len(hidden), "layer")}</span>',
         '<p class="quiet">The norm of the difference over the norm of the source\'s, after each layer; '
         "the mean over tokens.</p>",
         _plot(hidden),

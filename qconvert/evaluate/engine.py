@@ -1,8 +1,9 @@
-"""Two models on the same tokens, a decoder layer of each in turn: from what a user names to the result.
+"""A source and models made from it on the same tokens, a decoder layer of each in turn: from what a user
+names to the result.
 
-Hidden states of both lie in files, BF16, as in a calibration; what is compared after a layer are the two
+Hidden states of each lie in a file, BF16, as in a calibration; what is compared after a layer are the
 files. What is in memory at a time is one layer of one model, and some of its experts; at the end a slice
-of both heads.
+of all heads.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,8 @@ from qconvert.core.family import text_config
 from qconvert.core.links import read_regular
 from qconvert.evaluate.activations import Inputs, as_stated
 from qconvert.evaluate.head import CHUNK, Budget, Scores, Sizes, scored
-from qconvert.evaluate.result import WEIGHTS_ONLY, Evaluation, Logits, distance, logits_of
+from qconvert.evaluate.paired import differences_of
+from qconvert.evaluate.result import WEIGHTS_ONLY, Evaluation, distance, logits_of
 from qconvert.evaluate.side import Experts, LoadedSide, Rounds, Side, side_of
 from qconvert.evaluate.task import Task, load_task, result_of
 from qconvert.models.experts import PROJECTIONS
@@ -181,54 +183,47 @@ def _read(
 
 @dataclass(frozen=True)
 class LayerErrors:
-    """Relative errors of hidden states by layer, and of logits with the scores of all tokens that are
+    """Relative errors of one model's hidden states by layer, and the scores of all tokens that are
     followed by one, None where not all layers were run."""
 
     hidden: tuple[float, ...]
-    logits: Logits | None
     scores: Scores | None
 
 
 def compare(
-    source: Side,
-    repo: Side,
+    sides: Sequence[Side],
     tokens: Sequence[Tokens],
     *,
     layers: int | None,
     memory: int | None,
     devices: Sequence[str],
     events: Events,
-) -> LayerErrors:
-    """Run samples of token ids, each int64 [length], through the first `layers` of both models (None:
-    all, and the head) on devices of torch, the first of which does all but experts.
+) -> list[LayerErrors]:
+    """Run samples of token ids, each int64 [length], through the first `layers` of a source, the first
+    side, and of the others (None: all, and the head) on devices of torch, the first of which does all
+    but experts. Returns what each other is apart from the source.
 
     Raises RunError where `memory`, in bytes, or the disk of TMPDIR is too small, before anything is run,
     and for hidden states that are not finite; PlanError for models that cannot be run.
     """
-    count = source.model.layers if layers is None else layers
+    count = sides[0].model.layers if layers is None else layers
     if layers is None:
-        _check_heads(source, repo)
-    hidden = list[float]()
-    logits = scores = None
+        _check_heads(sides)
+    hidden: list[list[float]] = []
+    scores: Sequence[Scores | None] = [None] * (len(sides) - 1)
     lengths = [sample.size for sample in tokens]
 
-    def apart(sides: Sequence[LoadedSide], states: Sequence[InFile], number: int) -> None:
-        hidden.append(_apart(sides, states, number, lengths))
+    def apart(opened: Sequence[LoadedSide], states: Sequence[InFile], number: int) -> None:
+        hidden.append(_apart(opened, states, number, lengths))
 
     with last_states(
-        (source, repo),
-        tokens,
-        count=count,
-        memory=memory,
-        devices=devices,
-        events=events,
-        after=apart,
-    ) as (sides, states, budget):
+        sides, tokens, count=count, memory=memory, devices=devices, events=events, after=apart
+    ) as (opened, states, budget):
         if layers is None:
             events.phase("logits")
-            scores = _scores(sides, states, tokens, budget)
-            logits = logits_of(scores, [sample.size - 1 for sample in tokens])
-    return LayerErrors(tuple(hidden), logits, scores)
+            scores = _scores(opened, states, tokens, budget)
+    by_side = zip(*hidden, strict=True)
+    return [LayerErrors(one, score) for one, score in zip(by_side, scores, strict=True)]
 
 
 @contextmanager
@@ -252,7 +247,7 @@ def last_states(
     lengths = [sample.size for sample in tokens]
     budget = Budget.of(memory, sizes_of(models, max(lengths)))
     with tempfile.TemporaryDirectory(prefix="qconvert-eval-") as where, ExitStack() as stack:
-        _check_disk(Path(where), sum(lengths), models[0].model.config.hidden_size)
+        _check_disk(Path(where), sum(lengths), models)
         sides = []
         for number, side in enumerate(models):
             folder = Path(where) / str(number)
@@ -282,29 +277,33 @@ def sizes_of(sides: Sequence[Side], longest: int) -> Sizes:
         dims = side.stored.role_index.dims
         layer, parameter = side.model.layer_bytes()
         middle = dims.moe_intermediate_size if side.is_sparse else 0
-        found.append(
-            (layer, parameter, side.model.config.hidden_size, middle, side.model.widest(), longest)
-        )
+        found.append((
+            layer, parameter, side.model.config.hidden_size, middle, side.model.widest(), longest,
+            len(sides),
+        ))  # fmt: skip
     return Sizes(*(max(column) for column in zip(*found, strict=True)))
 
 
-def _check_heads(source: Side, repo: Side) -> None:
+def _check_heads(sides: Sequence[Side]) -> None:
     """Raise, before hours of work, for heads that cannot be read or compared."""
-    for side in (source, repo):
+    for side in sides:
         _ = side.model.shapes
-    rows = [side.model.head.rows for side in (source, repo)]
-    if rows[0] != rows[1]:
-        raise RunError(
-            f"{repo.name}: its head has {rows[1]} rows, and {rows[0]} in {source.name}: predictions "
-            "over different vocabularies cannot be compared; evaluate hidden states alone "
-            "(--first-layers N)"
-        )
+    source = sides[0]
+    for repo in sides[1:]:
+        rows = [side.model.head.rows for side in (source, repo)]
+        if rows[0] != rows[1]:
+            raise RunError(
+                f"{repo.name}: its head has {rows[1]} rows, and {rows[0]} in {source.name}: predictions "
+                "over different vocabularies cannot be compared; evaluate hidden states alone "
+                "(--first-layers N)"
+            )
 
 
-def _check_disk(folder: Path, tokens: int, hidden: int) -> None:
-    # Of both models what goes into a layer and comes out of it; of one what its experts get and answer,
+def _check_disk(folder: Path, tokens: int, sides: Sequence[Side]) -> None:
+    # Of each model what goes into a layer and comes out of it; of one what its experts get and answer,
     # and routes of up to 16 experts a token.
-    need = tokens * (6 * 2 * hidden + 16 * 8) + (1 << 20)
+    hidden = sides[0].model.config.hidden_size
+    need = tokens * ((2 * len(sides) + 2) * 2 * hidden + 16 * 8) + (1 << 20)
     free = shutil.disk_usage(folder).free
     if need > free:
         raise RunError(
@@ -365,13 +364,15 @@ def _chunks(count: int) -> Iterator[tuple[int, int]]:
 
 def _apart(
     sides: Sequence[LoadedSide], states: Sequence[InFile], number: int, lengths: Sequence[int]
-) -> float:
+) -> list[float]:
+    """Mean errors of the hidden states of each side but the first, relative to the first's."""
     total = sum(lengths)
-    off = sum(
-        distance(states[0].read(start, stop), states[1].read(start, stop))
-        for start, stop in _chunks(total)
-    )
-    if not isfinite(off):
+    off = [0.0] * (len(states) - 1)
+    for start, stop in _chunks(total):
+        source = states[0].read(start, stop)
+        for place, file in enumerate(states[1:]):
+            off[place] += distance(source, file.read(start, stop))
+    if not all(map(isfinite, off)):
         broken = next(
             (
                 opened.side.name
@@ -384,19 +385,19 @@ def _apart(
             f"{sides[0].side.name}: hidden states of a token are zero after layer {number}"
         )  # fmt: skip
         raise RunError(f"{what}; check the folder with qconvert validate --level full")
-    return off / total
+    return [one / total for one in off]
 
 
 def _scores(
     sides: Sequence[LoadedSide], states: Sequence[InFile], tokens: Sequence[Tokens], budget: Budget
-) -> Scores:
-    """Of the tokens that are followed by one."""
+) -> list[Scores]:
+    """Of each side but the first, of the tokens that are followed by one."""
     import torch
 
     finals = [finals_of(opened, file, tokens) for opened, file in zip(sides, states, strict=True)]
     targets = torch.cat([torch.from_numpy(sample[1:]) for sample in tokens])
     try:
-        return scored((sides[0], finals[0]), (sides[1], finals[1]), targets, budget.tokens())
+        return scored(list(zip(sides, finals, strict=True)), targets, budget.tokens())
     finally:
         for file in finals:
             file.close()
@@ -417,12 +418,12 @@ def finals_of(
     return finals
 
 
-# What the language models of both sides must have in common: sizes of what is compared.
+# What the language models of all sides must have in common: sizes of what is compared.
 _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def evaluate(
-    repo: Checkpoint,
+    repos: Sequence[Checkpoint],
     source: Checkpoint,
     data: DataSpec,
     *,
@@ -434,8 +435,9 @@ def evaluate(
     events: Events | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> Evaluation:
-    """Run both models on the same samples. `task`: the data are questions. `pair` holds the layers
-    beside the CPU experts in `repo`, if those are not the source's. `layers`: only so many, and no
+    """Run a source and models made from it on the same samples. Returns the evaluation of the first
+    repo, with those of the others beside it. `task`: the data are questions. `pair` holds the layers
+    beside the CPU experts in `repos`, if those are not the source's. `layers`: only so many, and no
     logits. `memory` is in bytes (None: three quarters of the machine), `devices` are torch's names
     (none: all GPUs, else the CPU). `notice` is told what a user must know of the data.
 
@@ -444,17 +446,20 @@ def evaluate(
     data, RunError for too little memory or disk."""
     what = "eval runs models as transformers computes them"
     require("calibrate", what, "torch", "transformers")
-    if pair is not None and "amx" not in (repo.manifest or {}):
+    of_cpu = ["amx" in (repo.manifest or {}) for repo in repos]
+    if pair is not None and not any(of_cpu):
         raise UsageError(
-            f"{repo.root}: --pair needs the folder of the CPU's experts, and this is not one; exchange "
-            "the two, or omit --pair"
+            f"{repos[0].root}: --pair needs the folder of the CPU's experts, and this is not one; "
+            "exchange the two, or omit --pair"
         )
     if "amx" in (source.manifest or {}):
         raise CheckpointError(
             f"{source.root}: holds CPU experts alone; name the checkpoint that they were made from"
         )
-    rest = (pair or source) if "amx" in (repo.manifest or {}) else None
-    _check_comparable(source, rest or repo)
+    rests = [(pair or source) if cpu else None for cpu in of_cpu]
+    whole = [rest or repo for rest, repo in zip(rests, repos, strict=True)]
+    for one in whole:
+        _check_comparable(source, one)
     check_devices(devices)
     silence_transformers()
     notes: list[str] = []
@@ -471,31 +476,42 @@ def evaluate(
         return load_task(data, folder).tokens if task else load_tokens(data, folder, told)
 
     tokens = load(source.root, remark) if asked is None else asked.tokens
-    _check_tokenizers(tokens, data, source, rest or repo, load)
+    for one in whole:
+        _check_tokenizers(tokens, data, source, one, load)
     if layers is None and max(sample.size for sample in tokens) < 2:
         raise DataError(
             f"{data.data}: no sample has 2 tokens, so none is predicted; give longer text, or evaluate "
             "hidden states alone (--first-layers N)"
         )
-    theirs, ours = side_of(source), side_of(repo, rest)
-    _check_layers(layers, theirs, ours)
+    theirs = side_of(source)
+    ours = [side_of(repo, rest) for repo, rest in zip(repos, rests, strict=True)]
+    for side in ours:
+        _check_layers(layers, theirs, side)
 
-    found = compare(
-        theirs, ours, tokens, layers=layers, memory=memory,
+    errors = compare(
+        (theirs, *ours), tokens, layers=layers, memory=memory,
         devices=tuple(dict.fromkeys(devices)) or found_devices(), events=events or NoEvents(),
     )  # fmt: skip
     if layers is not None:
         notes.append(
             f"the first {layers} of {theirs.model.layers} layers: no perplexity, no KL, no agreement"
         )
-    return Evaluation(
-        folder=repo.name, against=source.name, model=(rest or repo).model_line,
-        data="random tokens" if data.data is None else Path(data.data).name, digest=told,
-        samples=len(tokens), length=data.length, seed=data.seed,
-        tokens=sum(sample.size for sample in tokens), of_layers=theirs.model.layers,
-        hidden=found.hidden, logits=found.logits, notes=(*notes, WEIGHTS_ONLY),
-        task=result_of(asked, found.scores) if asked is not None and found.scores else None,
+    units = [sample.size - 1 for sample in tokens] if asked is None else asked.units
+    first, *others = (
+        Evaluation(
+            folder=repo.name, against=source.name, model=one.model_line,
+            data="random tokens" if data.data is None else Path(data.data).name, digest=told,
+            samples=len(tokens), length=data.length, seed=data.seed,
+            tokens=sum(sample.size for sample in tokens), of_layers=theirs.model.layers,
+            hidden=found.hidden, notes=(*notes, WEIGHTS_ONLY),
+            logits=None if found.scores is None else logits_of(found.scores, units),
+            task=result_of(asked, found.scores) if asked and found.scores else None,
+            differences=differences_of(repos[0].name, errors[0].scores, found.scores, units, asked)
+            if number and errors[0].scores and found.scores else None,
+        )
+        for number, (repo, one, found) in enumerate(zip(repos, whole, errors, strict=True))
     )  # fmt: skip
+    return replace(first, beside=tuple(others))
 
 
 def _check_comparable(source: Checkpoint, repo: Checkpoint) -> None:

@@ -1,8 +1,9 @@
-"""Logits of two models compared, a slice of the vocabulary at a time, and the memory of an evaluation.
+"""Logits of a model and of others, a slice of the vocabulary at a time, and the memory of an evaluation.
 
 For each token sums over the slices are kept, so that no row of logits is ever whole: of exp(l - m) for
-both models and of exp(l_s - m_s) (l_s - l_r), with m the largest logit so far, by which they are scaled
-anew as it grows (as in "Online normalizer calculation for softmax", Milakov and Gimelshein, 2018).
+each model and of exp(l_s - m_s) (l_s - l_r) for each other, with m the largest logit so far, by which
+they are scaled anew as it grows (as in "Online normalizer calculation for softmax", Milakov and
+Gimelshein, 2018).
 Logits are float32 products of BF16 numbers, sums are float64, slices of 2048 rows in ascending order:
 the memory given changes no figure but by what a matrix product's own order does.
 """
@@ -10,9 +11,10 @@ the memory given changes no figure but by what a matrix product's own order does
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from itertools import starmap
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from qconvert.calibrate.activation_store import InFile
 from qconvert.calibrate.memory import resident
@@ -32,9 +34,9 @@ SLICE, CHUNK = 2048, 512
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Memory of a side, of the larger one of both. Bytes: `layer` without routed experts, its largest
+    """Memory of a side, of the largest of several. Bytes: `layer` without routed experts, its largest
     `parameter`. Numbers: `hidden` and `middle` sizes of an expert (`middle` 0: a dense model), `widest`
-    output of a linear layer, tokens of the `longest` sample."""
+    output of a linear layer, tokens of the `longest` sample, `models` that are run together."""
 
     layer: int
     parameter: int
@@ -42,6 +44,7 @@ class Sizes:
     middle: int
     widest: int
     longest: int
+    models: int
 
     @property
     def expert(self) -> int:
@@ -59,9 +62,9 @@ class Sizes:
         return self.layer + decoding + passing + 8 * self.longest * self.longest
 
     def head(self, tokens: int) -> int:
-        """Logits of a slice of both models, for hidden states of so many tokens."""
-        slices = 2 * SLICE * self.hidden * (2 + 4)
-        return slices + 8 * CHUNK * SLICE * 10 + 2 * tokens * self.hidden * 4
+        """Logits of two models at a time, of a slice of all, for hidden states of so many tokens."""
+        slices = self.models * SLICE * self.hidden * (2 + 4)
+        return slices + 8 * CHUNK * SLICE * 10 + self.models * tokens * self.hidden * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class Budget:
     def tokens(self) -> int:
         """Return how many tokens' hidden states are in memory while the head is read once."""
         left = self.memory - self.base - self.sizes.head(0)
-        return max(CHUNK, left // (2 * self.sizes.hidden * 4) // CHUNK * CHUNK)
+        return max(CHUNK, left // (self.sizes.models * self.sizes.hidden * 4) // CHUNK * CHUNK)
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,9 @@ class _Sum:
         self.total = torch.zeros(count, dtype=torch.float64, device=device)
         self.most = self.total - torch.inf
 
-    def add(self, logits: torch.Tensor) -> torch.Tensor:
-        """Count in logits float64 [P, v]. Returns exp(old - new largest) [P]."""
+    def add(self, logits: torch.Tensor, first: int) -> torch.Tensor:
+        """Count in logits float64 [P, v] of the ids from `first` on. Returns exp(old - new largest)
+        [P]."""
         import torch
 
         new = torch.maximum(self.most, logits.max(1).values)
@@ -156,9 +160,7 @@ class _Softmax(_Sum):
         self.best = torch.zeros_like(targets[:, 0])
         self.target = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
 
-    def add_from(self, logits: torch.Tensor, first: int) -> torch.Tensor:
-        """Count in logits float64 [P, v] of the ids from `first` on. Returns exp(old - new largest)
-        [P]."""
+    def add(self, logits: torch.Tensor, first: int) -> torch.Tensor:
         import torch
 
         most, place = logits.max(1)
@@ -167,59 +169,74 @@ class _Softmax(_Sum):
         inside = (self.targets >= first) & (self.targets < first + logits.shape[1])
         at = (self.targets - first).clamp(0, logits.shape[1] - 1)
         self.target = torch.where(inside, logits.gather(1, at), self.target)
-        return self.add(logits)
+        return super().add(logits, first)
 
 
-class _Pair:
-    """Sums over the logits of both models, for some tokens."""
+Kept = TypeVar("Kept", bound=_Sum)
 
-    def __init__(self, targets: torch.Tensor, device: str) -> None:
+
+class _Apart(Generic[Kept]):
+    """Sums over the logits of a model and of others, for some tokens."""
+
+    def __init__(self, source: Kept, others: Sequence[Kept]) -> None:
         import torch
 
-        there = targets.to(device)[:, None]
-        self.source, self.repo = _Softmax(there), _Softmax(there)
-        self.apart = torch.zeros(targets.shape[0], dtype=torch.float64, device=device)
+        self.source, self.others = source, others
+        self.apart = [torch.zeros_like(source.total) for _ in others]
 
-    def add(self, source: torch.Tensor, repo: torch.Tensor, first: int) -> None:
+    def add(self, source: torch.Tensor, others: Iterable[torch.Tensor], first: int) -> None:
+        """Count in logits float64 [P, v] of the ids from `first` on."""
         import torch
 
-        scale = self.source.add_from(source, first)
-        self.repo.add_from(repo, first)
+        scale = self.source.add(source, first)
         shares = torch.exp(source - self.source.most[:, None])
-        self.apart = self.apart * scale + (shares * (source - repo)).sum(1)
+        for number, (other, logits) in enumerate(zip(self.others, others, strict=True)):
+            other.add(logits, first)
+            self.apart[number] = self.apart[number] * scale + (shares * (source - logits)).sum(1)
 
-    def scores(self) -> Scores:
-        kl = self.apart / self.source.total - (self.source.log - self.repo.log)
-        return Scores(
+    def divergences(self) -> list[torch.Tensor]:
+        """KL(model || other) of each other, float64 [P] in nats."""
+        return [
             # Rounding can make a zero negative.
-            kl.clamp(min=0).cpu(),
-            (self.source.log - self.source.target[:, 0]).cpu(),
-            (self.repo.log - self.repo.target[:, 0]).cpu(),
-            (self.source.best == self.repo.best).cpu(),
-            (self.source.best == self.source.targets[:, 0]).cpu(),
-            (self.repo.best == self.repo.targets[:, 0]).cpu(),
+            (apart / self.source.total - (self.source.log - other.log)).clamp(min=0)
+            for apart, other in zip(self.apart, self.others, strict=True)
+        ]
+
+
+def _scores(sums: _Apart[_Softmax]) -> list[Scores]:
+    """Scores of each of the others."""
+    source = sums.source
+    return [
+        Scores(
+            kl.cpu(),
+            (source.log - source.target[:, 0]).cpu(),
+            (repo.log - repo.target[:, 0]).cpu(),
+            (source.best == repo.best).cpu(),
+            (source.best == source.targets[:, 0]).cpu(),
+            (repo.best == repo.targets[:, 0]).cpu(),
         )
+        for kl, repo in zip(sums.divergences(), sums.others, strict=True)
+    ]
 
 
 def scored(
-    source: tuple[LoadedSide, InFile],
-    repo: tuple[LoadedSide, InFile],
-    targets: torch.Tensor,
-    together: int,
-) -> Scores:
-    """Scores of tokens whose final hidden states [P, H] are in two files, and which are followed by
-    `targets` int64 [P]. `together` tokens are in memory while both heads are read once."""
-    device = source[0].layers.device
-    parts: list[Scores] = []
+    models: Sequence[tuple[LoadedSide, InFile]], targets: torch.Tensor, together: int
+) -> list[Scores]:
+    """Scores of each model but the first, the source, for tokens whose final hidden states [P, H] are in
+    a file of each, and which are followed by `targets` int64 [P]. `together` tokens are in memory while
+    all heads are read once."""
+    device = models[0][0].layers.device
+    parts: list[list[Scores]] = []
     for start in range(0, targets.shape[0], together):
         stop = min(start + together, targets.shape[0])
-        pairs = [
-            _Pair(targets[at : min(at + CHUNK, stop)], device) for at in range(start, stop, CHUNK)
-        ]
-        for number, first, made in _logits_of((source, repo), start, stop):
-            pairs[number].add(made[0], made[1], first)
-        parts += [pair.scores() for pair in pairs]
-    return joined(parts)
+        found = []
+        for at in range(start, stop, CHUNK):
+            there = targets[at : min(at + CHUNK, stop)].to(device)[:, None]
+            found.append(_Apart(_Softmax(there), [_Softmax(there) for _ in models[1:]]))
+        for number, first, made in _logits_of(models, start, stop):
+            found[number].add(next(made), made, first)
+        parts += map(_scores, found)
+    return [joined(column) for column in zip(*parts, strict=True)]
 
 
 def predicted(
@@ -238,7 +255,7 @@ def predicted(
         found = [[_Softmax(chunk) for _ in models] for chunk in chunks]
         for number, first, made in _logits_of(models, start, stop):
             for sums, logits in zip(found[number], made, strict=True):
-                sums.add_from(logits, first)
+                sums.add(logits, first)
         parts += found
     return [
         (
@@ -252,9 +269,9 @@ def predicted(
 
 def _logits_of(
     models: Sequence[tuple[LoadedSide, InFile]], start: int, stop: int
-) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+) -> Iterator[tuple[int, int, Iterator[torch.Tensor]]]:
     """Logits of each model, float64 [P, v], of a chunk of the tokens [start, stop) and a slice of the
-    vocabulary: the chunk's number, the slice's first id, and the logits."""
+    vocabulary: the chunk's number, the slice's first id, and the logits, made as they are asked for."""
     device = models[0][0].layers.device
     states = [file.read(start, stop).to(device).float() for _, file in models]
     rows = models[0][0].side.model.head.rows
@@ -262,11 +279,9 @@ def _logits_of(
         last = min(first + SLICE, rows)
         slices = [one.side.model.head.slice(first, last, one.weights, device) for one, _ in models]
         for number, at in enumerate(range(0, stop - start, CHUNK)):
-            made = [
-                _logits(one, hidden[at : at + CHUNK], weight)
-                for (one, _), hidden, weight in zip(models, states, slices, strict=True)
-            ]
-            yield number, first, made
+            hidden = (one[at : at + CHUNK] for one in states)
+            sides = zip((one for one, _ in models), hidden, slices, strict=True)
+            yield number, first, starmap(_logits, sides)
 
 
 def divergences(
@@ -284,22 +299,16 @@ def divergences(
         for start in range(0, count, step):
             stop = min(start + step, count)
             states = [file.read(start, stop).to(device).float() for file in (clean, *others)]
-            sums = [_Sum(stop - start, device) for _ in states]
-            apart = torch.zeros(len(others), stop - start, dtype=torch.float64, device=device)
+            clear, *sums = (_Sum(stop - start, device) for _ in states)
+            apart = _Apart(clear, sums)
             for first in range(0, rows, SLICE):
                 weight = opened.side.model.head.slice(
                     first, min(first + SLICE, rows), opened.weights, device
                 )
-                source = _logits(opened, states[0], weight)
-                scale = sums[0].add(source)
-                shares = torch.exp(source - sums[0].most[:, None])
-                for number, state in enumerate(states[1:]):
-                    logits = _logits(opened, state, weight)
-                    sums[number + 1].add(logits)
-                    apart[number] = apart[number] * scale + (shares * (source - logits)).sum(1)
-            for number, one in enumerate(sums[1:]):
-                kl = apart[number] / sums[0].total - (sums[0].log - one.log)
-                found[number] += float(kl.clamp(min=0).sum()) / count
+                made = (_logits(opened, state, weight) for state in states)
+                apart.add(next(made), made, first)
+            for number, kl in enumerate(apart.divergences()):
+                found[number] += float(kl.sum()) / count
     return found
 
 

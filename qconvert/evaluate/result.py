@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import exp, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from qconvert.evaluate.head import Scores
+    from qconvert.evaluate.paired import Differences
     from qconvert.evaluate.task import TaskResult
 
 
@@ -35,8 +36,8 @@ WEIGHTS_ONLY = (
 class Logits:
     """Distance of predictions, over `predicted` tokens. `perplexity` is the folder's,
     `source_perplexity` the source's; `kl` the mean of KL(SRC || REPO) in nats a token, `kl_error` its
-    standard error over samples (None: there is one sample alone); `agreement` the part of tokens after
-    which both prefer the same one."""
+    standard error over samples, or questions (None: there is one alone); `agreement` the part of tokens
+    after which both prefer the same one."""
 
     predicted: int
     perplexity: float
@@ -55,7 +56,10 @@ class Evaluation:
 
     `hidden` are relative errors of the hidden states after each layer that was run: the norm of the
     difference over the source's norm, the mean over tokens. `logits` are None where not all `of_layers`
-    layers were run."""
+    layers were run.
+
+    `beside` are those of other folders, in the same run, each with its `differences` from this one
+    (None where there are no logits)."""
 
     folder: str
     against: str
@@ -71,6 +75,8 @@ class Evaluation:
     logits: Logits | None
     notes: tuple[str, ...] = ()
     task: TaskResult | None = None
+    differences: Differences | None = None
+    beside: tuple[Evaluation, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -79,27 +85,28 @@ class Evaluation:
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""
-        found = {**asdict(self), "layers": self.layers}
-        return {**found, "hidden": list(self.hidden), "notes": list(self.notes)}
+        found = {**asdict(replace(self, beside=())), "layers": self.layers}
+        return {
+            **found, "hidden": list(self.hidden), "notes": list(self.notes),
+            "differences": None if self.differences is None else self.differences.as_object(),
+            "beside": [one.as_object() for one in self.beside],
+        }  # fmt: skip
 
     def fact(self) -> dict[str, Any]:
-        """Return what a manifest keeps: no place on a disk."""
-        left = ("folder", "against", "model", "notes", *(["task"] if self.task is None else []))
+        """Return what a manifest keeps: no place on a disk, and nothing of another folder."""
+        left = ("folder", "against", "model", "notes", "differences", "beside",
+                *(["task"] if self.task is None else []))  # fmt: skip
         return {key: value for key, value in self.as_object().items() if key not in left}
 
 
-def logits_of(scores: Scores, lengths: Sequence[int]) -> Logits:
-    """Of the scores of samples that predict so many tokens each, in order."""
-    sums, at = [], 0
-    for length in lengths:
-        sums.append(float(scores.kl[at : at + length].sum()))
-        at += length
+def logits_of(scores: Scores, units: Sequence[int]) -> Logits:
+    """Of the scores of units, samples or questions, that predict so many tokens each, in order."""
     return Logits(
         int(scores.kl.shape[0]),
         _perplexity(scores.repo),
         _perplexity(scores.source),
         float(scores.kl.mean()),
-        _standard_error(sums, lengths),
+        standard_error(sums_of(scores.kl, units), units),
         float(scores.agree.double().mean()),
     )
 
@@ -109,9 +116,18 @@ def _perplexity(losses: torch.Tensor) -> float:
     return exp(min(700.0, float(losses.mean())))
 
 
-def _standard_error(sums: Sequence[float], lengths: Sequence[int]) -> float | None:
-    """Of the mean over tokens, given sums over samples of so many: tokens of a sample are not
-    independent, samples are (a ratio estimate: Cochran, Sampling Techniques, 6.4)."""
+def sums_of(values: torch.Tensor, units: Sequence[int]) -> list[float]:
+    """Over the tokens of each unit, which has so many, of values [P] of all."""
+    sums, at = [], 0
+    for tokens in units:
+        sums.append(float(values[at : at + tokens].sum()))
+        at += tokens
+    return sums
+
+
+def standard_error(sums: Sequence[float], lengths: Sequence[int]) -> float | None:
+    """Of the mean over tokens, given sums over units of so many (None: there is one): tokens of a sample
+    are not independent, samples are (a ratio estimate: Cochran, Sampling Techniques, 6.4)."""
     count, tokens = len(sums), sum(lengths)
     if count < 2:
         return None

@@ -21,13 +21,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from qconvert.core.errors import DataError
 from qconvert.core.shown import count
+from qconvert.evaluate.result import standard_error
 from qconvert.samples.data import JsonLines, check_ids, sample_order, vocab_size
 from qconvert.samples.request import DataSpec
 from qconvert.samples.tokenizer import Tokenizer
@@ -66,6 +66,13 @@ class Task:
     questions: tuple[Question, ...]
     tokens: tuple[Ids, ...]
     scored: tuple[int, ...]
+
+    @property
+    def units(self) -> list[int]:
+        """Return how many tokens of each question's pairs are predicted: pairs of one question have its
+        context in common."""
+        pairs = iter(self.tokens)
+        return [sum(next(pairs).size - 1 for _ in one.pairs) for one in self.questions]
 
 
 @dataclass(frozen=True)
@@ -300,4 +307,4 @@ def _accuracy(repo: Sequence[bool], source: Sequence[bool]) -> Accuracy:
 
 def _error(values: Sequence[float]) -> float | None:
     """The standard error of a mean."""
-    return stdev(map(float, values)) / sqrt(len(values)) if len(values) > 1 else None
+    return standard_error(values, [1] * len(values))

@@ -214,6 +214,7 @@ def evaluate(
     seed: int = 0,
     column: str | None = None,
     task: bool = False,
+    beside: Sequence[str | Path | Checkpoint] = (),
     pair: str | Path | Checkpoint | None = None,
     layers: int | None = None,
     memory: int | str | None = None,
@@ -229,11 +230,13 @@ def evaluate(
     `data` is what a calibration takes (text, JSONL, tokenized safetensors, hf-dataset:NAME), of which
     the first `samples` (None: 64) of at most `length` tokens are used, or those that a `seed` draws;
     `column` is where the text is. None: random tokens, for `layers` alone. `task`: the data are
-    questions (qconvert/evaluate/task.py), all of which are asked where `samples` is None. `pair` is the
-    GPU side of a folder of CPU experts (None: the source). `layers`: only so many, and no logits.
+    questions (qconvert/evaluate/task.py), all of which are asked where `samples` is None. `beside` are
+    other folders made from the source, compared with the first in the same run: each has an evaluation
+    in `beside` of the result, with its `differences`. `pair` is the GPU side of folders of CPU experts
+    (None: the source). `layers`: only so many, and no logits.
     `memory` is what this process may take (bytes, or `48GiB`; None: three quarters of the machine),
     `devices` are torch's names, the first of which runs all but experts (none: all GPUs, else the CPU).
-    `write` notes the result in the folder's manifest and on its card. `events` count samples that went
+    `write` notes the result in each folder's manifest and on its card. `events` count samples that went
     through a layer of a model; `notice` is told what a user must know of the data.
 
         >>> ids = folder / "ids.jsonl"
@@ -263,23 +266,27 @@ def evaluate(
         )
     several = samples or (_ALL if task else 64)
     spec = DataSpec(name, several, length, seed, data is None, column)
-    if write:
-        finish(folder.root if isinstance(folder, Checkpoint) else Path(folder), notice)
-    repo = checkpoint_of(folder, follow_links=follow_links)
-    if write:
-        if any(shard.remote is not None for shard in repo.shards):
-            where = "on the Hub" if repo.name.startswith("hf://") else "in a store"
-            raise UsageError(f"{repo.name}: is {where}, which is not written to; omit --write")
-        check_recordable(repo)
-    beside = None if pair is None else checkpoint_of(pair, follow_links=follow_links)
+    repos = []
+    for one in (folder, *beside):
+        if write:
+            finish(one.root if isinstance(one, Checkpoint) else Path(one), notice)
+        repo = checkpoint_of(one, follow_links=follow_links)
+        if write:
+            if any(shard.remote is not None for shard in repo.shards):
+                where = "on the Hub" if repo.name.startswith("hf://") else "in a store"
+                raise UsageError(f"{repo.name}: is {where}, which is not written to; omit --write")
+            check_recordable(repo)
+        repos.append(repo)
     found = _evaluate(
-        repo, checkpoint_of(against, follow_links=follow_links), spec, pair=beside, task=task,
+        repos, checkpoint_of(against, follow_links=follow_links), spec,
+        pair=None if pair is None else checkpoint_of(pair, follow_links=follow_links), task=task,
         layers=layers,
         memory=None if memory is None else parse_size(memory), devices=tuple(devices),
         events=Counted.of(events), notice=notice,
     )  # fmt: skip
     if write:
-        record(repo, found)
+        for repo, noted in zip(repos, (found, *found.beside), strict=True):
+            record(repo, noted)
     return found
 
 

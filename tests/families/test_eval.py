@@ -54,7 +54,7 @@ def ran(folder: Path) -> oracle.Run:
 def evaluated(repo: Path, source: Path, file: Path) -> Evaluation:
     file.write_text("".join(f"{json.dumps({'input_ids': ids.tolist()})}\n" for ids in SAMPLES))
     spec = DataSpec(str(file), len(SAMPLES), 64)
-    return evaluate(open_source(repo), open_source(source), spec, devices=["cpu"])
+    return evaluate([open_source(repo)], open_source(source), spec, devices=["cpu"])
 
 
 @pytest.mark.parametrize("family", FAMILIES[:: 1 if ALL else 12])

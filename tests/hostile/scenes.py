@@ -189,6 +189,8 @@ CALIBRATING = (
            good="calibratable", has="calibration", heavy=True),
     _scene("eval repo", f"eval {{src}} --against {{good}} --first-layers 1 --json {_EVAL}",
            src="calibratable", good="calibratable", has="checkpoint", heavy=True),
+    _scene("eval two", f"eval {{good}} {{src}} --against {{good}} --json {_EVAL}", src="calibratable",
+           good="calibratable", has="checkpoint", heavy=True),
     _scene("eval write", f"eval {{src}} --against {{good}} --write {_EVAL}", src="evaluable",
            good="calibratable", has="manifest receipt", heavy=True,
            writes="src/README.md src/qconvert.json src/qconvert.receipt.jsonl"),
