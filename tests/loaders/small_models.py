@@ -320,7 +320,6 @@ def _but(left: Collection[str]) -> tuple[str, ...]:
 REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
     (("text",), _but(TOWERS), "config.json has no text_config with a model_type"),
     (("text",), ("glm4v_moe", "kimi_k25"), "transformers has no class for a text model"),
-    (("text",), ("gemma4",), "experts.down_proj' is of no tower that is known"),
     (("fuse --for sglang", "unfuse"), _but(GDN), "this model has no linear-attention layers"),
     (("fuse --for sglang",), ("qwen3_next",), "are interleaved (2 groups) already"),
     (("unfuse",), ("qwen3_next",), "QC052: model.layers.0.linear_attn.in_proj_qkv.weight: is split"),

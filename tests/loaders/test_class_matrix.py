@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,22 @@ pytestmark = [
 ]
 
 # Classes whose folder does not load as saved, and why: transformers 5 saves their tensors under other
-# names or in another order than published (gemma3, kimi_linear, qwen3_vl_moe), or rotary's parameters of
-# two kinds of layers, which published configs do not have (mimo_v2_flash); sglang has nothing for
-# experts of Llama 4's text model, and looks for its tower in an index, which one file has not.
+# names or in another order than published (qwen3_vl_moe), or rotary's parameters of two kinds of layers,
+# which published configs do not have (mimo_v2_flash); sglang has nothing for experts of Llama 4's text
+# model; vLLM has no prefill of latent attention for kimi_linear's small sizes.
 UNLOADED: Mapping[str, Collection[str]] = {
-    "sglang": ("gemma3", "kimi_linear", "llama4", "llama4_text", "mimo_v2_flash", "qwen3_vl_moe"),
-    "vllm": ("gemma3", "kimi_linear", "qwen3_vl_moe"),
+    "sglang": ("llama4_text", "mimo_v2_flash", "qwen3_vl_moe"),
+    "vllm": ("kimi_linear", "qwen3_vl_moe"),
+}
+# What a folder has or lacks to no harm, after the folder's name: biases that a class makes in vLLM for
+# experts that have none, with GPTQ's packing; towers and what joins them to the model, which vLLM reads in
+# the first stage alone; in sglang Llama 4's tower, which it looks for in an index: without, it serves text.
+UNUSED: Mapping[tuple[str, str], str] = {
+    ("gemma3", "vllm"): r"^stage-01-\S* (vision_tower|multi_modal_projector)\.",
+    ("gemma4", "vllm"): r"packing gptq\S* .*\.experts\.routed_experts\.w\d+_bias$",
+    ("kimi_k25", "vllm"): r"^stage-01-\S* (vision_tower|mm_projector)\.",
+    ("llama4", "vllm"): r"^stage-01-\S* (vision_model|multi_modal_projector)\.",
+    ("llama4", "sglang"): r"^.* (vision_model|multi_modal_projector)\.",
 }
 LEAST_LOADED = 40
 # Models whose classes have tables.
@@ -130,6 +141,9 @@ def test_what_is_said_to_load_loads(
     lost = {}
     for folder in found:
         for runtime, cell in cells(folder, {"sglang": hopper, "vllm": vllm}):
+            unused = UNUSED.get((model, runtime), "$^")
+            left = [one for one in cell.did if not re.search(unused, f"{folder.name} {one}")]
+            cell = replace(cell, did=tuple(left))
             about = {"model": model, "command": command, "runtime": runtime}
             noted({**about, "folder": folder.name, "said": cell.said, "did": cell.did[:6]})
             unloaded = MODELS[model][0] in UNLOADED[runtime]

@@ -306,7 +306,9 @@ def _along(weights: Floats, found: Any, more: int) -> Float64s:
     exact = weights.astype(np.float64)
     part = np.einsum("ijk,ijk->ij", exact, exact - found)
     own = np.einsum("ijk,ijk->ij", exact, exact)
-    return _error(weights, found) + more * np.square(part) / np.where(own > 0, own, 1)
+    made: Float64s = _error(weights, found)
+    made += more * np.square(part) / np.where(own > 0, own, 1)
+    return made
 
 
 def _first(wrong: Bools, found: Float64s, allowed: Float64s) -> tuple[int, int, str] | None:
