@@ -399,7 +399,7 @@ MUTANTS = (
     ),
     Mutant(
         "searched scales that clip", "w4a16 searched", "formats.int_packed.search", "_best_scales",
-        "ALONG * (along", "0 * (along",
+        "weight * (share", "0 * (share",
     ),
     Mutant(
         "searched codes one up", "w4a16 searched", "formats.int_packed.search", "_nearest",

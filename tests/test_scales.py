@@ -107,11 +107,13 @@ def errors(bits: Bits, scheme: IntScheme, scales: Scales, signs: Signs = "positi
 
 
 def lost(groups: Doubles, found: Doubles) -> Doubles:
-    """Squared errors of groups [n, G], of which what lies along the weights counts five times."""
+    """Squared errors of groups [n, G], and G / 16 times what of them lies along the weights (1024 times
+    in long ones)."""
     off = groups - found
     own = np.square(groups).sum(axis=1)
     made: Doubles = np.square(off).sum(axis=1)
-    made += 4 * np.square((off * groups).sum(axis=1)) / np.where(own > 0, own, 1)
+    more = groups.shape[1] / 16 if groups.shape[1] <= 256 else 1024
+    made += more * np.square((off * groups).sum(axis=1)) / np.where(own > 0, own, 1)
     return made
 
 
@@ -163,8 +165,10 @@ def test_what_it_gains(name: str, kind: str, most: float, by_signs: float | None
 
 
 @pytest.mark.parametrize("signs", ["positive", "both"])
-@pytest.mark.parametrize("name", SIGNED[:3])
-def test_close_to_the_best_of_400_scales(name: str, signs: Signs) -> None:
+@pytest.mark.parametrize(
+    ("name", "most"), [("W4 g32", 1.02), ("W4 g128", 1.03), ("W4 channel", 1.2)]
+)
+def test_close_to_the_best_of_400_scales(name: str, most: float, signs: Signs) -> None:
     """Of either sign where both are allowed."""
     bits, scheme = drawn("heavy"), SCHEMES[name]
     groups = exact(bits).reshape(-1, scheme.width(COLUMNS))
@@ -175,7 +179,7 @@ def test_close_to_the_best_of_400_scales(name: str, signs: Signs) -> None:
             step = sign * exact(bf16(part * plain))[:, None]
             codes = np.clip(np.rint(groups / step), -8, 7)
             np.minimum(best, lost(groups, codes * step), out=best)
-    assert errors(bits, scheme, "search", signs).sum() <= 1.02 * best.sum()
+    assert errors(bits, scheme, "search", signs).sum() <= most * best.sum()
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name not in SIGNED])

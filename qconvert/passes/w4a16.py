@@ -69,8 +69,8 @@ class ExpertsToW4A16(Quantizing):
     them, and where none does, beside rounded ones, where sglang would otherwise fuse them and not read
     them; `named`: as targets name them alone, as llm-compressor has it. `scales`
     of rounding to nearest are each group's amax over half the range, or with `search` those whose codes
-    lose least (formats/int_packed/search.py); `signs` of symmetric INT4's says whether scales below 0 are
-    tried, too.
+    lose least (formats/int_packed/search.py); `signs` of symmetric INT4's says whether scales below 0
+    are tried, too.
 
     Raises PlanError for targets that match nothing, for part of a set that runtimes load as one, for
     groups that do not fit (naming groups that do), for a search beside a calibration, and as

@@ -42,8 +42,9 @@ UNLOADED: Mapping[str, Collection[str]] = {
     "vllm": ("kimi_linear", "qwen3_vl_moe"),
 }
 # What a folder has or lacks to no harm, after the folder's name: biases that a class makes in vLLM for
-# experts that have none, with GPTQ's packing; towers and what joins them to the model, which vLLM reads in
-# the first stage alone; in sglang Llama 4's tower, which it looks for in an index: without, it serves text.
+# experts that have none, with GPTQ's packing; towers and what joins them to the model, which vLLM reads
+# in the first stage alone; in sglang Llama 4's tower, which it looks for in an index: without one it
+# serves text.
 UNUSED: Mapping[tuple[str, str], str] = {
     ("gemma3", "vllm"): r"^stage-01-\S* (vision_tower|multi_modal_projector)\.",
     ("gemma4", "vllm"): r"packing gptq\S* .*\.experts\.routed_experts\.w\d+_bias$",

@@ -1,16 +1,18 @@
 """Scales that lose less: for each group, the scale whose codes come nearest to its weights.
 
 Rounding with scale = amax / half the range gives the largest weight of a group its own code and all
-others coarse ones. Here a ladder of scales is tried for each group, each from the group's ends times
-one of its rungs and rounded to the dtype that the format stores; the one that is kept has the least
+others coarse ones. Here a ladder of scales is tried for each group of G weights, each from the group's
+ends times one of its rungs and rounded to the dtype that the format stores; the one that is kept has
+the least
 
-    |e|^2 + 4 (e . w)^2 / |w|^2,    e = w - s * code,    code = w / s to nearest, held to the range
+    |e|^2 + a (e . w)^2 / |w|^2,    e = w - s * code,    code = w / s to nearest, held to the range
 
 and of equal ones the first, the scale of amax being before all others. The second term is the part of an
-error that lies along the weights. Least squares alone choose scales that clip, which makes every group
-a little smaller: over the groups of a row that adds up, where other errors cancel. Of SmolLM2-135M
-(groups of 64) the KL is 0.81 of plain rounding's and the perplexity 16.7, with least squares alone 0.87
-and 17.3 (rounded 16.6, unquantized 13.4).
+error that lies along the weights; a is G / 16, and 1024 of more than 256 weights. Least squares alone
+choose scales that clip, which makes every group a little smaller, its largest weights most: over the
+groups of a row that adds up, where other errors cancel. Of SmolLM2-135M the KL is 0.84 of plain
+rounding's in groups of 64 (least squares alone: 0.87 to 0.98), and GAINED with a scale a channel
+(1.5 to 1.7).
 
 Everything that decides has an order of its own, so that a group gets the same scale on every machine:
 quotients are float32 products with float32(1 / s), sums over them are added in float32 one column after
@@ -136,8 +138,12 @@ _LEAST = 2.0**-100
 # Scales beyond are not tried.
 _MOST = {"BF16": 3.0e38, "F16": 65504.0, "F32": 3.0e38}
 _ROUNDER = 1.5 * 2.0**23  # see formats/int_packed/encode.py
-# How much more an error along the weights counts: 0, 4, 16 and 64 are compared in benchmarks/README.md.
-ALONG = 4.0
+
+
+def along(width: int) -> float:
+    """Weight of an error along the weights beside its square, in a group of `width` columns
+    (benchmarks/README.md)."""
+    return width / 16 if width <= _SHORT else 1024.0
 
 
 @lru_cache(maxsize=8)
@@ -162,9 +168,9 @@ def searched(weight: UInt16s, scheme: IntScheme, made: Codes, *, signed: bool) -
     shape = made.scale.size, -1
     lines, dtype = made.codes.reshape(shape), ("BF16", "F16", "F32").index(scheme.scale_dtype)
     return done(
-        "ints_search", weight.reshape(shape), ladder(scheme.bits, lines.shape[1]), ALONG, scheme.low,
-        scheme.high, scheme.symmetric, signed, dtype, lines, made.scale.reshape(-1),
-        made.zero.reshape(-1),
+        "ints_search", weight.reshape(shape), ladder(scheme.bits, lines.shape[1]),
+        along(lines.shape[1]), scheme.low, scheme.high, scheme.symmetric, signed, dtype, lines,
+        made.scale.reshape(-1), made.zero.reshape(-1),
     )  # fmt: skip
 
 
@@ -224,7 +230,7 @@ def _best_scales(
     size = np.maximum(most, -least)
     np.multiply(values, (np.float32(1) / size)[:, None], out=quotients)
     length = _sums(quotients, quotients, spare)
-    best = np.full(scale.shape, np.inf)
+    best, weight = np.full(scale.shape, np.inf), along(values.shape[1])
     middle = zero.astype(np.float32)
     for sign, rung in product(signs, ladder(scheme.bits, values.shape[1])):
         step, center = scale_and_zero(most * rung, least * rung, scheme)
@@ -233,8 +239,8 @@ def _best_scales(
         step *= np.float32(sign)
         _nearest(values, np.where(usable, step, np.float32(1)), center, scheme, quotients, spare)
         np.subtract(quotients, spare, out=spare)
-        along = _sums(quotients, spare, quotients) * (wide / size.astype(np.float64))
-        error = _sums(spare, spare, spare) + ALONG * (along * along / length)
+        share = _sums(quotients, spare, quotients) * (wide / size.astype(np.float64))
+        error = _sums(spare, spare, spare) + weight * (share * share / length)
         error *= wide * wide
         better = usable & (error < best)
         np.copyto(best, error, where=better)

@@ -101,7 +101,7 @@ class PackNvfp4Codes:
 
 
 # --- Block scales that lose less ------------------------------------------------------------------
-# The error of a block is |e|^2 + (e . w)^2 / |w|^2: formats/int_packed/search.py says why.
+# The error of a block is |e|^2 + (e . w)^2 / |w|^2, as formats/int_packed/search.py has it for 16.
 
 
 # Of E4M3 codes, eight of which are a factor of two.

@@ -1,7 +1,7 @@
 """Matrices whose scales were searched for: a weight beyond the last code of its scale is at that code,
 any other within half a step, and no group is further from the source than under the scale of its largest
-weight, which the search tries too. The part of an error that lies along the weights counts five times,
-of NVFP4 twice (formats/int_packed/search.py, formats/nvfp4/encode.py).
+weight, which the search tries too. An error is |e|^2 + a (e . w)^2 / |w|^2 of a group of G weights w,
+a = G / 16, or 1024 for more than 256 (formats/int_packed/search.py).
 
 What that scale is comes from the formats' definitions: compressed-tensors (`calculate_qparams`,
 see weights/int_bounds.py), and for NVFP4 largest / 6 in E4M3 (see formats/nvfp4.py).
@@ -244,7 +244,7 @@ def ints_fit(tile: Tile) -> tuple[Bools, tuple[int, int, str] | None]:
         # Products with the inverse, as the search has them: an error along the weights says which side
         # of a tie a code is on.
         codes = np.clip(np.rint(weights * (np.float32(1) / plain)), low - middle, high - middle)
-        allowed, lost = _along(weights, codes * plain, 4), _along(weights, mine, 4)
+        allowed, lost = _lost(weights, codes * plain), _lost(weights, mine)
         wrong = (lost > allowed * _WORSE) & (size > np.float32(_LEAST))
     return fits, _first(wrong, lost, allowed)
 
@@ -269,11 +269,11 @@ def nvfp4_fits(
         at = np.searchsorted(table, needed)
         # On both sides of ties: an error along the weights says which one a code is on.
         tried = [
-            _along(weights, _nearest_fp4(weights, plain * unit * side), 1)
+            _lost(weights, _nearest_fp4(weights, plain * unit * side))
             for plain in (table[np.clip(at - below, 0, table.size - 1)] for below in (0, 1))
             for side in (1 - 2.0**-18, 1 + 2.0**-18)
         ]
-        allowed, lost = np.max(tried, axis=0), _along(weights, mine, 1)
+        allowed, lost = np.max(tried, axis=0), _lost(weights, mine)
         # A scale below E4M3's numbers is another in either dialect.
         wrong = (lost > allowed * _WORSE) & (needed >= _LEAST_E4M3)
     return fits, _first(wrong, lost, allowed)
@@ -290,24 +290,17 @@ def _nearest_fp4(weights: Floats, factor: Float64s) -> Float64s:
     return found
 
 
-def _error(weights: Floats, found: Any) -> Float64s:
-    """Squared errors of groups [n, groups, G]."""
-    import numpy as np
-
-    off = weights.astype(np.float64) - found
-    made: Float64s = np.einsum("ijk,ijk->ij", off, off)
-    return made
-
-
-def _along(weights: Floats, found: Any, more: int) -> Float64s:
-    """The same with so many times more what of an error lies along the weights."""
+def _lost(weights: Floats, found: Any) -> Float64s:
+    """Errors of groups [n, groups, G]."""
     import numpy as np
 
     exact = weights.astype(np.float64)
-    part = np.einsum("ijk,ijk->ij", exact, exact - found)
-    own = np.einsum("ijk,ijk->ij", exact, exact)
-    made: Float64s = _error(weights, found)
-    made += more * np.square(part) / np.where(own > 0, own, 1)
+    off = exact - found
+    squares, along, own = (
+        np.einsum("ijk,ijk->ij", a, b) for a, b in ((off, off), (off, exact), (exact, exact))
+    )
+    more = exact.shape[2] / 16 if exact.shape[2] <= 256 else 1024
+    made: Float64s = squares + more * np.square(along) / np.where(own > 0, own, 1)
     return made
 
 
