@@ -119,7 +119,10 @@ FORMS: dict[str, Callable[[Path], None]] = {
 _LINKS = frozenset({"link to /dev/zero", "link to /dev/urandom", "link to a terminal", "loop",
                     "dangling", "link to /proc", "link out"})  # fmt: skip
 # None of these copies or sends what it does not read itself.
-_READING = frozenset(scene.command for scene in READERS) - {"upload", "upload dry"} | {"eval repo"}
+_READING = frozenset(scene.command for scene in READERS) - {"upload", "upload dry"} | {
+    "eval repo",
+    "eval two",
+}
 
 
 def _at(name: str, make: Callable[[Path], None]) -> Break:
