@@ -398,10 +398,6 @@ MUTANTS = (
         "better = usable & (error < best)", "better = usable",
     ),
     Mutant(
-        "searched scales that clip", "w4a16 searched", "formats.int_packed.search", "_best_scales",
-        "weight * (share", "0 * (share",
-    ),
-    Mutant(
         "searched codes one up", "w4a16 searched", "formats.int_packed.search", "_nearest",
         "np.add(codes, np.float32(_ROUNDER), out=codes)",
         "np.add(codes, np.float32(_ROUNDER + 1), out=codes)",
@@ -826,10 +822,6 @@ MUTANTS = (
     Mutant(
         "loops: GPTQ's scales halved", "gptq", "ops.compiled.loops.ints", "ints_round_any",
         "scale[group], zero[group] = step,", "scale[group], zero[group] = np.float32(step / 2),",
-    ),
-    Mutant(
-        "loops: searched scales that clip", "w4a16 searched", "ops.compiled.loops.search", "_least",
-        "weight * np.float64(along", "0 * np.float64(along",
     ),
     Mutant(
         "loops: another scale than the codes'", "w4a16 searched", "ops.compiled.loops.search",

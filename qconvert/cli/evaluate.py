@@ -198,7 +198,9 @@ def _lines(found: Evaluation) -> Iterator[str]:
 
 
 def _compared(first: str, second: str, apart: Differences) -> Iterator[str]:
-    yield from textwrap.wrap(verdict(first, second, apart), WIDTH)
+    yield from textwrap.wrap(
+        verdict(first, second, apart), WIDTH, break_long_words=False, break_on_hyphens=False
+    )
     yield f"{'second less first':<{_LABEL}}{'mean':>10}{'+-':>10}{'errors':>11}"
     for label, *values in differences(apart):
         yield f"{label:<{_LABEL}}{values[0]:>10}{values[1]:>10}{values[2]:>11}"
