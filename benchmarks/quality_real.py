@@ -141,7 +141,7 @@ def _row(name: str, seconds: float, text: api.Evaluation, task: api.Evaluation) 
 
 
 def continued(folder: Path, prompts: Sequence[str], tokens: int = 12) -> list[str]:
-    """What a BF16 folder continues each prompt with, greedily."""
+    """Greedy continuations of the prompts by a BF16 folder."""
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     found = []

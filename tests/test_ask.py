@@ -382,8 +382,8 @@ def test_scales_of_a_kv_cache_are_no_weights(vllm: ModelServer, room: Path, tmp_
 
 
 def test_a_server_of_flat_predictions_is_garbage(vllm: ModelServer, room: Path) -> None:
-    """What it names has next to no probability of either model, so that only the id that the folder
-    prefers tells them apart."""
+    """The ids that it names have next to no probability of either model, so that only the id that the
+    folder prefers tells them apart."""
 
     def flat(ids: Sequence[int], new: int) -> Computed:
         even = dict.fromkeys(range(20), -math.log(30_000))

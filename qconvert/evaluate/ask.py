@@ -21,15 +21,14 @@ from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-from qconvert.calibrate.backend import silence_transformers
-from qconvert.calibrate.devices import check_devices, found_devices
+from qconvert.calibrate.devices import found_devices
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.client.served import Answer, Predicted, Server
 from qconvert.core.errors import CheckpointError, RunError, UsageError
 from qconvert.core.extras import require
 from qconvert.core.shown import count
 from qconvert.evaluate.activations import BITS, Inputs, stated_inputs
-from qconvert.evaluate.engine import finals_of, last_states
+from qconvert.evaluate.engine import begun, finals_of, last_states
 from qconvert.evaluate.head import predicted
 from qconvert.evaluate.side import side_of
 from qconvert.run.work.events import Events, NoEvents
@@ -142,15 +141,7 @@ def ask_server(
             f"{repo.root}: --pair is for a folder of the CPU's experts, and names the GPU side; "
             f"{'give it' if pair is None else 'omit it'}"
         )
-    check_devices(devices)
-    silence_transformers()
-    notes: list[str] = []
-
-    def remark(text: str) -> None:
-        notes.append(text)
-        if notice is not None:
-            notice(text)
-
+    notes, remark = begun(devices, notice)
     rest = pair or repo
     server = Server.at(url)
     texts = _texts(data, rest, remark)

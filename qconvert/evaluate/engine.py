@@ -422,6 +422,23 @@ def finals_of(
 _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
+def begun(
+    devices: Sequence[str], notice: Callable[[str], None] | None
+) -> tuple[list[str], Callable[[str], None]]:
+    """Begin a run over models on some devices: returns its notes, empty, and what adds one and tells the
+    user. Raises RunError for a device that is not there."""
+    check_devices(devices)
+    silence_transformers()
+    notes: list[str] = []
+
+    def remark(text: str) -> None:
+        notes.append(text)
+        if notice is not None:
+            notice(text)
+
+    return notes, remark
+
+
 def evaluate(
     repos: Sequence[Checkpoint],
     source: Checkpoint,
@@ -460,15 +477,7 @@ def evaluate(
     whole = [rest or repo for rest, repo in zip(rests, repos, strict=True)]
     for one in whole:
         _check_comparable(source, one)
-    check_devices(devices)
-    silence_transformers()
-    notes: list[str] = []
-
-    def remark(text: str) -> None:
-        notes.append(text)
-        if notice is not None:
-            notice(text)
-
+    notes, remark = begun(devices, notice)
     told = digest(data, source.root)
     asked: Task | None = load_task(data, source.root) if task else None
 

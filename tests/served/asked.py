@@ -146,7 +146,7 @@ def _with_other_head(source: Path, target: Path) -> None:
 
 
 def _answered(root: Path, row: Row) -> dict[str, Any]:
-    """What `ask` says of a row: its JSON, or the `error` and the end of the server's log."""
+    """The answer of `ask` for a row: its JSON, or the `error` and the end of the server's log."""
     log, port = root / f"{row.name}.log", _free_port()
     command = [sys.executable, str(Path(__file__).with_name("api_server.py")), "--model",
                str(root / row.served), "--served-model-name", row.served, "--port", str(port),

@@ -1,4 +1,4 @@
-"""Single numbers' bits, for use in loops."""
+"""Bits of single numbers, and the length of a row, for use in loops."""
 
 from __future__ import annotations
 
@@ -43,3 +43,14 @@ def e4m3(size: np.int32) -> np.int32:
     few = np.int32(np.float32(steps).view(np.int32) & np.int32(0xFF))
     code = few if size < _LEAST_NORMAL else code
     return code if code < np.int32(0x7E) else np.int32(0x7E)
+
+
+@inner
+def length_of(row: Any, size: np.float32) -> float:
+    """The sum of squares of weights as parts of the largest."""
+    total, inverse = np.float32(0), np.float32(np.float32(1) / size)
+    for column in range(row.size):
+        value = np.int32(np.int32(row[column]) << np.int32(16)).view(np.float32)
+        part = np.float32(value * inverse)
+        total = np.float32(total + np.float32(part * part))
+    return np.float64(total)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qconvert.compiled.jit import inner, loop
-from qconvert.ops.compiled.loops.bits import NAN, largest, rounded
+from qconvert.ops.compiled.loops.bits import NAN, largest, length_of, rounded
 
 _LEAST_SCALE = np.float32(2.0**-9)
 _LEAST = np.float32(2.0**-149)
@@ -216,17 +216,6 @@ def _nvfp4_errors(weight: Any, lanes: Any) -> None:
 
 
 @inner
-def _nvfp4_length(weight: Any, largest: np.float32) -> float:
-    """The sum of squares of weights as parts of the largest."""
-    total, inverse = np.float32(0), np.float32(np.float32(1) / largest)
-    for column in range(16):
-        size = np.int32(np.int32(weight[column] & np.uint16(0x7FFF)) << np.int32(16))
-        part = np.float32(np.int32(size).view(np.float32) * inverse)
-        total = np.float32(total + np.float32(part * part))
-    return np.float64(total)
-
-
-@inner
 def _nvfp4_best(
     weight: Any, lanes: Any, code: np.int32, factor: np.float32, size: np.float32, own: np.float32,
     modelopt: bool,
@@ -243,7 +232,7 @@ def _nvfp4_best(
         lanes[2 * _TRIED + lane] = each
         lanes[lane] = np.float32(np.float32(1) / each)
     _nvfp4_errors(weight, lanes)
-    length = _nvfp4_length(weight, size)
+    length = length_of(weight, size)
     least, best, found = np.inf, code, factor
     for lane in range(_TRIED):
         other = np.int32(code + lane) if lane < 9 else np.int32(code - lane + 8)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qconvert.compiled.jit import inner, loop
-from qconvert.ops.compiled.loops.bits import rounded
+from qconvert.ops.compiled.loops.bits import length_of, rounded
 from qconvert.ops.compiled.loops.ints import as_f16, ends
 
 _ROUNDER = np.float32(1.5 * 2.0**23)
@@ -59,17 +59,6 @@ def _errors(row: Any, lanes: Any) -> None:
             lanes[3 * _RUNGS + lane] = np.float32(lanes[3 * _RUNGS + lane] + np.float32(off * off))
             along = np.float32(quotient * off)
             lanes[4 * _RUNGS + lane] = np.float32(lanes[4 * _RUNGS + lane] + along)
-
-
-@inner
-def _length(row: Any, size: np.float32) -> float:
-    """The sum of squares of weights as parts of the largest."""
-    total, inverse = np.float32(0), np.float32(np.float32(1) / size)
-    for column in range(row.size):
-        value = np.int32(np.int32(row[column]) << np.int32(16)).view(np.float32)
-        part = np.float32(value * inverse)
-        total = np.float32(total + np.float32(part * part))
-    return np.float64(total)
 
 
 @inner
@@ -152,7 +141,7 @@ def ints_search(
             lanes[_RUNGS + lane] = np.float32(first - middle)
             lanes[2 * _RUNGS + lane] = np.float32(last - middle)
         _errors(weight[group], lanes)
-        wide, length = np.float64(size), _length(weight[group], size)
+        wide, length = np.float64(size), length_of(weight[group], size)
         best, chosen = _least(tried, lanes, wide, length, along, np.inf, 0)
         step = tried[chosen]
         if signed:
