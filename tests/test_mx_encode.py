@@ -169,7 +169,7 @@ def test_quantize_is_each_of_them_by_the_name_of_its_format(
     step: ToMx | ToInt8, form: str, tmp_path: Path
 ) -> None:
     start = Plan.identity(Checkpoint.open(deepseek_v3().write(tmp_path / "s")))
-    other = Quantize(form, step.targets)
+    other = Quantize(form, targets=step.targets)
     one, two = run_passes(start, (step,)), run_passes(start, (other,))
     assert list(dump(one)) == list(dump(two))
     assert (one.config, one.dropped, one.facts) == (two.config, two.dropped, two.facts)
@@ -179,10 +179,10 @@ def test_quantize_is_each_of_them_by_the_name_of_its_format(
 
 def test_names_are_targets_and_others_stay(tmp_path: Path) -> None:
     start = Plan.identity(Checkpoint.open(qwen3_moe().write(tmp_path / "s")))
-    step = Quantize("mxfp8", ("Linear",), ("re:.*self_attn.*", "experts"))
+    step = Quantize("mxfp8", targets=("Linear",), ignore=("re:.*self_attn.*", "experts"))
     with pytest.raises(PlanError, match="target 'Linear' matches no weight"):
         run_passes(start, (step,))
-    made = run_passes(start, (Quantize("mxfp8", ("o_proj",)),))
+    made = run_passes(start, (Quantize("mxfp8", targets=("o_proj",)),))
     block = made.config["quantization_config"]
     assert block["format"] == "mxfp8-quantized"
     assert block["config_groups"]["group_0"]["targets"] == ["Linear"]

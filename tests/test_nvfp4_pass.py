@@ -192,7 +192,7 @@ def test_memory_is_of_parts_not_of_matrices(tmp_path: Path) -> None:
     """gate and up are 178 MB of bf16 each, and both are gone through before either is rounded. A part is
     of 128 rows, a row of FP8 blocks, at least."""
     headers.write_sparse(headers.load("qwen3.5-27b-fp8"), tmp_path)
-    step = ToNvfp4("compressed-tensors", ("Linear",))
+    step = ToNvfp4("compressed-tensors", targets=("Linear",))
     plan = run_passes(Plan.identity(Checkpoint.open(tmp_path)), [step])
     peak = max(unit.peak for unit in prepare(plan, RunOptions(memory=1 << 31)).units)
     assert peak < 12 << 20
@@ -504,7 +504,7 @@ def test_statistics_with_nothing_to_give_are_refused() -> None:
     with pytest.raises(PlanError, match="the only use of stats"):
         ToNvfp4("modelopt", weight_only=True, stats="x")
     with pytest.raises(PlanError, match="of routed experts' inputs alone"):
-        ToNvfp4("modelopt", ("Linear",), stats="x")
+        ToNvfp4("modelopt", targets=("Linear",), stats="x")
 
 
 @both

@@ -227,7 +227,7 @@ def test_what_a_known_family_does_not_know_is_left(tmp_path: Path) -> None:
     table = "model.visual.pos_embed.weight"
     norms = {f"model.layers.0.self_attn.{n}_norm.weight": bf16(64) for n in "qk"}
     model.tensors |= {stray: bf16(256, 256), table: bf16(64, 256), **norms}
-    plan = planned(model, tmp_path, ToNvfp4("compressed-tensors", ("Linear",)))
+    plan = planned(model, tmp_path, ToNvfp4("compressed-tensors", targets=("Linear",)))
     for name in (stray, table, "model.embed_tokens.weight", "lm_head.weight"):
         assert plan.tensors[name].type.dtype == "BF16"
     assert "model.layers.0.self_attn.q_proj.weight_packed" in plan.tensors
@@ -347,7 +347,7 @@ def test_what_stays_is_named_by_role(tmp_path: Path) -> None:
 
 def test_gate_and_up_share_a_scale_whatever_they_are_called(tmp_path: Path) -> None:
     """Among all linears, of which q, k and v share one too."""
-    plan = planned(mixtral_model(512), tmp_path, ToNvfp4("modelopt", ("Linear",)))
+    plan = planned(mixtral_model(512), tmp_path, ToNvfp4("modelopt", targets=("Linear",)))
 
     def own(module: str) -> Apply | None:
         """The node that makes a matrix's own scale."""

@@ -467,7 +467,7 @@ def test_a_recipe_has_all_options(tmp_path: Path) -> None:
     )  # fmt: skip
     (step,) = parse_recipe(done.out, "printed").passes
     assert step == ExpertsToW4A16(
-        None, 8, False, None, "gptq-v2", ("Linear",), ("lm_head",), True, 2
+        None, 8, False, None, "gptq-v2", True, targets=("Linear",), ignore=("lm_head",), tp=2
     )
 
 

@@ -407,8 +407,8 @@ SOURCE_GROUPS = click.option(
 _PATTERN = Parsed("pattern", _is_pattern)
 
 
-def targets(default: str) -> Callable[[F], F]:
-    """Return what a conversion quantizes, and what it does where nothing is said."""
+def _targets(default: str) -> Callable[[F], F]:
+    """What a conversion quantizes, and what it does where nothing is said."""
     return click.option(
         "--targets", multiple=True, type=_PATTERN,
         metavar="NAME", shell_complete=completion.targets,
@@ -418,8 +418,7 @@ def targets(default: str) -> Callable[[F], F]:
     )  # fmt: skip
 
 
-TARGETS, LINEAR_TARGETS = targets("experts"), targets("Linear")
-IGNORE = click.option(
+_IGNORE = click.option(
     "--ignore", multiple=True, type=_PATTERN, metavar="NAME",
     help="Targets to leave unquantized, named likewise. Repeatable.",
 )  # fmt: skip
@@ -438,7 +437,7 @@ STATS = click.option(
     help="Statistics that a calibration saved in DIR, from which input scales of activations "
     "follow (nvfp4), or which experts stay (prune).",
 )  # fmt: skip
-SHARED_EXPERTS = rare(
+_SHARED_EXPERTS = rare(
     "--shared-experts", type=click.Choice(["quantize", "keep"]), default=None,
     help="Quantize shared experts as the routed ones, or keep them. [default: as --targets names them; "
     "where it names none, keep them beside calibrated experts (--gptq, NVFP4's --stats), and beside "
@@ -448,6 +447,14 @@ TP = click.option(
     "--tp", type=Count(), metavar="N",
     help="Refuse a result that would not load on N tensor-parallel ranks.",
 )  # fmt: skip
+
+
+def quantizing(default: str) -> Callable[[F], F]:
+    """Options of every command that quantizes for GPUs: the fields of `passes/quantize.Quantizing`.
+    `default`: its targets."""
+    return stacked(_targets(default), _IGNORE, _SHARED_EXPERTS, TP)
+
+
 SOURCE = click.argument("source", metavar="SRC", type=SOURCE_NAME)
 OUT = click.argument("out", type=FolderPath(urls=True))
 # What is found again under its name, by others or later, is a folder of this machine.

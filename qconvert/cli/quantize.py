@@ -9,18 +9,14 @@ import click
 from qconvert.cli.calibration import CALIBRATION, SAMPLES, Asked, calibration_from, flag
 from qconvert.cli.convert import conversion
 from qconvert.cli.options import (
-    IGNORE,
     INPUT_SCALE,
     KV_SCALE,
-    LINEAR_TARGETS,
     NVFP4_DIALECT,
-    SHARED_EXPERTS,
     STATS,
-    TARGETS,
-    TP,
     Rare,
     dialect,
     made_for,
+    quantizing,
     rare,
 )
 from qconvert.core.int_scheme import DEFAULT_GROUP
@@ -39,7 +35,7 @@ _BITS = click.option(
         help="Format to write, such as mxfp8 or int8, or one that another package adds; a name that is "
         "none lists them.",
     ),
-    TARGETS, IGNORE, SHARED_EXPERTS, TP,
+    quantizing("experts"),
 )  # fmt: skip
 def quantize(form: str, **fields: Any) -> Pass:
     """Quantize to any format, by its name.
@@ -62,7 +58,7 @@ def quantize(form: str, **fields: Any) -> Pass:
 
 
 @conversion(
-    _BITS, TARGETS, IGNORE, SHARED_EXPERTS, TP,
+    _BITS, quantizing("experts"),
     dialect(
         "AMD Quark's is of MXFP4, for an MI355, with inputs in MXFP4 too",
         "compressed-tensors", "quark", kind=Rare,
@@ -91,7 +87,7 @@ def mx(bits: Literal["4", "8"], **fields: Any) -> Pass:
 
 
 @conversion(
-    LINEAR_TARGETS, IGNORE, SHARED_EXPERTS, TP, KV_SCALE, SAMPLES,
+    quantizing("Linear"), KV_SCALE, SAMPLES,
     dialect(
         "msmodelslim's is W8A8_DYNAMIC, for Ascend NPUs",
         "compressed-tensors", "msmodelslim", kind=Rare,
@@ -121,10 +117,7 @@ def int8(**fields: Any) -> Pass:
 
 @conversion(
     NVFP4_DIALECT(required=True),
-    TARGETS,
-    IGNORE,
-    SHARED_EXPERTS,
-    TP,
+    quantizing("experts"),
     STATS,
     click.option(
         "--weight-only", is_flag=True,
@@ -189,10 +182,7 @@ def nvfp4(weight_only: bool, gptq: bool, asked: Asked, **fields: Any) -> Pass:
         help="Store scales that are powers of two, rounded up before codes are rounded (scale_fmt: "
         "ue8m0).",
     ),
-    LINEAR_TARGETS,
-    IGNORE,
-    SHARED_EXPERTS,
-    TP,
+    quantizing("Linear"),
     STATS,
     INPUT_SCALE,
     KV_SCALE,
@@ -263,10 +253,7 @@ def fp8(channel: bool, tensor: bool, ue8m0: bool, **fields: Any) -> Pass:
         help="How codes are packed; gptq and gptq-v2 differ in how zero points are stored; awq "
         "(AutoAWQ's form) needs --asymmetric.",
     ),
-    TARGETS,
-    IGNORE,
-    SHARED_EXPERTS,
-    TP,
+    quantizing("experts"),
     rare(
         "--leave-bf16", is_flag=True,
         help="Leave a linear layer unquantized whose columns are not whole groups, instead of refusing.",

@@ -71,10 +71,10 @@ def _fp8(block: int | None) -> Make:
 _MAKES: Mapping[str, Make] = {
     "fp8": _fp8(128),
     "fp8-channel": _fp8(None),
-    "int8": lambda targets: ToInt8(targets, shared_experts="named"),
+    "int8": lambda t: ToInt8(targets=t, shared_experts="named"),
     "w8a16": _packed(128, 8),
-    "nvfp4": lambda t: ToNvfp4("compressed-tensors", t, shared_experts="named"),
-    "mxfp4": lambda targets: ToMx("mxfp4", targets, shared_experts="named"),
+    "nvfp4": lambda t: ToNvfp4("compressed-tensors", targets=t, shared_experts="named"),
+    "mxfp4": lambda t: ToMx("mxfp4", targets=t, shared_experts="named"),
     "w4a16-g32": _packed(32),
     "w4a16-g64": _packed(64),
     "w4a16-g128": _packed(128),

@@ -9,7 +9,7 @@ the name of the model's first layer.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,7 +36,7 @@ from qconvert.ops.constant import constant_f32
 from qconvert.passes.input_scales import InputScales
 from qconvert.passes.quantize import Quantizing, compressed_block
 from qconvert.passes.ranks import Grid, check_tp, cut_notes, loads_at, loads_note
-from qconvert.passes.selection import Linear, Selection, SharedExperts, check_targets, shared_notes
+from qconvert.passes.selection import Linear, Selection, check_targets, shared_notes
 from qconvert.passes.shared_scales import encoded_together
 from qconvert.plan.pass_options import LINEAR
 from qconvert.plan.plan import Plan
@@ -67,10 +67,7 @@ class ToFp8(Quantizing):
     dialect: Dialect = "fp8"
     block: int | None = BLOCK
     exponents: bool = False
-    targets: tuple[str, ...] = (LINEAR,)
-    ignore: tuple[str, ...] = ()
-    shared_experts: SharedExperts | None = None
-    tp: int | None = None
+    targets: tuple[str, ...] = field(default=(LINEAR,), kw_only=True)
     tensor: bool = False
     input_scale: float | None = None
     stats: str | None = None

@@ -46,9 +46,9 @@ from qconvert.passes.input_scales import InputScales
 from qconvert.passes.mxfp4_as_nvfp4 import WEIGHTS_ONLY, as_nvfp4, inputs_of
 from qconvert.passes.quantize import Quantizing, compressed_block, left_note, rounded_drafts
 from qconvert.passes.ranks import Grid, loads_at, loads_note
-from qconvert.passes.selection import Selection, SharedExperts, check_targets, shared_notes
+from qconvert.passes.selection import Selection, check_targets, shared_notes
 from qconvert.passes.shared_scales import encoded_together
-from qconvert.plan.pass_options import EXPERTS, options_of
+from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import Plan
 from qconvert.samples.request import Calibration
 
@@ -71,12 +71,8 @@ class ToNvfp4(Quantizing):
     name: ClassVar[str] = "nvfp4"
 
     dialect: Dialect = "modelopt"
-    targets: tuple[str, ...] = (EXPERTS,)
-    ignore: tuple[str, ...] = ()
     weight_only: bool = False
     stats: str | None = None
-    shared_experts: SharedExperts | None = None
-    tp: int | None = None
     input_scale: float | None = None
     scales: Scales = "amax"
     calibrate: Calibration | None = None

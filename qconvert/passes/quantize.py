@@ -10,7 +10,7 @@ has place for them, as a second group.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
 from re import escape
@@ -68,30 +68,38 @@ _COMMANDS = (
 )
 
 
-class Quantizing:
-    """Base of the passes. `targets` and `ignore` are as `Targets` has them; `shared_experts` says
-    whether shared experts beside routed ones are quantized too or kept; None: quantized only where
-    sglang would otherwise fuse them and not read them, and kept where data decides, of which there is
-    none of theirs; `named`: as targets name them alone. `tp` is a tensor-parallel size that the result
-    must load at. `stats` is a folder of a calibration's statistics, `input_scale` one constant: from one
-    of them input scales follow. `calibrate`: GPTQ finds the codes, but not of draft layers, for which
-    transformers has no class.
+class _WithoutData:
+    """Fields of some passes alone, as all others have them. `stats` is a folder of a calibration's
+    statistics, `input_scale` one constant: from one of them input scales follow. `calibrate`: GPTQ finds
+    the codes, but not of draft layers, for which transformers has no class."""
+
+    __slots__ = ()
+
+    stats: str | None = None
+    input_scale: float | None = None
+    scales: str = "amax"
+    calibrate: Calibration | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantizing(_WithoutData):
+    """Base of the passes, and the options of all of them. `targets` and `ignore` are names, ends of
+    names, `re:` patterns, or `Linear`; EXPERTS means the routed experts of every family.
+    `shared_experts` says whether shared experts beside routed ones are quantized too or kept; None:
+    quantized only where sglang would otherwise fuse them and not read them, and kept where data decides,
+    of which there is none of theirs; `named`: as targets name them alone. `tp` is a tensor-parallel size
+    that the result must load at.
 
     Raises PlanError for targets that match nothing, for part of what runtimes load as one, where a rank
     would cut a block, where layers in another quantized form would stay, and as `routed_experts` does.
     """
 
-    __slots__ = ()
-
     name: ClassVar[str]
-    targets: tuple[str, ...]
-    shared_experts: SharedExperts | None
-    tp: int | None
+
+    targets: tuple[str, ...] = (EXPERTS,)
     ignore: tuple[str, ...] = ()
-    stats: str | None = None
-    input_scale: float | None = None
-    scales: str = "amax"
-    calibrate: Calibration | None = None
+    shared_experts: SharedExperts | None = None
+    tp: int | None = None
 
     # --- what a format has of its own
 
@@ -463,23 +471,15 @@ def written(name: str) -> Format:
 @dataclass(frozen=True, slots=True)
 class Quantize(ByFormat):
     """The routed experts, or what `targets` names, in a registered `format`, another package's too.
-    `targets` and `ignore` are names, ends of names, `re:` patterns, or `Linear`; EXPERTS means the
-    routed experts of every family. `shared_experts` says whether shared experts beside routed ones are
-    quantized too or kept; None: quantized only where sglang would otherwise fuse them and not read them.
-    `tp` is a tensor-parallel size that the result must load at. Linears whose columns are no whole
-    groups are left.
+    Linears whose columns are no whole groups are left. The rest is `Quantizing`'s.
 
-    Raises PlanError for an unknown format, where expert columns are not whole groups, where a rank would
-    cut one, for part of what runtimes load as one, and as `routed_experts` does.
+    Raises PlanError for an unknown format, where expert columns are not whole groups, and as
+    `Quantizing` does.
     """
 
     name: ClassVar[str] = "quantize"
 
     format: str
-    targets: tuple[str, ...] = (EXPERTS,)
-    ignore: tuple[str, ...] = ()
-    shared_experts: SharedExperts | None = None
-    tp: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,10 +497,6 @@ class ToMx(ByFormat):
     name: ClassVar[str] = "mx"
 
     format: Literal["mxfp4", "mxfp8"] = "mxfp4"
-    targets: tuple[str, ...] = (EXPERTS,)
-    ignore: tuple[str, ...] = ()
-    shared_experts: SharedExperts | None = None
-    tp: int | None = None
     dialect: Literal["compressed-tensors", "quark"] = "compressed-tensors"
 
     def __post_init__(self) -> None:
@@ -556,10 +552,7 @@ class ToInt8(ByFormat):
     name: ClassVar[str] = "int8"
     format = "int8"
 
-    targets: tuple[str, ...] = (LINEAR,)
-    ignore: tuple[str, ...] = ()
-    shared_experts: SharedExperts | None = None
-    tp: int | None = None
+    targets: tuple[str, ...] = field(default=(LINEAR,), kw_only=True)
     dialect: Literal["compressed-tensors", "msmodelslim"] = "compressed-tensors"
 
     def encoder(self, *, draft: bool = False) -> RowOp:

@@ -46,8 +46,7 @@ from qconvert.passes.input_scales import InputScales
 from qconvert.passes.mixture import PACKED
 from qconvert.passes.quantize import Quantizing, compressed_block, left_note, rounded_drafts
 from qconvert.passes.ranks import Grid, listed, loads_at, loads_note
-from qconvert.passes.selection import Selection, SharedExperts, shared_notes
-from qconvert.plan.pass_options import EXPERTS
+from qconvert.passes.selection import Selection, shared_notes
 from qconvert.plan.plan import Plan
 from qconvert.samples.request import Calibration
 
@@ -59,22 +58,15 @@ _CHANNEL_STEP = 64
 @dataclass(frozen=True, slots=True)
 class ExpertsToW4A16(Quantizing):
     """Weights of `bits`, in groups of `group_size` columns that share a scale (None: a whole row does),
-    packed as `packing` says. `targets` and `ignore` are names, ends of names, `re:` patterns, or
-    `Linear`, as in llm-compressor; EXPERTS means the routed experts of every family, whatever their
-    names. Layers that no runtime is known to load quantized are never taken. With `leave_bf16` a linear
-    whose columns are not whole groups stays as it is (an expert never does). `tp` is a tensor-parallel
-    size that the result must load at. With `calibrate` GPTQ finds the codes of all that is targeted,
-    but not of draft layers, for which transformers has no class. `shared_experts` says whether shared
-    experts are quantized with the routed ones, or kept whatever targets name; None: as targets name
-    them, and where none does, beside rounded ones, where sglang would otherwise fuse them and not read
-    them; `named`: as targets name them alone, as llm-compressor has it. `scales`
-    of rounding to nearest are each group's amax over half the range, or with `search` those whose codes
-    lose least (formats/int_packed/search.py); `signs` of symmetric INT4's says whether scales below 0
-    are tried, too.
+    packed as `packing` says. Layers that no runtime is known to load quantized are never taken. With
+    `leave_bf16` a linear whose columns are not whole groups stays as it is (an expert never does). With
+    `calibrate` GPTQ finds the codes of all that is targeted. `scales` of rounding to nearest are each
+    group's amax over half the range, or with `search` those whose codes lose least
+    (formats/int_packed/search.py); `signs` of symmetric INT4's says whether scales below 0 are tried,
+    too. The rest is `Quantizing`'s.
 
-    Raises PlanError for targets that match nothing, for part of a set that runtimes load as one, for
-    groups that do not fit (naming groups that do), for a search beside a calibration, and as
-    `routed_experts` does.
+    Raises PlanError for groups that do not fit (naming groups that do), for a search beside a
+    calibration, and as `Quantizing` does.
     """
 
     name: ClassVar[str] = "w4a16"
@@ -84,12 +76,8 @@ class ExpertsToW4A16(Quantizing):
     symmetric: bool = True
     actorder: Actorder | None = None
     packing: Packing = "compressed-tensors"
-    targets: tuple[str, ...] = (EXPERTS,)
-    ignore: tuple[str, ...] = ()
     leave_bf16: bool = False
-    tp: int | None = None
     calibrate: Calibration | None = None
-    shared_experts: SharedExperts | None = None
     scales: Scales = "amax"
     signs: Signs = "both"
 
