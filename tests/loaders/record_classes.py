@@ -76,6 +76,7 @@ _METHODS = {
 }  # fmt: skip
 _NULLABLE = ("q_lora_rank", "moe_latent_size")
 _NEXT = "num_nextn_predict_layers"
+_TIED = "tie_word_embeddings"
 
 
 class NotRecorded(Exception):
@@ -403,6 +404,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     values = {**config.get("text_config", config), **config}
     found = under_settings(found, others, values, untied=base.untied)
     found |= _of_next_layers(writer, server, runtime, found, config)
+    found |= _of_a_tied_head(writer, server, runtime, found)
     return {
         "runtime": runtime, "version": VERSIONS[runtime],
         "architecture": config["architectures"][0], "model_type": config["model_type"],
@@ -434,6 +436,33 @@ def _of_next_layers(
         return {}
     otherwise = {**found.get("otherwise", {}), f"{_NEXT}=1": {"unknown": unknown}}
     return {"otherwise": otherwise, "flags": sorted({*found["flags"], _NEXT})}
+
+
+def _of_a_tied_head(
+    writer: Writer, server: Server, runtime: str, found: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Answer of a table's class to a head beside tied embeddings, where its first config ties none, and
+    whether its last stage is another then, or not all of it is written."""
+    if writer.draft or "head" in found["unknown"] or _TIED not in found["flags"]:
+        return {}
+    folder = writer.folder(0, frozenset(), {_TIED: True})
+    facts = asked(server, runtime, folder, Rank(), probes=True)
+    said = unknown_of(facts) if not facts["error"] else {}
+    if "head" not in said:
+        return {}
+    otherwise, key = {**found.get("otherwise", {})}, f"{_TIED}=true"
+    more: dict[str, Any] = {"unknown": {**found["unknown"], "head": said["head"]}}
+    if found["stages"] == "many":
+        start = writer.folder(0, frozenset())
+        untied, last = (asked(server, runtime, one, Rank(1, 0, 2, 1)) for one in (start, folder))
+        held = last.get("parameters", {})
+        if last["error"]:
+            more["stages"] = "one"
+        elif held.keys() != untied.get("parameters", {}).keys() or not all(
+            one["pieces"] for one in held.values()
+        ):
+            more["stages"] = "unseen"
+    return {"otherwise": {**otherwise, key: {**otherwise.get(key, {}), **more}}}
 
 
 def defaults(model_type: str, found: Mapping[str, Any]) -> dict[str, Any]:

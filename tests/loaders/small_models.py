@@ -268,6 +268,7 @@ def _kimi_k25(config: dict[str, Any]) -> None:
 
 # What a config of transformers 5 becomes in the published form, where it has other keys.
 AS_PUBLISHED: Mapping[str, Callable[[dict[str, Any]], None]] = {
+    "exaone4_5": lambda c: c["text_config"].update(sliding_window_pattern="LLLG"),
     "gemma4": _gemma4, "kimi_k25": _kimi_k25,
 }  # fmt: skip
 COMMANDS = (
@@ -300,7 +301,7 @@ TOWERS = (
 ONE_STAGE = (
     "afmoe", "cohere", "cohere2", "ernie4_5_moe", "gemma", "gemma2", "gemma3", "gemma3_text",
     "granite", "granite_swa", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "lfm2",
-    "lfm2_moe", "llama4", "olmo2", "olmoe", "qwen3_next", "stablelm", "starcoder2",
+    "lfm2_moe", "llama4", "llama4_text", "olmo2", "olmoe", "qwen3_next", "stablelm", "starcoder2",
 )  # fmt: skip
 STACKED = (
     "gemma4", "gpt_oss", "granitemoe", "llama4", "llama4_text", "nemotron_h", "qwen3_vl_moe",
@@ -334,10 +335,6 @@ REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
     (("experts unstack",), ("gemma4", "granitemoe"), "does not read its experts as a matrix an expert"),
     (("split --pp 2 --for sglang",), ONE_STAGE, "runs in one pipeline stage only in sglang"),
     (("split --pp 2 --for vllm",), ("ernie4_5_moe",), "stage only in sglang and vllm"),
-    (
-        ("split --pp 2 --for sglang", "split --pp 2 --for vllm"), ("opt",),
-        "no stage is known for its role 'model.decoder.embed_positions'",
-    ),
 )  # fmt: skip
 
 

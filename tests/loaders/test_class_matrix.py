@@ -43,12 +43,16 @@ UNLOADED: Mapping[str, Collection[str]] = {
 }
 # What a folder has or lacks to no harm, after the folder's name: biases that a class makes in vLLM for
 # experts that have none, with GPTQ's packing; towers and what joins them to the model, which vLLM reads
-# in the first stage alone; in sglang Llama 4's tower, which it looks for in an index: without one it
+# in the first stage alone; ends of a model, where the other runtime's stages, or a class that builds
+# them in all, need them; in sglang Llama 4's tower, which it looks for in an index: without one it
 # serves text.
 UNUSED: Mapping[tuple[str, str], str] = {
     ("gemma3", "vllm"): r"^stage-01-\S* (vision_tower|multi_modal_projector)\.",
     ("gemma4", "vllm"): r"packing gptq\S* .*\.experts\.routed_experts\.w\d+_bias$",
     ("kimi_k25", "vllm"): r"^stage-01-\S* (vision_tower|mm_projector)\.",
+    ("mistral3", "sglang"): r"^stage-00-\S* language_model\.lm_head\.",
+    ("mistral3", "vllm"): r"^stage-01-\S* (vision_tower|multi_modal_projector)\.",
+    ("nemotron_h", "sglang"): r"^stage-\S* backbone\.(norm_f|embeddings)\.",
     ("llama4", "vllm"): r"^stage-01-\S* (vision_model|multi_modal_projector)\.",
     ("llama4", "sglang"): r"^.* (vision_model|multi_modal_projector)\.",
 }
@@ -168,6 +172,9 @@ def test_tables_say_what_loaders_do(
             wrong += [
                 (runtime, folder.name, one)
                 for one in compared(folder, command, runtime, server, draft=draft)
-                if one.differences and one.tp in table.agrees.get(one.form, ())
+                if one.differences
+                and one.tp in table.agrees.get(one.form, ())
+                # Where a name or size was not seen, the answer is "not known", whatever the form.
+                and not one.differences[0].startswith("not simulated: ")
             ]
     assert wrong == []

@@ -48,8 +48,8 @@ class Line:
 
 
 def lines_of(card: str) -> Iterator[Line]:
-    """Every launch line of a card for a runtime whose loader is here."""
-    for text in re.findall(r"^ {4}(\S.*)$", card, re.MULTILINE):
+    """Every launch line of a card for a runtime whose loader is here, but those that are to be tried."""
+    for text in re.findall(r"^ {4}(\S.*)$", card.partition("Not known for ")[0], re.MULTILINE):
         for runtime, start in _STARTS.items():
             if not text.startswith(start):
                 continue

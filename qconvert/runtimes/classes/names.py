@@ -125,6 +125,9 @@ class RecordedNames:
             return None
         numbers = layers.numbers[at[0]]
         if at[1] in numbers:
+            block = pattern.removesuffix(".bias")
+            if block != pattern and any(name.startswith(f"{block}.") for name in self._sources):
+                raise NotSimulated(f"{tensor}: a bias of a module that has none itself")
             tried = "module" in self.record.unknown and ".experts" not in tensor
             return "module" if tried else None
         counted = at[1] < numbers.stop + layers.drafts
@@ -312,11 +315,18 @@ class RecordedNames:
         outcome = "silent" if leaf in self.spare else self.record.outcome(place, leaf)
         by_rule = leaf in ("bias", *_CACHE) or place not in _LOOKED_FOR
         by_rule = by_rule or leaf in {*self.spare, *self.record.unknown.get(place, ())}
+        if outcome is None:
+            raise NotSimulated(f"{tensor}: its class was offered no name that leads nowhere there")
         if outcome == "error":
             raise LoadRefused(
                 "", "", tensor,
                 f"the class builds no parameter {parameter}: it is built as if stored in another form",
             )  # fmt: skip
+        if outcome == "tied":
+            held = self.built.build.aliases.get(parameter)
+            if held is None:
+                raise NotSimulated(f"{tensor}: its class writes it into embeddings of another name")
+            return (Target(held),)
         if outcome == "warn" or (outcome == "silent" and not by_rule):
             self.missing.append(parameter)
         return PASSED

@@ -53,7 +53,7 @@ Place = Literal[
     "fused", "linear", "experts", "parameter", "draft", "next_layer", "behind", "module", "rotary",
     "head",
 ]  # fmt: skip
-Outcome = Literal["error", "warn", "silent"]
+Outcome = Literal["error", "warn", "silent", "tied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,7 @@ class Record:
     the config; `fuses_shared`: it may load shared experts as routed ones, which the table does not show.
     `keys`: of the configs that it was recorded with; `also`: other names of keys; `refused`: names of
     checkpoints in other forms that end the load; `first`: first numbers of layers, if not 0;
+    `unseen_stages`: under tied embeddings its last stage is another than was recorded;
     `needs_experts`: it refuses a stage without experts, None where that was not tried;
     `asks`: keys that a config must state; `caches`: it takes scales of a cache that lie beside a
     projection of keys or values."""
@@ -161,6 +162,7 @@ class Record:
     mappers: tuple[Mapper, ...] = ()
     renames_more: bool = False
     one_stage: bool = False
+    unseen_stages: bool = False
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
     passed: tuple[str, ...] = ()
@@ -203,10 +205,10 @@ class Record:
         kept = tuple(name for name in self.names if holds(name.when, sizes))
         return replace(self, names=kept, **_facts(changed))
 
-    def outcome(self, place: Place, leaf: str) -> Outcome:
-        """Consequence of a parameter that is not there."""
+    def outcome(self, place: Place, leaf: str) -> Outcome | None:
+        """Consequence of a parameter that is not there, None where the class was offered none."""
         said = self.unknown.get(place, {})
-        return said.get(leaf, said.get("", "error"))
+        return said.get(leaf, said.get(""))
 
     def agreed(self, form: str, setting: Setting) -> bool:
         """Tell whether the loader was asked about a form at this size; of more than one rank, at any
@@ -333,6 +335,7 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
         found["unknown"] = table["unknown"]
     if "stages" in table:
         found["one_stage"] = table["stages"] == "one"
+        found["unseen_stages"] = table["stages"] == "unseen"
     if "tied" in table:
         found["tied"] = tuple(map(tuple, table["tied"]))
     if "variants" in table:

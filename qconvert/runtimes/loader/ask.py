@@ -41,7 +41,8 @@ _DTYPES = {
 _TWICE = (
     ".self_decoder.", ".experts.gate.", "._shared_experts.", ".expert_gate.", ".mla_attn.",
     ".routed_experts.e_score_correction_bias.", "._k_scale.", "._v_scale.", "._q_scale.",
-    "._prob_scale.", "._expert_map.",
+    "._prob_scale.", "._expert_map.", ".experts.routed_input_transform.",
+    ".experts.routed_output_transform.",
 )  # fmt: skip
 # Parameters that no kernel reads, or that the runtime fills after the load.
 _NOT_READ = ("weight_shape", "_blockscale_swizzled", "qzeros")

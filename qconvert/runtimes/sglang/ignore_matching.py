@@ -75,7 +75,7 @@ class Compressed:
         found = self._of_parts(name)
         if found is None:
             raise LoadRefused(
-                "ValueError", f"Unable to find matching target for {name} in the", name,
+                "ValueError", "Unable to find matching target for", name,
                 "neither `ignore` nor a target names this module; the runtime asks for it under this "
                 "name, fused from the checkpoint's",
             )  # fmt: skip

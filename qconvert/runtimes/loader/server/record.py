@@ -365,12 +365,14 @@ class _Warned(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def probe(model: Any, name: str, shape: tuple[int, ...]) -> str:
-    """Answer of a loader to one more tensor: "error", "warn" or "silent"."""
+def probe(model: Any, name: str, shape: tuple[int, ...], *before: str) -> str:
+    """Answer of a loader to one more tensor: "error", "warn" or "silent"; `before`: names of tensors of
+    the same shape that are offered first, of zeros."""
     watch = _Warned()
     logging.getLogger().addHandler(watch)
+    ones, zeros = (make(shape, dtype=torch.float64) for make in (torch.ones, torch.zeros))
     try:
-        done = model.load_weights(iter([(name, torch.ones(shape, dtype=torch.float64))]))
+        done = model.load_weights(iter([*((one, zeros) for one in before), (name, ones)]))
         if done is not None and not isinstance(done, set | list | tuple | bool):
             for _ in done:
                 pass
@@ -379,6 +381,18 @@ def probe(model: Any, name: str, shape: tuple[int, ...]) -> str:
     finally:
         logging.getLogger().removeHandler(watch)
     return f"warn {watch.lines[0][:160]}" if watch.lines else "silent"
+
+
+def _probe_head(model: Any, parameters: Mapping[str, Any], shapes: Shapes) -> str | None:
+    """Answer of a loader to a head beside embeddings that it has no other parameter for: "tied" where it
+    writes it into them; None for a class without embeddings."""
+    of = {piece["tensor"]: name for name, facts in parameters.items() for piece in facts["pieces"]}
+    stored = next((name for name in of if (name or "").endswith(_EMBEDDINGS)), None)
+    if stored is None:
+        return None
+    said = probe(model, "lm_head.weight", shapes[stored], stored)
+    written = bool(model.get_parameter(of[stored]).any())
+    return "tied" if written and said == "silent" else said
 
 
 def _renames(mapper: Any) -> dict[str, Any]:
@@ -396,6 +410,9 @@ _ATTENTION = re.compile(r"(.*\.(?:self_attn|mixer|attn|attention))\.")
 # Names that no class has, offered beside a tensor that it has: parameters of quantized forms, a bias.
 _LEAVES = ("weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "weight_zero_point",
            "input_scale", "bias", "k_scale", "g_idx", "qweight")  # fmt: skip
+# Names of embeddings of tokens, in classes of all kinds.
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight",
+               "embeddings.weight", "tok_embeddings.weight", "embedding.weight")  # fmt: skip
 _PLACES = {"qkv": "fused", "merged": "fused", "merged_replicated": "fused", "experts": "experts"}
 
 
@@ -417,30 +434,36 @@ def probes(
     at: Mapping[str, str],
     names: list[str],
     lists: Mapping[str, int],
+    head: str | None = None,
     *,
     draft: bool = False,
 ) -> Any:
     """Answers of a loader to names that lead nowhere, by the place where they stand; those of a `draft`
-    stand in its own layer."""
+    stand in its own layer. `head`: the answer to a head."""
     found: dict[str, dict[str, str]] = {}
     for place, base in at.items():
         leaves = (leaf for leaf in _LEAVES if f"{base}.{leaf}" not in names)
         found[place] = {leaf: probe(model, f"{base}.{leaf}", (1,)) for leaf in leaves}
+    layer: str | None = None
     single = {"top": "nothing.weight", "draft": "mtp.layers.0.nothing.weight"}
     inner = next((name for name in names if ".0." in name and "layers" in name), None)
     own = [name for name in names if name.startswith("mtp.layers.") or ".enorm." in name]
     if draft:
-        single = {"module": re.sub(r"(layers\.[0-9]+)\..*", r"\1.nothing.weight", own[0])}
+        single, layer = {}, re.sub(r"(layers\.[0-9]+)\..*", r"\1", own[0])
     elif inner is not None:
         before, _, after = inner.partition(".0.")
-        count = max(lists.values(), default=0)
+        layer, count = f"{before}.0", max(lists.values(), default=0)
         single |= {
-            "module": f"{before}.0.nothing.weight", "next_layer": f"{before}.{count}.{after}",
-            "behind": f"{before}.{count + 1}.{after}",
-            "rotary": f"{before}.0.self_attn.rotary_emb.inv_freq",
+            "next_layer": f"{before}.{count}.{after}", "behind": f"{before}.{count + 1}.{after}",
+            "rotary": f"{layer}.self_attn.rotary_emb.inv_freq",
         }  # fmt: skip
-    if "lm_head.weight" not in names and not draft:
-        single["head"] = "lm_head.weight"
+    if head is not None:
+        found["head"] = {"": head}
+    if layer is not None:
+        base = f"{layer}.nothing"
+        found["module"] = {
+            leaf: probe(model, f"{base}.{leaf}", (1,)) for leaf in ("weight", *_LEAVES)
+        }
     return found | {place: {"": probe(model, name, (1,))} for place, name in single.items()}
 
 
@@ -498,7 +521,9 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
         told("step", "probe")
         kinds = {module["name"]: module["kind"] for module in found}
         lists = {module["name"]: module["length"] for module in found if "length" in module}
-        told("probes", probes(model, places(kinds, parameters), names, lists, draft=job["draft"]))
+        at, headless = places(kinds, parameters), "lm_head.weight" not in names and not job["draft"]
+        head = _probe_head(model, parameters, shapes) if headless else None
+        told("probes", probes(model, at, names, lists, head, draft=job["draft"]))
         told("caches", _takes_scales(model, found, shapes))
     told("step", "done")
 
