@@ -199,8 +199,8 @@ class RankBuild:
         self.schemes[module] = scheme.linear_name
         self._add(module, scheme.linear(layout, wrapped))
         if bias:
-            slot = Linear(layout, "bias")
-            self.parameters[f"{module}.bias"] = Parameter(self.dtype, (layout.rows,), slot)
+            made = Parameter(self.dtype, (layout.rows,), Linear(layout, "bias"))
+            self._add(module, iter((("bias", made),)))
         return scheme
 
     def qkv(

@@ -16,8 +16,8 @@ from qconvert.runtimes.classes.names import RecordedNames, of_draft
 from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
 from qconvert.runtimes.loading.building import RankBuild, text_config
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors, offered
-from qconvert.runtimes.loading.parameters import Experts, Kind, Linear, Parameter, Whole, Wrapped
-from qconvert.runtimes.loading.schemes import Named, Scheme, Unquantized
+from qconvert.runtimes.loading.parameters import Experts, Linear, Parameter, Whole
+from qconvert.runtimes.loading.schemes import Named, Unquantized
 from qconvert.runtimes.loading.setting import HOPPER, LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.vllm.ignore_matching import Renames
 from qconvert.runtimes.vllm.quantization import ModelFacts, quantization_of, refuse_forms
@@ -27,28 +27,6 @@ from qconvert.runtimes.vllm.schemes import LinearPart, expert_part
 @dataclass
 class Rank(RankBuild):
     """With vLLM's ways to put a tensor into a parameter."""
-
-    def linear(
-        self,
-        module: str,
-        kind: Kind,
-        inputs: int,
-        *outputs: int,
-        asked: str = "",
-        scheme: Scheme | None = None,
-        bias: bool = False,
-        wrapped: Wrapped = "",
-        replicas: int = 1,
-        whole: bool = False,
-    ) -> Scheme:
-        made = RankBuild.linear(
-            self, module, kind, inputs, *outputs, asked=asked, scheme=scheme, bias=bias,
-            replicas=replicas, whole=whole,
-        )  # fmt: skip
-        if bias:
-            parameter = self.parameters[f"{module}.bias"]
-            parameter.slot = _own(parameter)
-        return made
 
     def cache_scales(self, module: str, *, latent: bool = False) -> None:
         """Scales of attention, 1 unless given; modelopt's methods alone have those of latent attention
@@ -69,19 +47,12 @@ class Rank(RankBuild):
         RankBuild._add(self, module, ((name, _converted(made)) for name, made in named))
 
 
-def _own(parameter: Parameter) -> LinearPart:
-    slot = parameter.slot
-    assert isinstance(slot, Linear)
-    if isinstance(slot, LinearPart):
-        return slot
-    return LinearPart(slot.layout, slot.role, slot.block, slot.packed)
-
-
 def _converted(parameter: Parameter) -> Parameter:
     """The same parameter with vLLM's way to put a tensor into it."""
-    if isinstance(parameter.slot, Linear):
-        parameter.slot = _own(parameter)
-    elif isinstance(parameter.slot, Experts):
+    slot = parameter.slot
+    if isinstance(slot, Linear) and not isinstance(slot, LinearPart):
+        parameter.slot = LinearPart(slot.layout, slot.role, slot.block, slot.packed)
+    elif isinstance(slot, Experts):
         parameter.slot = expert_part(parameter)
     return parameter
 
