@@ -408,7 +408,7 @@ _PATTERN = Parsed("pattern", _is_pattern)
 
 
 def _targets(default: str) -> Callable[[F], F]:
-    """What a conversion quantizes, and what it does where nothing is said."""
+    """Option of the targets; `default`: those where nothing is said."""
     return click.option(
         "--targets", multiple=True, type=_PATTERN,
         metavar="NAME", shell_complete=completion.targets,
