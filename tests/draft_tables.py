@@ -1,5 +1,5 @@
-"""A small EAGLE3 draft with a vocabulary of its own, in the form of sglang and vLLM and in that of
-speculators, and its tables of tokens."""
+"""Small drafts of EAGLE3, with a vocabulary of its own and its tables of tokens, and of DFlash, in the
+form of sglang and vLLM and in that of speculators."""
 
 from __future__ import annotations
 
@@ -32,40 +32,87 @@ def flags(chosen: Any, size: int = TOKENS) -> Tensor:
     return Tensor("BOOL", (size,), held.tobytes())
 
 
-def eagle3(form: str = "sglang", dtype: str = "I64") -> tuple[Tensors, Config]:
+def _layer(hidden: int, inputs: int, seed: int = 1) -> Tensors:
+    """A decoder layer of four heads, two of keys, whose attention takes `inputs` numbers."""
+    return {
+        f"{name}.weight": any_tensor("BF16", *shape, seed=seed)
+        for name, shape in (
+            ("self_attn.q_proj", (hidden, inputs)), ("self_attn.k_proj", (hidden // 2, inputs)),
+            ("self_attn.v_proj", (hidden // 2, inputs)), ("self_attn.o_proj", (hidden, hidden)),
+            ("mlp.gate_proj", (2 * hidden, hidden)), ("mlp.up_proj", (2 * hidden, hidden)),
+            ("mlp.down_proj", (hidden, 2 * hidden)), ("input_layernorm", (hidden,)),
+            ("post_attention_layernorm", (hidden,)),
+        )
+    }  # fmt: skip
+
+
+def _config(model_type: str, hidden: int, layers: int) -> Config:
+    return {
+        "model_type": model_type, "hidden_size": hidden, "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": TOKENS, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048, "head_dim": hidden // 4,
+    }  # fmt: skip
+
+
+def _of_speculators(algorithm: str, tokens: int, own: Config) -> Config:
+    return {
+        "speculators_model_type": algorithm, "transformer_layer_config": own,
+        "speculators_config": {
+            "algorithm": algorithm, "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+            "verifier": {"name_or_path": "ORG/NAME", "architectures": []},
+        },
+    }  # fmt: skip
+
+
+def dflash(form: str = "sglang", hidden: int = HIDDEN) -> tuple[Tensors, Config]:
+    """Tensors and config of a draft of two layers that takes hidden states behind layers 1 and 3."""
+    tensors = {
+        "fc.weight": any_tensor("BF16", hidden, 2 * hidden),
+        **{f"{name}.weight": any_tensor("BF16", hidden) for name in ("hidden_norm", "norm")},
+    }
+    for number in range(2):
+        layer = _layer(hidden, hidden, seed=number)
+        norms = {f"self_attn.{x}_norm.weight": any_tensor("BF16", hidden // 4) for x in "qk"}
+        tensors |= {f"layers.{number}.{name}": one for name, one in (layer | norms).items()}
+    own = _config("qwen3", hidden, 2)
+    if form == "sglang":
+        return tensors, {
+            **own, "architectures": ["DFlashDraftModel"], "block_size": 8,
+            "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3]},
+        }  # fmt: skip
+    return tensors, {
+        "architectures": ["DFlashSpeculator"], **_of_speculators("dflash", 7, own),
+        "draft_vocab_size": TOKENS, "block_size": 8, "mask_token_id": 7,
+        "aux_hidden_state_layer_ids": [2, 4], "sample_from_anchor": False,
+        "sliding_window_non_causal": True,
+    }  # fmt: skip
+
+
+def eagle3(
+    form: str = "sglang", dtype: str = "I64", hidden: int = HIDDEN
+) -> tuple[Tensors, Config]:
     """Tensors and config of a draft."""
     layer = {"sglang": "midlayer", "speculators": "layers.0"}[form]
     tensors = {
         "d2t": table(numbers() - np.arange(DRAFT), dtype), "t2d": flags(numbers()),
-        "fc.weight": any_tensor("BF16", HIDDEN, 3 * HIDDEN),
-        "lm_head.weight": any_tensor("BF16", DRAFT, HIDDEN),
-        "norm.weight": any_tensor("BF16", HIDDEN),
+        "fc.weight": any_tensor("BF16", hidden, 3 * hidden),
+        "lm_head.weight": any_tensor("BF16", DRAFT, hidden),
+        "norm.weight": any_tensor("BF16", hidden),
+        f"{layer}.hidden_norm.weight": any_tensor("BF16", hidden),
     }  # fmt: skip
-    for name, shape in (
-        ("self_attn.q_proj", (HIDDEN, 2 * HIDDEN)), ("self_attn.k_proj", (32, 2 * HIDDEN)),
-        ("self_attn.v_proj", (32, 2 * HIDDEN)), ("self_attn.o_proj", (HIDDEN, HIDDEN)),
-        ("mlp.gate_proj", (128, HIDDEN)), ("mlp.up_proj", (128, HIDDEN)),
-        ("mlp.down_proj", (HIDDEN, 128)), ("hidden_norm", (HIDDEN,)),
-        ("input_layernorm", (HIDDEN,)), ("post_attention_layernorm", (HIDDEN,)),
-    ):  # fmt: skip
-        tensors[f"{layer}.{name}.weight"] = any_tensor("BF16", *shape)
-    own: Config = {
-        "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 128,
-        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": TOKENS, "hidden_act": "silu",
-    }  # fmt: skip
+    tensors |= {f"{layer}.{name}": one for name, one in _layer(hidden, 2 * hidden).items()}
+    own = _config("llama", hidden, 1)
     if form == "sglang":
         return tensors, {
             **own, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT,
             "tie_word_embeddings": False,
         }  # fmt: skip
     return tensors, {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-        "draft_vocab_size": DRAFT, "transformer_layer_config": own,
-        "speculators_config": {
-            "algorithm": "eagle3", "verifier": {"name_or_path": "ORG/NAME"},
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-        },
+        "architectures": ["Eagle3Speculator"], **_of_speculators("eagle3", 3, own),
+        "draft_vocab_size": DRAFT, "norm_before_residual": False, "norm_before_fc": False,
+        "fc_norm": False, "norm_output": False,
     }  # fmt: skip
 
 

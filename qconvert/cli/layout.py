@@ -45,13 +45,27 @@ if TYPE_CHECKING:
 # --- relabel --------------------------------------------------------------------------------------
 
 
+_OF_DRAFTS = ("to", "verifier", "tokens")
+
+
 @conversion(
     click.option(
         "--to", required=True,
         type=click.Choice(
-            ["compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt", "fp8", "nvfp4", "quark"]
+            [
+                "compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt", "fp8", "nvfp4", "quark",
+                "speculators", "sglang",
+            ]
         ),
-        help="The form to write.",
+        help="The form to write; of a draft (EAGLE3, DFlash): speculators or sglang.",
+    ),
+    click.option(
+        "--verifier", metavar="REPO", help="With --to speculators: the model that the draft is of.",
+    ),
+    click.option(
+        "--tokens", type=Count(), metavar="N",
+        help="With --to speculators: how many tokens are drafted at once. [default: 3 for EAGLE3, for "
+        "DFlash its block less one]",
     ),
     NVFP4_DIALECT(),
     INPUT_SCALE,
@@ -62,7 +76,7 @@ if TYPE_CHECKING:
     ),
 )  # fmt: skip
 def relabel(**fields: Any) -> Pass:
-    """Write quantized weights in another form.
+    """Write quantized weights, or a draft, in another form.
 
     No number is rounded.
 
@@ -74,6 +88,9 @@ def relabel(**fields: Any) -> Pass:
     compressed-tensors' become each other, FP8 by tensor or row of Quark and modelopt
     compressed-tensors'. What the other form cannot hold ends the run, with the tensor's name.
 
+    A draft that stands alone goes between the form of speculators, which vLLM reads, and the one of its
+    authors, which sglang and vLLM read: its tensors as they are under the other names.
+
     \b
     Examples:
       qconvert relabel Qwen2.5-72B-Instruct-AWQ out --to compressed-tensors
@@ -81,9 +98,22 @@ def relabel(**fields: Any) -> Pass:
       qconvert relabel DeepSeek-V4-Flash out --to fp8
       qconvert relabel DeepSeek-V4-Flash out --to nvfp4 --dialect modelopt --input-scale 1.0
       qconvert relabel Qwen3-235B-A22B-NVFP4 out --to compressed-tensors --nearest
+      qconvert relabel Llama-3.1-8B-speculator.eagle3 out --to sglang
+      qconvert relabel Llama-3.1-8B-EAGLE3 out --to speculators --verifier meta-llama/Llama-3.1-8B
     """
+    from qconvert.passes.draft_forms import RelabelDraft
     from qconvert.passes.relabel import Relabel
 
+    if (fields["to"] == "speculators") != ("verifier" in fields):
+        raise click.UsageError("--to speculators and --verifier go together: give both, or neither")
+    if "tokens" in fields and fields["to"] != "speculators":
+        raise click.UsageError("--tokens is written with --to speculators only: omit it")
+    if fields["to"] in ("speculators", "sglang"):
+        mine = {name: value for name, value in fields.items() if name in _OF_DRAFTS}
+        other = next((name for name, value in fields.items() if name not in mine and value), None)
+        if other is not None:
+            raise click.UsageError(f"--{other.replace('_', '-')} is not of drafts: omit it")
+        return RelabelDraft(**mine)
     if (fields["to"] == "nvfp4") != ("dialect" in fields):
         raise click.UsageError("--to nvfp4 and --dialect go together: give both, or neither")
     if "input_scale" in fields and fields["to"] != "nvfp4":

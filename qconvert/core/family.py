@@ -31,14 +31,17 @@ Config = Mapping[str, Any]
 
 # Config keys that count draft (MTP) layers.
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+# In a config of speculators: the config of the draft's own layers.
+DRAFT_LAYERS = "transformer_layer_config"
 _MOST = 65_536  # layers, or experts of a layer
 _TOWER_LAYERS = ("depth", "vt_num_hidden_layers", "num_hidden_layers")
 
 
 def text_config(config: Config) -> Config:
-    """The language model's settings: nested under `text_config` in multi-modal configs. Keys the
-    nested block lacks (tie_word_embeddings in some releases) are looked up in the root."""
-    nested = config.get("text_config")
+    """The language model's settings: nested under `text_config` in multi-modal configs, and those of a
+    draft's layers in configs of speculators. Keys the nested block lacks (tie_word_embeddings in some
+    releases) are looked up in the root."""
+    nested = config.get("text_config", config.get(DRAFT_LAYERS))
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
@@ -112,12 +115,14 @@ class Place(NamedTuple):
 class Family:
     """A model family.
 
-    `model_types` are the config's `model_type` values (root or text_config) it answers to. `dims`
-    reads a config (root). `prefixes` are tried in turn for the `@` that may open a role's module,
-    so that one table serves text-only and multi-modal names. `mtp` are the first parts of name
-    templates that mark multi-token-prediction (draft) tensors where a layer number does not. `tied` are
-    the roles of the head and of the embeddings it may share. `stacked_transposed` says that 3-D expert
-    stacks of published checkpoints hold [E, H, 2I] and [E, I, H], not [E, 2I, H] and [E, H, I].
+    `model_types` are the config's `model_type` values (root or text_config) it answers to, and
+    `architectures` classes that state the model_type of another family, or none. `aliases` are other
+    beginnings of names, and what these are in `roles`. `dims` reads a config (root). `prefixes` are
+    tried in turn for the `@` that may open a role's module, so that one table serves text-only and
+    multi-modal names. `mtp` are the first parts of name templates that mark multi-token-prediction
+    (draft) tensors where a layer number does not. `tied` are the roles of the head and of the embeddings
+    it may share. `stacked_transposed` says that 3-D expert stacks of published checkpoints hold
+    [E, H, 2I] and [E, I, H], not [E, 2I, H] and [E, H, I].
 
     `expert_templates` are the modules of routed experts that the class reads, in either form, where
     they are known. `class_name` is the class of transformers that a derived family was read from.
@@ -139,6 +144,8 @@ class Family:
     prefixes: tuple[str, ...] = ("",)
     tied: tuple[str, str] | None = None
     mtp: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     stacked_transposed: bool = False
     class_name: str = ""
     experts_unread: str = ""
@@ -166,7 +173,7 @@ class Family:
     @cached_property
     def openings(self) -> frozenset[str]:
         """The first components of all names that the family describes."""
-        return frozenset(module.partition(".")[0] for module in self._by_module)
+        return frozenset(module.partition(".")[0] for module in (*self._by_module, *self.aliases))
 
     @cached_property
     def expert_paths(self) -> tuple[str, ...]:
@@ -188,6 +195,9 @@ class Family:
 
     def candidates(self, name: str) -> tuple[tuple[Role, ...], int | None, int | None, str]:
         """Roles whose template fits, with the layer, expert and parameter read from the name."""
+        for other, own in self.aliases.items():
+            if name.startswith(other):
+                name = own + name.removeprefix(other)
         template, layer, expert = parse(name)
         if "{I}" in template:
             template = layer_template(name)
@@ -568,6 +578,11 @@ def generic_dims(config: Config) -> Dims:
 
 
 def answering(config: Config) -> Family | None:
+    classes = config.get("architectures")
+    first = classes[0] if isinstance(classes, list) and classes else None
+    for family in families():
+        if first in family.architectures:
+            return family
     nested = config.get("text_config")
     wanted = [config.get("model_type")]
     if isinstance(nested, Mapping):

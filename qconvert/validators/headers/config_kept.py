@@ -5,8 +5,9 @@ QC084 FP8 weights are the source's, but the quantization block describes them di
 
 Settings are compared key by key, in every nested block. For another class of the same model (Qwen3.5's
 text model as Qwen3-Next, and back) the settings of the text model are compared, flattened: a setting
-that one class does not state is what that class always does. A rope is the same wherever its numbers are
-stored: transformers 4 has rope_theta and rope_scaling, 5 has rope_parameters.
+that one class does not state is what that class always does. So are those of a draft in its two forms.
+A rope is the same wherever its numbers are stored: transformers 4 has rope_theta and rope_scaling, 5
+has rope_parameters.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from qconvert.core.names import is_scale, scale_candidates
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import Folder, NotChecked, validator
 from qconvert.validators.reading.decode import FP8
+from qconvert.validators.reading.draft import draft_stated
 from qconvert.validators.reading.pruned import pruned
 
 CONFIG = "config.json"
@@ -84,8 +86,11 @@ def config_kept(folder: Folder) -> Iterator[Finding]:
     if folder.receipt is not None and identity.get("source") != source.header_digest:
         raise NotChecked("QC031: the folder was not made from the given source")
     kind, theirs = here.config.get("model_type"), source.config.get("model_type")
+    drafts = draft_stated(here.config), draft_stated(source.config)
     families = {here.family.name, source.family.name}
-    if kind == theirs:
+    if drafts[0] is not None and drafts[1] is not None:
+        ours, wanted = settings(drafts[0]), settings(drafts[1])
+    elif kind == theirs:
         ours, wanted = settings(here.config), settings(source.config)
     elif families == _SAME_MODEL or (
         len(families) == 1 and "generic" not in families and theirs in here.family.model_types

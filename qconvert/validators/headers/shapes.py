@@ -27,7 +27,6 @@ from qconvert.validators.reading.forms import coded_weights, specs
 from qconvert.validators.reading.model import (
     ANY,
     Shape,
-    draft_alone,
     expected_shapes,
     known_family,
     readable_quantization,
@@ -41,7 +40,6 @@ _GDN_SIZES = (
 )  # fmt: skip
 # Types that hold several codes, or are checked with their format's own parameters.
 _CODES = ("U8", "I8", "I32", "F4")
-_INTO_DRAFTS = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
 
 
 @validator("shapes follow the config's sizes; types and shapes follow their formats", "model")
@@ -76,14 +74,12 @@ def _sizes(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _roles(checkpoint: Checkpoint) -> Iterator[Finding]:
     role_index = checkpoint.role_index
     wanted, coded = expected_shapes(checkpoint), coded_weights(checkpoint)
-    either, alone = role_index.family.stacked_transposed, draft_alone(checkpoint)
+    either = role_index.family.stacked_transposed
     for name, place in role_index.places.items():
         shape = wanted.get(place.role.name.removeprefix("mtp."))
         if shape is None:
             continue
         kind = checkpoint[name].type
-        if place.role.name in _INTO_DRAFTS and kind.shape[-1:] == (2 * shape[-1],) and alone:
-            continue  # EAGLE-3: hidden states and embeddings side by side
         if not place.parameter and place.role.kind in (Kind.EMBEDDING, Kind.HEAD):
             continue  # one of several of a class's own: Molmo2's new words, Dory's scales of logits
         if (spec := coded.get(name)) is not None:

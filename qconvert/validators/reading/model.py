@@ -355,9 +355,14 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
         found |= {f"{prefix}{name}": (rows, columns) for name in ("gate_proj", "up_proj")}
         found[f"{prefix}down_proj"] = (columns, rows)
     attention = _latent(text, hidden) or _grouped(hidden, size, _gates(text, family))
+    if family == "draft" and "hidden_norm" in index.present:
+        # EAGLE-3's first layer: embeddings and hidden states side by side.
+        columns = twice if dims.num_layers == 1 else ANY
+        attention |= {role: (attention[role][0], columns) for role in _INTO_ATTENTION}
     return found | attention | _linear_attention(dims, hidden, size)
 
 
+_INTO_ATTENTION = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
 _NORMS = (
     "norm", "input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "shared_head.norm",
     "pre_fc_norm_embedding", "pre_fc_norm_hidden",

@@ -164,8 +164,8 @@ def _arguments(job: dict[str, Any]) -> Any:
     if job["tp"] * job["pp"] > 1:
         given["distributed_executor_backend"] = "mp"
     if job["draft"]:
-        given["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1,
-                                       "model": job["folder"]}  # fmt: skip
+        own = {"method": "mtp", "num_speculative_tokens": 1, "model": job["folder"]}
+        given.setdefault("speculative_config", own)  # else flags name a draft of another folder
     return EngineArgs(**given).create_engine_config()
 
 

@@ -1,0 +1,120 @@
+"""Drafts that stand alone (EAGLE3, DFlash) in sglang's and vLLM's own classes: what `relabel` makes of
+one form loads as the other does, byte for byte, and what quantizes them makes folders that load. Skips
+itself without the loaders' environment (`make loaders`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import Tensor, ran, write_json
+from draft_tables import TOKENS, dflash, eagle3, write_draft
+
+from loaders.client import PYTHON, Loaded, Server
+
+pytestmark = [
+    pytest.mark.loader,
+    pytest.mark.skipif(
+        not (PYTHON.parent.parent / "vllm").is_dir(), reason="needs the loaders: make loaders"
+    ),
+]
+
+HIDDEN = 256
+MADE = {"eagle3": eagle3, "dflash": dflash}
+# What a draft's class takes from its model, or does without.
+BORROWED = {
+    "eagle3": {"model.embed_tokens.weight"},
+    "dflash": {"model.embed_tokens.weight", "lm_head.weight", "model.mask_embedding"},
+}
+TO_SPECULATORS = ("--to", "speculators", "--verifier", "ORG/NAME")
+
+
+def draft(folders: Path, algorithm: str, form: str) -> Path:
+    folder = folders / f"{algorithm} {form}"
+    if folder.is_dir():
+        return folder
+    make: Any = MADE[algorithm]
+    tensors, config = make(form, hidden=HIDDEN)
+    for seed, (name, value) in enumerate(tensors.items()):
+        if len(value.shape) == 2:  # numbers that every format can hold
+            floats = np.random.default_rng(seed).standard_normal(value.shape, np.float32)
+            data = (floats.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+            tensors[name] = Tensor("BF16", value.shape, data)
+    return write_draft(folder, tensors, config)
+
+
+def by_vllm(server: Server, folders: Path, folder: Path, algorithm: str) -> Loaded:
+    """The draft beside a model, of which no more than its config is read."""
+    target = folders / "target"
+    if not target.is_dir():
+        target.mkdir()
+        write_json(target / "config.json", {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
+            "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": TOKENS, "max_position_embeddings": 2048,
+        })  # fmt: skip
+    drafted = {"method": algorithm, "model": str(folder), "num_speculative_tokens": 3}
+    return server.load(
+        folder, draft=True, flags={"model": str(target), "speculative_config": drafted}
+    )
+
+
+def whole(loaded: Loaded, algorithm: str) -> None:
+    assert loaded.error is None, (loaded.step, loaded.error, loaded.at)
+    assert set(loaded.unwritten) <= BORROWED[algorithm], loaded.unwritten
+    assert set(loaded.unused) <= {"d2t", "t2d"}, loaded.unused
+
+
+@pytest.mark.parametrize("algorithm", MADE)
+def test_sglang_loads_the_form_that_it_reads(algorithm: str, hopper: Server, folders: Path) -> None:
+    published = draft(folders, algorithm, "sglang")
+    made = folders / f"{algorithm} made for sglang"
+    ran("relabel", draft(folders, algorithm, "speculators"), made, "--to", "sglang", "--jobs", "1")
+    first, other = (hopper.load(one, draft=True) for one in (published, made))
+    whole(first, algorithm)
+    whole(other, algorithm)
+    assert other.parameters == first.parameters
+
+
+@pytest.mark.parametrize("algorithm", MADE)
+def test_vllm_loads_both_forms(algorithm: str, vllm: Server, folders: Path) -> None:
+    published = draft(folders, algorithm, "speculators")
+    made = folders / f"{algorithm} made for vllm"
+    ran("relabel", draft(folders, algorithm, "sglang"), made, *TO_SPECULATORS, "--jobs", "1")
+    plain = draft(folders, algorithm, "sglang")
+    loads = [by_vllm(vllm, folders, one, algorithm) for one in (published, made, plain)]
+    for one in loads:
+        whole(one, algorithm)
+        assert one.parameters == loads[0].parameters
+
+
+# Of the linears between; `fc`, whose inputs are several hidden states, and the head stay as they are.
+QUANTIZED = {
+    "w4a16": ("w4a16", "--rtn", "--targets", "Linear", "--group-size", "32"),
+    "w4a16 gptq": ("w4a16", "--rtn", "--targets", "Linear", "--packing", "gptq"),
+    "fp8": ("fp8",), "fp8 channel": ("fp8", "--channel"), "int8": ("int8",),
+    "nvfp4 modelopt": ("nvfp4", "--targets", "Linear", "--dialect", "modelopt"),
+    "nvfp4": ("nvfp4", "--targets", "Linear", "--dialect", "compressed-tensors"),
+    "mx": ("mx", "--targets", "Linear"),  # sglang has no linears of it
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["sglang", "speculators"])
+@pytest.mark.parametrize("made", QUANTIZED)
+@pytest.mark.parametrize("algorithm", MADE)
+def test_quantized(
+    algorithm: str, made: str, form: str, hopper: Server, vllm: Server, folders: Path
+) -> None:
+    command, *options = QUANTIZED[made]
+    out = folders / f"{algorithm} {made} {form}"
+    ran(command, draft(folders, algorithm, form), out, *options, "--jobs", "1")
+    loads = [by_vllm(vllm, folders, out, algorithm)]
+    if form == "sglang" and made != "mx":
+        loads.append(hopper.load(out, draft=True))
+    for loaded in loads:
+        # Weight-only NVFP4 has no input scales, and GPTQ's order is read where there is one alone.
+        left = [n for n in loaded.unwritten if not n.endswith(("input_scale", "g_idx"))]
+        whole(replace(loaded, unwritten=tuple(left)), algorithm)
