@@ -190,6 +190,7 @@ def _speculators(draft: Draft, verifier: str, tokens: int | None) -> dict[str, A
     }
     return {
         "architectures": ["Eagle3Speculator" if eagle else "DFlashSpeculator"],
+        **{key: layers.pop(key) for key in _OF_ROOT if key in layers},
         _ALGORITHM: draft.algorithm, _SIZE: draft.size or layers["vocab_size"],
         **{key: value for key, value in said.items() if value is not None},
         DRAFT_LAYERS: layers,

@@ -17,6 +17,9 @@ sglang:
 - `models/mllama4.py` moves rows of q_proj and k_proj for rotary embeddings, of tensors called `weight`.
 vLLM: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
 or zero points. GPTQ's names neither moves.
+Drafts that stand alone: sglang reads no config of speculators, which states no model_type. vLLM numbers a
+draft's layers on from the model's (`models/llama_eagle3.py`), and looks for GPTQ's codes by their
+names in the folder (`layers/quantization/auto_gptq.py`, maybe_update_config), so that it finds none.
 Both build q, k and v, gate and up, and the inputs of latent attention as one matrix with one grid of
 scales: where a part is no whole blocks, sglang refuses it (`layers/quantization/fp8.py`) and vLLM puts
 scales where they do not belong (`layers/linear.py`, adjust_block_scale_shard).
@@ -301,8 +304,25 @@ def _block_rows(config: Config) -> int:
     return pair[0] if pair else 0
 
 
+def _of_speculators(name: str, config: Config, tensors: Tensors) -> Misread:
+    """A draft in speculators' form."""
+    if config.get("speculators_model_type") is None:
+        return Misread()
+    why = "its config, in speculators' form, has no model_type"
+    return Misread(wrong=dict.fromkeys(tensors, why), cure="qconvert relabel --to sglang")
+
+
+def _numbered_on(name: str, config: Config, tensors: Tensors) -> Misread:
+    """GPTQ's codes of a draft's layers."""
+    if not ("Eagle3" in name or "DFlash" in name):
+        return Misread()
+    codes = tuple(one for one in tensors if one.endswith(".qweight"))
+    return Misread(codes, cure="qconvert relabel --to compressed-tensors")
+
+
 _FACTS: Mapping[str, tuple[Callable[[str, Config, Tensors], Misread], ...]] = {
     "sglang": (
+        _of_speculators,
         _experts_of_text,
         _experts_without_scales,
         _scales_of_another_type,
@@ -312,6 +332,7 @@ _FACTS: Mapping[str, tuple[Callable[[str, Config, Tensors], Misread], ...]] = {
         _cut_parts("refused"),
     ),
     "vllm": (
+        _numbered_on,
         _rows_of(("weight", "weight_packed", "weight_scale")),
         _cut_parts("other rows' scales"),
     ),
