@@ -32,17 +32,28 @@ def flags(chosen: Any, size: int = TOKENS) -> Tensor:
     return Tensor("BOOL", (size,), held.tobytes())
 
 
+def matrix(rows: int, columns: int, seed: int = 1) -> Tensor:
+    """Numbers that every format can hold."""
+    floats = np.random.default_rng(seed).standard_normal((rows, columns), np.float32)
+    data = (floats.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return Tensor("BF16", (rows, columns), data)
+
+
+def norm(size: int) -> Tensor:
+    return any_tensor("BF16", size)
+
+
 def _layer(hidden: int, inputs: int, seed: int = 1) -> Tensors:
     """A decoder layer of four heads, two of keys, whose attention takes `inputs` numbers."""
     return {
-        f"{name}.weight": any_tensor("BF16", *shape, seed=seed)
-        for name, shape in (
+        f"{name}.weight": matrix(*shape, seed + at) if len(shape) == 2 else norm(*shape)
+        for at, (name, shape) in enumerate((
             ("self_attn.q_proj", (hidden, inputs)), ("self_attn.k_proj", (hidden // 2, inputs)),
             ("self_attn.v_proj", (hidden // 2, inputs)), ("self_attn.o_proj", (hidden, hidden)),
             ("mlp.gate_proj", (2 * hidden, hidden)), ("mlp.up_proj", (2 * hidden, hidden)),
             ("mlp.down_proj", (hidden, 2 * hidden)), ("input_layernorm", (hidden,)),
             ("post_attention_layernorm", (hidden,)),
-        )
+        ))
     }  # fmt: skip
 
 
@@ -69,12 +80,12 @@ def _of_speculators(algorithm: str, tokens: int, own: Config) -> Config:
 def dflash(form: str = "sglang", hidden: int = HIDDEN) -> tuple[Tensors, Config]:
     """Tensors and config of a draft of two layers that takes hidden states behind layers 1 and 3."""
     tensors = {
-        "fc.weight": any_tensor("BF16", hidden, 2 * hidden),
-        **{f"{name}.weight": any_tensor("BF16", hidden) for name in ("hidden_norm", "norm")},
+        "fc.weight": matrix(hidden, 2 * hidden),
+        **{f"{name}.weight": norm(hidden) for name in ("hidden_norm", "norm")},
     }
     for number in range(2):
         layer = _layer(hidden, hidden, seed=number)
-        norms = {f"self_attn.{x}_norm.weight": any_tensor("BF16", hidden // 4) for x in "qk"}
+        norms = {f"self_attn.{x}_norm.weight": norm(hidden // 4) for x in "qk"}
         tensors |= {f"layers.{number}.{name}": one for name, one in (layer | norms).items()}
     own = _config("qwen3", hidden, 2)
     if form == "sglang":
@@ -97,10 +108,10 @@ def eagle3(
     layer = {"sglang": "midlayer", "speculators": "layers.0"}[form]
     tensors = {
         "d2t": table(numbers() - np.arange(DRAFT), dtype), "t2d": flags(numbers()),
-        "fc.weight": any_tensor("BF16", hidden, 3 * hidden),
-        "lm_head.weight": any_tensor("BF16", DRAFT, hidden),
-        "norm.weight": any_tensor("BF16", hidden),
-        f"{layer}.hidden_norm.weight": any_tensor("BF16", hidden),
+        "fc.weight": matrix(hidden, 3 * hidden),
+        "lm_head.weight": matrix(DRAFT, hidden),
+        "norm.weight": norm(hidden),
+        f"{layer}.hidden_norm.weight": norm(hidden),
     }  # fmt: skip
     tensors |= {f"{layer}.{name}": one for name, one in _layer(hidden, 2 * hidden).items()}
     own = _config("llama", hidden, 1)
@@ -112,7 +123,7 @@ def eagle3(
     return tensors, {
         "architectures": ["Eagle3Speculator"], **_of_speculators("eagle3", 3, own),
         "draft_vocab_size": DRAFT, "norm_before_residual": False, "norm_before_fc": False,
-        "fc_norm": False, "norm_output": False,
+        "fc_norm": False, "norm_output": False, "embed_requires_grad": False,
     }  # fmt: skip
 
 

@@ -69,8 +69,8 @@ _QK_NORMS = frozenset(("self_attn.q_norm", "self_attn.k_norm"))
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a config states of a draft, whatever its form. `layers` is the config of its layers; `ids`
-    say before which layers of the target hidden states are taken, None: where a runtime takes them by
+    """Statements of a config about a draft, in any form. `layers` is the config of its layers; `ids` say
+    before which layers of the target hidden states are taken, None: where a runtime takes them by
     default; `size` is that of its own vocabulary, None for the target's; `said` are other keys, as
     speculators names them, and `is_causal`."""
 
@@ -118,11 +118,11 @@ class RelabelDraft:
         if own == self.to:
             raise PlanError(f"the draft is in form {self.to} already: use it as it is")
         _check_tensors(plan, draft, self.to)
-        _check_inputs(plan, draft)
         if self.to == "sglang":
             config, renames = _plain(draft), {_FIRST: _MID} if draft.algorithm == "eagle3" else {}
         else:
             config, renames = _speculators(draft, str(self.verifier), self.tokens), _RENAMED
+        _check_inputs(plan, draft)
         for old, new in renames.items():
             config = renamed_modules(config, old, new)
         tensors = {_renamed(name, renames): output for name, output in plan.tensors.items()}
@@ -303,7 +303,7 @@ def _plain(draft: Draft) -> dict[str, Any]:
 
 
 def _not_in_sglang(draft: Draft) -> Iterator[str]:
-    """What sglang's class does otherwise than the draft was trained with, or not at all."""
+    """Reasons for which sglang's class would not compute what the draft was trained to."""
     said, layers = draft.said, draft.layers
     other = draft.width != layers.get("hidden_size")
     if 0 in (draft.ids or ()):

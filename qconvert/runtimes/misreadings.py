@@ -17,8 +17,8 @@ sglang:
 - `models/mllama4.py` moves rows of q_proj and k_proj for rotary embeddings, of tensors called `weight`.
 vLLM: `models/llama4.py` moves those of packed codes and of scales of rows, too, but none of blocks
 or zero points. GPTQ's names neither moves.
-Drafts that stand alone: sglang reads no config of speculators, which states no model_type. vLLM numbers a
-draft's layers on from the model's (`models/llama_eagle3.py`), and looks for GPTQ's codes by their
+Drafts that stand alone: sglang reads no config of speculators, which states no model_type. vLLM numbers
+a draft's layers on from the model's (`models/llama_eagle3.py`), and looks for GPTQ's codes by their
 names in the folder (`layers/quantization/auto_gptq.py`, maybe_update_config), so that it finds none.
 Both build q, k and v, gate and up, and the inputs of latent attention as one matrix with one grid of
 scales: where a part is no whole blocks, sglang refuses it (`layers/quantization/fp8.py`) and vLLM puts

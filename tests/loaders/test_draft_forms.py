@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from checkpoints import Tensor, ran, read_tensors, write_json
+from checkpoints import ran, read_tensors, write_json
 from draft_tables import TOKENS, dflash, eagle3, write_draft
 
 from loaders.agreement import config_of, headers
@@ -39,13 +38,7 @@ def draft(folders: Path, algorithm: str, form: str) -> Path:
     if folder.is_dir():
         return folder
     make: Any = MADE[algorithm]
-    tensors, config = make(form, hidden=HIDDEN)
-    for seed, (name, value) in enumerate(tensors.items()):
-        if len(value.shape) == 2:  # numbers that every format can hold
-            floats = np.random.default_rng(seed).standard_normal(value.shape, np.float32)
-            data = (floats.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-            tensors[name] = Tensor("BF16", value.shape, data)
-    return write_draft(folder, tensors, config)
+    return write_draft(folder, *make(form, hidden=HIDDEN))
 
 
 def by_vllm(server: Server, folders: Path, folder: Path, algorithm: str) -> Loaded:

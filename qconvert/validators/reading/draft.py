@@ -1,5 +1,5 @@
-"""What config.json says of a draft that stands alone (EAGLE3, DFlash), in one spelling for the form of
-speculators and that of its authors; read apart from the pass that writes the one from the other.
+"""Settings of a draft that stands alone (EAGLE3, DFlash), in one spelling for the form of speculators
+and that of its authors; read apart from the pass that makes the one of the other.
 
 Sources: vLLM 0.33, transformers_utils/configs/speculators/algos.py; sglang 0.5.23,
 model_executor/model_runner_components/spec_aux_hidden_state.py and models/llama.py
@@ -19,7 +19,7 @@ _OF_FORM = frozenset((
     "architectures", "auto_map", "speculators_config", "speculators_version", "dflash_config",
     "eagle_config", "draft_vocab_size", "num_aux_hidden_states", "num_target_layers", "is_causal",
     "target_layer_ids", "aux_hidden_state_layer_ids", "sliding_window_non_causal", "use_aux_norm",
-    "speculators_model_type", "tie_word_embeddings", "embed_requires_grad", _IDS, _LAYERS,
+    "fc_norm", "speculators_model_type", "tie_word_embeddings", "embed_requires_grad", _IDS, _LAYERS,
 ))  # fmt: skip
 
 
