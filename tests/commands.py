@@ -11,6 +11,7 @@ from unittest import mock
 import gdn_models
 from adapters import lora
 from checkpoints import copied, edit_json, run_cli, tree
+from draft_tables import eagle3, write_draft
 from loaders.published import published
 from models import nvfp4_moe, qwen3_moe
 from rank_files import RankFiles
@@ -77,6 +78,7 @@ SOURCES: Mapping[str, Callable[[Path], object]] = {
     "moe": _published("qwen3_moe"),
     "fp8": _fp8,
     "draft": _published("glm4_moe"),
+    "eagle3": lambda folder: write_draft(folder, *eagle3()),
     "no draft": _made("draft", "mtp", "drop"),
     "gdn": lambda folder: gdn_models.model("qwen3_5_moe_text").write(folder),
     "fused": _made("gdn", "fuse", "--for", "sglang"),
@@ -219,6 +221,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("relabel SRC OUT --to compressed-tensors", "gptq"),
     Command("relabel SRC OUT --to gptq-v2", "gptq"),
+    Command("relabel SRC OUT --to speculators --verifier ORG/NAME", "eagle3"),
     Command("fuse SRC OUT --for sglang", "gdn"),
     Command("unfuse SRC OUT", "fused"),
     Command("experts stack SRC OUT", "moe"),

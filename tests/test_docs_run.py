@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
 )
+from draft_tables import Config, Tensors, dflash, eagle3
 from encoded_models import encoded, gpt_oss, nvfp4
 from hub_client import hub_and_client
 from loaders.published import published
@@ -36,6 +37,12 @@ PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 def small(family: str, **more: bool) -> Model:
     """With experts of half the width that loaders' tests give them: four ranks have a group of 64."""
     return published(family, inner=256, **more)
+
+
+def drafted(make: Callable[..., tuple[Tensors, Config]], form: str) -> Model:
+    """A draft of sizes that blocks and groups of all formats divide."""
+    tensors, config = make(form, hidden=256)
+    return Model(config, tensors, {})
 
 
 def a_step_later(model: Model) -> Model:
@@ -63,6 +70,9 @@ MODELS: dict[str, Callable[[], Model | RankFiles]] = {
     "gpt-oss-120b": lambda: gpt_oss()[0],
     "nvfp4": lambda: nvfp4("modelopt"),
     "xai-org/grok-2": RankFiles,
+    "Llama-3.1-8B-speculator.eagle3": lambda: drafted(eagle3, "speculators"),
+    "EAGLE3-LLaMA3.1-Instruct-8B": lambda: drafted(eagle3, "sglang"),
+    "Qwen3-8B-DFlash": lambda: drafted(dflash, "sglang"),
     "step-100": lambda: small("qwen3_moe"),
     "step-200": lambda: a_step_later(small("qwen3_moe")),
 }

@@ -181,7 +181,7 @@ def _native(
     """Make a folder that kt-kernel reads as it is, or say that SRC is one."""
     from qconvert import api
     from qconvert.passes.kt_native import check_read, native_steps
-    from qconvert.runtimes.ktransformers import METHOD, RUNTIME, launch_line
+    from qconvert.runtimes.ktransformers import DRAFT_LAYERS, METHOD, RUNTIME, launch_line
     from qconvert.validation.judgement import planned_checkpoint
 
     checkpoint = api.open_checkpoint(source, follow_links=options.follow_links)
@@ -202,6 +202,12 @@ def _native(
         say(f"kt-kernel reads {served} as {METHOD[method]}: nothing is written", err=err)
     line = launch_line(METHOD[method], numa, served, served)
     say("", "serve with:", *line.split("\n"), *RUNTIME.split("\n"), err=err)
+    if _drafts(checkpoint):
+        say(f"It has draft layers: {DRAFT_LAYERS}", err=err)
+
+
+def _drafts(checkpoint: Checkpoint) -> bool:
+    return checkpoint.family.any_mtp(checkpoint, checkpoint.role_index.dims)
 
 
 def _tell_how(
@@ -215,13 +221,15 @@ def _tell_how(
     """The launch command; and the one for the unconverted source, if kt-kernel reads that. To stderr if
     stdout is JSON."""
     from qconvert.formats.amx.format import RUNTIME_NAME
-    from qconvert.runtimes.ktransformers import RUNTIME, launch_line, reads_as_it_is
+    from qconvert.runtimes.ktransformers import DRAFT_LAYERS, RUNTIME, launch_line, reads_as_it_is
 
     name = RUNTIME_NAME[cpu_side.method]
     gpu = checkpoint.name if gpu_out is None else str(gpu_out)
     line = launch_line(name, cpu_side.numa, str(cpu_out), gpu)
     say("", "serve with:", *line.split("\n"), err=err)
     say(*RUNTIME.split("\n"), err=err)
+    if _drafts(checkpoint) and (gpu_out is None or cpu_side.mtp == "keep"):
+        say(f"The GPU side has draft layers: {DRAFT_LAYERS}", err=err)
     known = reads_as_it_is(checkpoint)
     if known is not None:
         second = "; INT4 to AMX is a second lossy step" if known == "RAWINT4" else ""

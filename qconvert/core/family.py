@@ -45,6 +45,15 @@ def text_config(config: Config) -> Config:
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
+def draft_algorithm(config: Config) -> str:
+    """The algorithm of a draft that stands alone, as speculators names it: `eagle3`, `dflash` or another
+    one; "" for any other config."""
+    stated, named = config.get("speculators_model_type"), config.get("architectures")
+    first = str(named[0]) if isinstance(named, list) and named else ""
+    own = "eagle3" if "Eagle3" in first else "dflash" if first == "DFlashDraftModel" else ""
+    return own if stated is None else str(stated)
+
+
 def vision_config(config: Config) -> Config:
     """The vision tower's settings, empty if there are none. Raises CheckpointError for a block
     that is not an object, or that counts more layers than any tower has."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from qconvert.checkpoint.quantization_config import renamed_modules
 from qconvert.core.errors import PlanError
-from qconvert.core.family import DRAFT_LAYERS
+from qconvert.core.family import DRAFT_LAYERS, draft_algorithm
 from qconvert.core.names import parse, split_parameter
 from qconvert.core.versions import SGLANG, VLLM
 from qconvert.plan.pass_options import options_of
@@ -117,6 +117,7 @@ class RelabelDraft:
         draft = _of_plain(plan.config) if own == "sglang" else _of_speculators(plan.config)
         if own == self.to:
             raise PlanError(f"the draft is in form {self.to} already: use it as it is")
+        _check_sizes(draft)
         _check_tensors(plan, draft, self.to)
         if self.to == "sglang":
             config, renames = _plain(draft), {_FIRST: _MID} if draft.algorithm == "eagle3" else {}
@@ -219,16 +220,13 @@ def _sees_behind(draft: Draft) -> bool:
 
 
 def _of_plain(config: Config) -> Draft:
-    named = config.get("architectures")
-    first = str(named[0]) if isinstance(named, list) and named else ""
-    if "Eagle3" in first:
-        return _of_plain_eagle3(config)
-    if first == "DFlashDraftModel":
-        return _of_plain_dflash(config)
-    raise PlanError(
-        f"config.json: the class is {first or 'not stated'}; drafts of EAGLE3 (LlamaForCausalLMEagle3) "
-        "and DFlash (DFlashDraftModel) are relabelled"
-    )
+    algorithm = draft_algorithm(config)
+    if not algorithm:
+        raise PlanError(
+            f"config.json: architectures is {config.get('architectures')!r}; drafts of EAGLE3 "
+            "(LlamaForCausalLMEagle3) and DFlash (DFlashDraftModel) are relabelled"
+        )
+    return _of_plain_eagle3(config) if algorithm == "eagle3" else _of_plain_dflash(config)
 
 
 def _of_plain_eagle3(config: Config) -> Draft:
@@ -309,11 +307,10 @@ def _not_in_sglang(draft: Draft) -> Iterator[str]:
     if 0 in (draft.ids or ()):
         yield f"hidden states before layer 0 are the embeddings, and {SGLANG} takes those of layers"
     if draft.algorithm == "dflash":
-        for key in ("mask_token_id", "block_size"):
-            if type(said[key]) is not int:
-                yield f"expected {key} to be a number, found {said[key]!r}"
-        if draft.ids is None:
-            yield f"states no {_OF_DFLASH}, without which no runtime knows where they are"
+        stated = {**said, _OF_DFLASH: draft.ids}
+        for key in ("mask_token_id", "block_size", _OF_DFLASH):
+            if stated[key] is None:
+                yield f"states no {key}, without which no runtime drafts by DFlash"
         if draft.size is not None:
             yield (
                 f"{_SIZE} is {draft.size} of {layers.get('vocab_size')} tokens, and {SGLANG}'s "
@@ -388,12 +385,29 @@ def _renamed(name: str, renames: Mapping[str, str]) -> str:
     return renames[old] + name.removeprefix(old) if old else name
 
 
+def _check_sizes(draft: Draft) -> None:
+    """Numbers must be numbers, and the lists of layers lists."""
+    own = {**draft.layers, **draft.said, _SIZE: draft.size}
+    for key in ("num_hidden_layers", "hidden_size", *_SIZES):
+        value = own.get(key)
+        if type(value) is not int and (value is not None or key not in _SIZES):
+            raise PlanError(f"config.json: expected a number for {key}, found {value!r}")
+    types = draft.layers.get("layer_types")
+    if types is not None and not isinstance(types, list):
+        raise PlanError(f"config.json: expected a list for layer_types, found {types!r}")
+    if not 0 < draft.layers["num_hidden_layers"] < 1024:
+        raise PlanError(
+            f"config.json: expected some num_hidden_layers, found {draft.layers['num_hidden_layers']}"
+        )
+
+
+# Those that may be left out.
+_SIZES = ("vocab_size", "target_hidden_size", "block_size", "mask_token_id", _COUNT, _SIZE)
+
+
 def _check_tensors(plan: Plan, draft: Draft, to: DraftForm) -> None:
     """Every tensor must have a place in the class that reads the form, and every layer be complete."""
-    count = draft.layers.get("num_hidden_layers")
-    if type(count) is not int or not 0 < count < 1024:
-        raise PlanError(f"config.json: expected a number for num_hidden_layers, found {count!r}")
-    eagle = draft.algorithm == "eagle3"
+    count, eagle = draft.layers["num_hidden_layers"], draft.algorithm == "eagle3"
     layer = _LAYER | (
         _QK_NORMS if not eagle or draft.layers.get("model_type") == "qwen3" else set()
     )

@@ -24,6 +24,14 @@ RUNTIME = (
     "gpu_experts_mask. Its loader is not simulated: whether it serves this class is not known."
 )
 
+# sglang-kt 0.7.2: draft workers build their model without kt-kernel (`layers/moe/utils.py`,
+# speculative_kt_ep_disabled_context).
+DRAFT_LAYERS = (
+    "--speculative-algorithm NEXTN drafts with them, and reads their experts from the GPU side onto the "
+    "GPU, never from the CPU folder. --speculative-algorithm EAGLE3 --speculative-draft-model-path "
+    "DRAFT drafts with an EAGLE3 folder in the form that sglang reads."
+)
+
 
 def launch_line(method: str, numa: int, cpu: str, gpu: str) -> str:
     """The command that serves a CPU folder with its GPU side. Values that depend on the machine are in
@@ -49,6 +57,8 @@ Made by qconvert. This folder holds the routed experts only ({fact["experts"]} a
 With CPU as this folder and GPU as that one:
 
     {line}
+
+If GPU has draft layers: {DRAFT_LAYERS}
 
 `--kt-method` and `--kt-threadpool-count` must be as above: the kernel does not check them, and files
 for another count or method crash it or are served as noise. {RUNTIME}

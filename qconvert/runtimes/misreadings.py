@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qconvert.core.dtypes import TensorType, ceil_div
+from qconvert.core.family import draft_algorithm
 from qconvert.runtimes.classes.record import architecture_of
 from qconvert.runtimes.loading.config_groups import block_of, pair_of
 
@@ -314,7 +315,7 @@ def _of_speculators(name: str, config: Config, tensors: Tensors) -> Misread:
 
 def _numbered_on(name: str, config: Config, tensors: Tensors) -> Misread:
     """GPTQ's codes of a draft's layers."""
-    if not ("Eagle3" in name or "DFlash" in name):
+    if not draft_algorithm(config):
         return Misread()
     codes = tuple(one for one in tensors if one.endswith(".qweight"))
     return Misread(codes, cure="qconvert relabel --to compressed-tensors")

@@ -19,6 +19,7 @@ import faults
 import gdn_models
 from adapters import lora
 from checkpoints import Model, Tensor, run_cli, write_shard
+from draft_tables import Config, Tensors, dflash, eagle3
 from loaders.published import published
 from models import nvfp4_moe, qwen3_moe
 from rank_files import RankFiles
@@ -187,6 +188,11 @@ def _delta(bases: Bases, folder: Path) -> None:
     shutil.rmtree(new)
 
 
+def _draft(make: Callable[[str], tuple[Tensors, Config]], form: str) -> Make:
+    tensors, config = make(form)
+    return _written(lambda: Model(config, dict(tensors)), 1)
+
+
 def _text(text: str) -> Make:
     return lambda _bases, file: file.write_text(text, encoding="utf-8")
 
@@ -210,6 +216,9 @@ _MAKE: Mapping[str, Make] = {
     "bare": _converted("gdn", "mtp", "drop", "{src}", "{out}"),
     "adapter": lambda bases, folder: lora(bases.folder("bf16"), folder),
     "delta": _delta,
+    "draft": _draft(eagle3, "sglang"),
+    "flash": _draft(dflash, "sglang"),
+    "speculator": _draft(eagle3, "speculators"),
     "served": _written(partial(published, "qwen3_moe")),
     "ranks": lambda _, folder: RankFiles(2).write(folder),
     "prepared": _converted("nvfp4", "prepare", "trtllm-gen", "{src}", "{out}"),

@@ -8,6 +8,7 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from qconvert.core.family import draft_algorithm
 from qconvert.core.manifest_keys import EVALUATION, RANK
 from qconvert.core.shown import count, format_size
 from qconvert.hub.card.front import (
@@ -23,7 +24,7 @@ from qconvert.hub.card.front import (
 )
 from qconvert.plan.pass_options import recipe_line
 from qconvert.runtimes.consumers import CLASSES
-from qconvert.runtimes.ktransformers import RUNTIME, launch_line
+from qconvert.runtimes.ktransformers import DRAFT_LAYERS, RUNTIME, launch_line
 from qconvert.runtimes.serving import SIMULATED, class_of, launch, launch_ranks
 from qconvert.runtimes.shared_experts import NO_FUSION
 
@@ -45,10 +46,12 @@ _DRAFT = (
     "folder and REPO as this one:"
 )
 _DRAFT_OPTIONS = {
-    "sglang": "--speculative-algorithm NEXTN --speculative-draft-model-path REPO",
-    "vllm": "--speculative-config "
-    """'{"method": "mtp", "model": "REPO", "num_speculative_tokens": 1}'""",
+    "sglang": "--speculative-algorithm {sglang} --speculative-draft-model-path REPO",
+    "vllm": """--speculative-config '{{"method": "{vllm}", "model": "REPO", "num_speculative_tokens": """
+    "{tokens}}}'",
 }
+# By a draft's algorithm, "" for layers of the model's own kind: what runtimes call it.
+_ALGORITHMS = {"": ("NEXTN", "mtp"), "eagle3": ("EAGLE3", "eagle3"), "dflash": ("DFLASH", "dflash")}
 
 
 def title(manifest: Mapping[str, Any] | None, config: Mapping[str, Any], base: str | None) -> str:
@@ -137,6 +140,8 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
             "`--kt-method` and `--kt-threadpool-count` must be as above: the kernel does not check "
             "them, and with files for another count or method it crashes or generates garbage. "
             + RUNTIME,
+            "",
+            f"If GPU has draft layers: {DRAFT_LAYERS}",
         ]
         return "\n".join(lines)
     if (rank := manifest.get(RANK)) is not None:
@@ -163,7 +168,7 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
             "PREPARED.md says how to serve it (experimental)."
         )
         return "\n".join(lines)
-    if manifest.get("draft") is not None:
+    if manifest.get("draft") is not None or draft_algorithm(config) in ("eagle3", "dflash"):
         return "\n".join([*lines, _DRAFT, *_draft_lines(config, said), *_sizes(said)])
     loaders, untried = takers(manifest, said), takers(manifest, said, "not known")
     if not loaders and not untried:
@@ -227,6 +232,10 @@ def _to_try(runtimes: Sequence[str], config: Mapping[str, Any], said: Loads) -> 
 def _draft_lines(config: Mapping[str, Any], said: Loads) -> Iterator[str]:
     """Return how each runtime is started on a model with this draft, unless it is known not to load
     it."""
+    algorithm = draft_algorithm(config)
+    by_sglang, by_vllm = _ALGORITHMS[algorithm]
+    block = config.get("block_size")
+    tokens = block - 1 if type(block) is int and block > 1 else 3 if algorithm else 1
     for verdict in ("loads", "not known"):
         names = [name for name in _DRAFT_OPTIONS if said_of(name, said).verdict == verdict]
         if names and verdict == "not known":
@@ -236,7 +245,8 @@ def _draft_lines(config: Mapping[str, Any], said: Loads) -> Iterator[str]:
             yield ""
         for name in names:
             yield f"    {launch(name, 'MODEL')} \\"
-            yield f"        {_DRAFT_OPTIONS[name]}"
+            options = _DRAFT_OPTIONS[name]
+            yield f"        {options.format(sglang=by_sglang, vllm=by_vllm, tokens=tokens)}"
 
 
 def _options(step: Mapping[str, Any]) -> str:

@@ -28,6 +28,17 @@ _SIZES = (
     "num_nextn_predict_layers",
     "vocab_size", "num_attention_heads", "head_dim",
 )  # fmt: skip
+# Of drafts that stand alone, and of their layers or blocks.
+_OF_DRAFTS = (
+    "transformer_layer_config", "speculators_config", "speculators_model_type", "eagle_config",
+    "dflash_config", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "block_size",
+    "aux_hidden_state_layer_ids", "norm_before_residual", "fc_norm", "target_hidden_size",
+    "num_aux_hidden_states", "mask_token_id", "layer_types", "hidden_size", "architectures",
+)  # fmt: skip
+_OF_LAYERS = (
+    "num_hidden_layers", "hidden_size", "vocab_size", "model_type", "layer_types", "mask_token_id",
+    "target_layer_ids", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states",
+)  # fmt: skip
 _ANY: dict[str, Any] = {
     "null": None, "list": [1], "object": {"a": 1}, "number": 7, "text": "x", "true": True,
     "5000 digits": Raw(DIGITS), "NaN": Raw("NaN"), "deep": nested(3000), "deep object": deep(3000),
@@ -76,6 +87,16 @@ def _set(key: str, value: Any) -> Callable[[Ground], None]:
 
 def _set_root(key: str, value: Any) -> Callable[[Ground], None]:
     return _edit(lambda config: config.update({key: value}))
+
+
+def _set_layers(key: str, value: Any) -> Callable[[Ground], None]:
+    """In the config of a draft's layers, or the block that a draft has instead."""
+
+    def change(config: dict[str, Any]) -> None:
+        for inner in ("transformer_layer_config", "dflash_config", "eagle_config"):
+            config.setdefault(inner, {})[key] = value
+
+    return _edit(change)
 
 
 def _bytes(data: bytes) -> Break:
@@ -159,6 +180,14 @@ def _mutations() -> Iterator[Mutation]:
             )
     yield one("a key that steers", _edit(lambda c: c.update({STEERING["newline command"]: 1})),
               verdict=Verdict.EITHER, culprit=())  # fmt: skip
+    for key in _OF_DRAFTS:
+        for name, value in _ANY.items():
+            yield one(f"draft {key} {name}", _set_root(key, value), verdict=Verdict.EITHER,
+                      culprit=(), needs=frozenset({"draft"}))  # fmt: skip
+    for key in _OF_LAYERS:
+        for name, value in _ANY.items():
+            yield one(f"draft layers {key} {name}", _set_layers(key, value), culprit=(),
+                      verdict=Verdict.EITHER, needs=frozenset({"draft"}), most=2)  # fmt: skip
     for method, block in _BLOCKS.items():
         yield one(f"block {method}", _set_root("quantization_config", block),
                   verdict=Verdict.EITHER, culprit=(), most=4)  # fmt: skip
