@@ -22,6 +22,7 @@ from qconvert.cli.options import (
     NVFP4_DIALECT,
     OPENING,
     OUT,
+    REPO_ID,
     SOURCE,
     SOURCE_GROUPS,
     SOURCE_NAME,
@@ -60,7 +61,8 @@ _OF_DRAFTS = ("to", "verifier", "tokens")
         help="The form to write; of a draft (EAGLE3, DFlash): speculators or sglang.",
     ),
     click.option(
-        "--verifier", metavar="REPO", help="With --to speculators: the model that the draft is of.",
+        "--verifier", type=REPO_ID, metavar="ORG/NAME",
+        help="With --to speculators: the model that the draft is of.",
     ),
     click.option(
         "--tokens", type=Count(), metavar="N",

@@ -17,7 +17,7 @@ import click
 from qconvert.cli import completion
 from qconvert.core.options import Option, options_in
 from qconvert.core.shown import parse_size
-from qconvert.run.work.options import RunOptions
+from qconvert.run.work.options import RunOptions, repo_id
 from qconvert.validation.options import SAYS_LEVEL, ValidateOptions, partition
 
 if TYPE_CHECKING:
@@ -229,6 +229,7 @@ SOURCE_NAME = Parsed("source", _is_source, completion.paths)
 PARTITION = Parsed("partition", partition)
 SIZE = Parsed("size", parse_size)
 BRANCH = Parsed("branch", _is_branch)
+REPO_ID = Parsed("id", repo_id)
 _TYPES: dict[str, click.ParamType[Any]] = {
     "source": SOURCE_NAME, "partition": PARTITION, "folder": FolderPath(),
     "runtime": Parsed("consumer", partial(_is_runtime, ("sglang", "vllm"))),

@@ -146,7 +146,8 @@ def _address(given: str) -> str:
     return given
 
 
-def _repo_id(given: str) -> str:
+def repo_id(given: str) -> str:
+    """Read the id of a repo on the Hub. Raises ValueError."""
     from qconvert.checkpoint.hub_cache import is_id
 
     if not is_id(given):
@@ -175,7 +176,7 @@ class RunOptions:
         rare=True, planning=True,
     )  # fmt: skip
     base_model: str | None = option(
-        None, "The source's repo, for the model card.", kind="id", parse=_repo_id,
+        None, "The source's repo, for the model card.", kind="id", parse=repo_id,
         metavar="ORG/NAME", shown="what the source names", rare=True, planning=True,
     )  # fmt: skip
     follow_links: bool = option(
