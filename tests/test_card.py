@@ -24,6 +24,7 @@ from qconvert.core.errors import CheckpointError
 from qconvert.hub.card import card, split_front_matter
 from qconvert.hub.card.front import base_of
 from qconvert.hub.readme import account_for_readme, new_card, with_card
+from qconvert.passes.draft_forms import RelabelDraft
 from qconvert.passes.stages import split_plan
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.pass_options import options_of, options_with
@@ -100,7 +101,10 @@ def test_the_card_of_every_recipe(recipe: str, tmp_path: Path) -> None:
     """Without a warning from the client that reads it, and with the base model's name."""
     from huggingface_hub import ModelCard
 
+    drafts = recipe.startswith("draft")
     model = headers.few(_MODELS.get(recipe, "qwen3.5-35b-a3b"))
+    if drafts:
+        model = headers.form("eagle3-llama-3.1-8b")
     headers.write_sparse(model, tmp_path, shards=1)
     readme = "---\nlicense: apache-2.0\nlanguage:\n- en\n---\n# The model\n"
     (tmp_path / "README.md").write_text(readme)
@@ -109,6 +113,8 @@ def test_the_card_of_every_recipe(recipe: str, tmp_path: Path) -> None:
         steps = (*load_recipe("qwen3.5-moe-nvfp4").passes, *steps)
     if recipe == "amx-4-numa":
         steps = (*load_recipe("qwen3.5-moe-amxint4").passes, *steps)
+    if drafts:
+        steps = (RelabelDraft("speculators", BASE), *steps)
     plan = run_passes(Plan.identity(Checkpoint.open(tmp_path)), steps)
     made = with_card(plan, BASE)
     verdict = judgement.judged([prepare(made, RunOptions(jobs=1))], plan.checkpoint)
