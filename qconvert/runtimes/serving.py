@@ -16,6 +16,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.family import draft_algorithm
 from qconvert.core.manifest_keys import RANK
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
@@ -309,6 +310,16 @@ def draft_alone(
 ) -> Answer:
     """The same for a folder that holds a draft and not its model. Raises NotSimulated, also under vLLM,
     for which drafts are not simulated, and for a class without a draft."""
+    if own := draft_algorithm(folder.config):
+        beside = runtime == "vllm"  # its loader would need the model, too
+        try:
+            return served(
+                folder, setting, every=every, draft=True, runtime=runtime,
+                loader=None if beside else loader,
+            )  # fmt: skip
+        except NotSimulated as reason:
+            why = f"a draft of {own}, which is loaded beside its model" if beside else reason
+            raise NotSimulated(str(why)) from None
     if loader is not None:
         return served(folder, setting, every=every, draft=True, runtime=runtime, loader=loader)
     if runtime != "sglang":
@@ -433,9 +444,8 @@ def loads(
             return {}
     order = groups if type(groups) is int else None
     # Sorted, so that what is said first does not depend on where the headers come from.
-    folder = Offered(
-        config, Tensors.of(tensors).by_name, order, place, facts.get("draft") is not None
-    )
+    alone = facts.get("draft") is not None or bool(draft_algorithm(config))
+    folder = Offered(config, Tensors.of(tensors).by_name, order, place, alone)
     digest = folder.digest()
     if digest not in _SAID:
         if len(_SAID) >= _MOST_SAID:

@@ -75,6 +75,15 @@ def test_sglang_loads_the_form_that_it_reads(algorithm: str, hopper: Server, fol
 
 
 @pytest.mark.parametrize("algorithm", MADE)
+def test_a_plan_asks_sglang_itself(algorithm: str, folders: Path) -> None:
+    """`--loader`, at as many ranks as there are heads; vLLM's would need the model."""
+    words = ("--to", "sglang", "--dry-run", "--loader", PYTHON, "--jobs", "1")
+    said = ran("relabel", draft(folders, algorithm, "speculators"), folders / "never", *words).out
+    assert "loads   sglang 0.5.23 (H200, its own loader) at tp 1, 2, 4\n" in said, said
+    assert f"a draft of {algorithm}, which is loaded beside its model" in said
+
+
+@pytest.mark.parametrize("algorithm", MADE)
 def test_vllm_loads_both_forms(algorithm: str, vllm: Server, folders: Path) -> None:
     published = draft(folders, algorithm, "speculators")
     made = folders / f"{algorithm} made for vllm"

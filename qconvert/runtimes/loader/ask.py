@@ -17,7 +17,7 @@ from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import LoaderError
-from qconvert.core.family import text_config
+from qconvert.core.family import draft_algorithm, text_config
 from qconvert.core.shown import shortened
 from qconvert.core.versions import is_release
 from qconvert.runtimes.consumers import RUNTIMES, Consumer, takers_of_gdn
@@ -109,7 +109,10 @@ class RuntimeLoader:
             )
 
     def draft_of(self, config: Config, tensors: Mapping[str, TensorType]) -> frozenset[str]:
-        """Tensors of the draft in a folder, by their names."""
+        """Tensors of the draft in a folder, by their names; of one that stands alone, all but its tables
+        of tokens, which no parameter holds."""
+        if draft_algorithm(config):
+            return frozenset(tensors) - {"d2t", "t2d"}
         layers = text_config(config).get("num_hidden_layers")
         found = []
         for name in tensors:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import PlanError
+from qconvert.core.family import draft_algorithm
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.shown import count, format_size
 from qconvert.runtimes.advisories import advisories
@@ -38,7 +39,7 @@ def for_runtime(folder: Folder) -> Iterator[Yield]:
     try:
         stage = stage_of(checkpoint)
         place = None if stage is None else (stage.number, stage.partition)
-        alone = DRAFT in (checkpoint.manifest or {})
+        alone = DRAFT in (checkpoint.manifest or {}) or bool(draft_algorithm(checkpoint.config))
         files = {} if serving.loader is None else read_files(checkpoint)
         groups = gdn_groups_here(checkpoint)
         offered = Offered(checkpoint.config, tensors, groups, place, alone, files)
