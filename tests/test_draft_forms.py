@@ -217,12 +217,12 @@ def _drop(name: str) -> Change:
         ("eagle3", _add("fc_norm.1.weight", HIDDEN), "'fc_norm.1.weight' has no place in sglang"),
         ("eagle3", _drop("layers.0.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight is missing"),
         ("eagle3", _drop("layers.0.hidden_norm.weight"), "layers.0.hidden_norm.weight is missing"),
-        ("dflash", _state(draft_vocab_size=40), "40 of 300 tokens, and sglang 0.5.23's DFlashDraft"),
+        ("dflash", _state(draft_vocab_size=40), "draft_vocab_size is 40, and sglang 0.5.23 takes"),
         ("dflash", _state(sample_from_anchor=True), "sample_from_anchor is true, which sglang"),
         ("dflash", _state(aux_hidden_state_layer_ids=[0, 4]), "before layer 0 are the embeddings"),
         ("dflash", _lose("aux_hidden_state_layer_ids"), "states no aux_hidden_state_layer_ids"),
         ("dflash", _lose("mask_token_id"), "states no mask_token_id, without which"),
-        ("dflash", _state(target_hidden_size=128), "target_hidden_size is 128, hidden_size 64, and"),
+        ("dflash", _state(target_hidden_size=128), "is 128, and sglang 0.5.23 takes hidden_size, 64"),
         ("dflash", _drop("hidden_norm.weight"), "hidden_norm.weight is missing"),
         ("dflash", _add("lm_head.weight", TOKENS, HIDDEN), "'lm_head.weight' has no place in sgl"),
     ],
@@ -312,3 +312,45 @@ def test_another_config_than_the_sources_is_found(
     said = run_cli("validate", out, "--against", source, "--level", "full", "--jobs", "1")
     lines = [line for line in said.out.splitlines() if "QC083" in line]
     assert any(text in line for line in lines), said.out
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "form", "lines"),
+    [
+        ("eagle3", "sglang", [
+            "--speculative-algorithm EAGLE3 --speculative-draft-model-path REPO",
+            '{"method": "eagle3", "model": "REPO", "num_speculative_tokens": 3}',
+        ]),
+        ("dflash", "sglang", [
+            "--speculative-algorithm DFLASH --speculative-draft-model-path REPO",
+            '{"method": "dflash", "model": "REPO", "num_speculative_tokens": 7}',
+        ]),
+        ("eagle3", "speculators", [
+            "sglang 0.5.23 does not load it right",
+            '{"method": "eagle3", "model": "REPO", "num_speculative_tokens": 3}',
+        ]),
+    ],
+)  # fmt: skip
+def test_a_card_says_how_the_draft_is_served(
+    algorithm: str, form: str, lines: list[str], tmp_path: Path
+) -> None:
+    source = drafted(tmp_path / "source", algorithm, OTHER[form])
+    card = (relabelled(source, tmp_path / "out", form) / "README.md").read_text()
+    assert [line for line in lines if line not in card] == []
+    assert ("EAGLE3" in card or "DFLASH" in card) == (form == "sglang")
+
+
+def test_a_draft_is_not_calibrated(tmp_path: Path) -> None:
+    source = drafted(tmp_path / "source", "eagle3", "sglang")
+    words = ("--gptq", "--targets", "Linear", "--synthetic", "--group-size", "32")
+    done = run_cli("w4a16", source, tmp_path / "out", *words, "--jobs", "1")
+    assert "a draft computes from hidden states of its model" in done.err
+
+
+def test_gptqs_codes_of_a_draft_are_not_read_by_vllm(tmp_path: Path) -> None:
+    source = drafted(tmp_path / "source", "eagle3", "sglang")
+    words = ("--rtn", "--targets", "Linear", "--group-size", "32", "--packing", "gptq", "--dry-run")
+    said = ran("w4a16", source, tmp_path / "out", *words, "--jobs", "1").out
+    assert (
+        "vllm 0.33.0 (H200) does not load it right: midlayer.mlp.down_proj.qweight is not" in said
+    )

@@ -203,3 +203,20 @@ def test_a_card_says_how_a_draft_is_served(tmp_path: Path) -> None:
     text = (draft / "README.md").read_text()
     assert "--speculative-draft-model-path REPO" in text
     assert "library_name" not in text
+
+
+def test_the_launch_line_of_a_pair_says_how_it_drafts(tmp_path: Path) -> None:
+    """sglang-kt reads a draft's experts from the GPU side, which has none with `--mtp drop`."""
+    source = written(tmp_path, "glm4_moe")
+    bare = made("mtp", "drop", source, tmp_path / "bare")
+    line = "draft layers: --speculative-algorithm NEXTN drafts with them"
+    words = ("--cpu", "int8", "--numa", "1", "--jobs", "1")
+    both = ("--gpu", "w4a16", "--gpu-out")
+    for name, model, more, says in (
+        ("whole", source, (), True),
+        ("bare", bare, (), False),
+        ("kept", source, (*both, tmp_path / "gpu kept"), True),
+        ("dropped", source, (*both, tmp_path / "gpu dropped", "--mtp", "drop"), False),
+    ):
+        done = ran("kt", model, "--cpu-out", tmp_path / f"cpu {name}", *words, *more)
+        assert (line in done.out) is says, (name, done.out)

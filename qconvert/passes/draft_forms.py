@@ -302,53 +302,34 @@ def _plain(draft: Draft) -> dict[str, Any]:
 
 def _not_in_sglang(draft: Draft) -> Iterator[str]:
     """Reasons for which sglang's class would not compute what the draft was trained to."""
-    said, layers = draft.said, draft.layers
-    other = draft.width != layers.get("hidden_size")
+    said, layers, size = draft.said, draft.layers, draft.layers["hidden_size"]
     if 0 in (draft.ids or ()):
         yield f"hidden states before layer 0 are the embeddings, and {SGLANG} takes those of layers"
+    wide = draft.width != size
     if draft.algorithm == "dflash":
         stated = {**said, _OF_DFLASH: draft.ids}
         for key in ("mask_token_id", "block_size", _OF_DFLASH):
             if stated[key] is None:
                 yield f"states no {key}, without which no runtime drafts by DFlash"
-        if draft.size is not None:
-            yield (
-                f"{_SIZE} is {draft.size} of {layers.get('vocab_size')} tokens, and {SGLANG}'s "
-                f"DFlashDraftModel has no head of its own, but takes the target's; {_BY_VLLM}"
-            )
-        if said["sample_from_anchor"]:
-            yield f"sample_from_anchor is true, which {SGLANG} does not do; {_BY_VLLM}"
-        if other:
-            yield (
-                f"target_hidden_size is {draft.width}, hidden_size {layers.get('hidden_size')}, and "
-                f"{SGLANG}'s DFlashDraftModel takes one for both; {_BY_VLLM}"
-            )
-        return
-    if said[_BEFORE]:
-        yield (
-            f"{_BEFORE} is true, and {SGLANG}'s class of EAGLE3 adds what was before hidden_norm: "
-            f"its drafts would be others, and rejected more often; {_BY_VLLM}"
+        checks = [
+            (draft.size, f"{_SIZE} is {draft.size}, and {SGLANG} takes the target's head for it"),
+            (said["sample_from_anchor"], f"sample_from_anchor is true, which {SGLANG} does not do"),
+            (wide, f"target_hidden_size is {draft.width}, and {SGLANG} takes hidden_size, {size}"),
+        ]  # fmt: skip
+    else:
+        count, kind = layers["num_hidden_layers"], layers.get("model_type", "llama")
+        own = f"so that its embeddings are its own, and {SGLANG} takes the target's for them"
+        other = (
+            f"{SGLANG} adds what was before hidden_norm: others than it learned would be drafted"
         )
-    if layers.get("model_type", "llama") != "llama":
-        yield (
-            f"model_type of its layers is {layers['model_type']!r}, and {SGLANG} has a class of EAGLE3 "
-            f"for llama alone; {_BY_VLLM}"
-        )
-    if layers.get("num_hidden_layers") != 1:
-        yield (
-            f"num_hidden_layers is {layers.get('num_hidden_layers')}, and {SGLANG} computes layers "
-            f"behind the first otherwise; {_BY_VLLM}"
-        )
-    if any(draft.windows):
-        yield f"layer_types states a window, which {SGLANG} does not read of EAGLE3; {_BY_VLLM}"
-    if said["embed_requires_grad"] and not other:
-        yield (
-            "embed_requires_grad is true, so that its embeddings are its own, and "
-            f"{SGLANG} takes the target's in their place; {_BY_VLLM}"
-        )
-
-
-_BY_VLLM = "serve it with vLLM as it is"
+        checks = [
+            (said[_BEFORE], f"{_BEFORE} is true, and {other}"),
+            (kind != "llama", f"model_type is {kind!r}, and {SGLANG} has EAGLE3 of llama alone"),
+            (count != 1, f"num_hidden_layers is {count}, and {SGLANG} computes a second one otherwise"),
+            (any(draft.windows), f"layer_types states a window, which {SGLANG} does not read of EAGLE3"),
+            (said["embed_requires_grad"] and not wide, f"embed_requires_grad is true, {own}"),
+        ]  # fmt: skip
+    yield from (f"{why}; serve it with vLLM as it is" for found, why in checks if found)
 
 
 # --- Both ----------------------------------------------------------------------------------------
@@ -408,9 +389,8 @@ _SIZES = ("vocab_size", "target_hidden_size", "block_size", "mask_token_id", _CO
 def _check_tensors(plan: Plan, draft: Draft, to: DraftForm) -> None:
     """Every tensor must have a place in the class that reads the form, and every layer be complete."""
     count, eagle = draft.layers["num_hidden_layers"], draft.algorithm == "eagle3"
-    layer = _LAYER | (
-        _QK_NORMS if not eagle or draft.layers.get("model_type") == "qwen3" else set()
-    )
+    normed = not eagle or draft.layers.get("model_type") == "qwen3"
+    layer = _LAYER | _QK_NORMS if normed else _LAYER
     wanted = {f"layers.{number}.{part}" for number in range(count) for part in layer}
     wanted |= {"fc", "norm", f"{_FIRST}hidden_norm" if eagle else "hidden_norm"}
     more = {"lm_head", "d2t", "t2d"} if eagle or draft.size is not None else set[str]()
