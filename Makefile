@@ -8,7 +8,7 @@ PIP := $(BIN)/python $(PIP_INSTALL) -c constraints.txt
 # Tests start Python hundreds of times: modules are compiled once, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test collected docs picture peers loaders loaders-installed newest families classes agree served asked lint check bench clean
+.PHONY: demo test collected docs picture peers loaders loaders-installed newest families classes agree older served asked lint check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/qconvert demo
@@ -69,6 +69,16 @@ agree: $(VENV)/installed-peers $(VENV)-loaders/installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/loaders/agree_classes.py sglang
 	OMP_NUM_THREADS=1 $(BIN)/python tests/loaders/agree_classes.py vllm
 
+# The same of the releases before: tables that state what differs, the forms that agree with their loaders, known
+# misreadings and launch lines; not in CI.
+older: export QCONVERT_LOADERS := $(CURDIR)/$(VENV)-older/bin/python
+older: export OMP_NUM_THREADS := 1
+older: $(VENV)/installed-peers $(VENV)-older/installed
+	PYTHONPATH=tests $(BIN)/python tests/loaders/record_classes.py
+	$(BIN)/python tests/loaders/agree_classes.py sglang
+	$(BIN)/python tests/loaders/agree_classes.py vllm
+	QCONVERT_ALL=1 $(BIN)/pytest -m loader $(OLDER_TESTS)
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,6 +93,7 @@ CHECKED := (peer or crash or big or hostile$(if $(QCONVERT_ALL), or rest)) $(if 
 NEWEST_TESTS := $(addprefix tests/families/test_,classes.py commands.py of_the_year.py text_only.py) \
 	tests/test_merge_peer.py
 NEWEST := OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(VENV)-newest $(BIN)/pytest
+OLDER_TESTS := $(addprefix tests/loaders/test_,misreadings.py modelopt_lists.py serving_lines.py)
 LOADER_TESTS := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m loader tests/loaders
 check: $(VENV)/installed-peers $(VENV)-loaders/installed $(VENV)-newest/installed
 	$(LOADER_TESTS)
@@ -134,8 +145,24 @@ $(VENV)-loaders/installed: $(wildcard requirements-loaders*.txt) tests/loaders/u
 		-d $(VENV)-loaders/wheel -r requirements-loaders-vllm-wheel.txt
 	$(VENV)-loaders/bin/python tests/loaders/unpack_vllm.py $(VENV)-loaders/wheel $(VENV)-loaders/vllm
 	rm -rf $(VENV)-loaders/wheel
-	$(BIN)/python -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(VENV)-loaders/bin/python -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/qconvert.pth"
+	$(BIN)/python $(PURELIB) > "$$($(VENV)-loaders/bin/python $(PURELIB))/qconvert.pth"
+	touch $@
+
+# The releases before, with what the loaders' environment has beside the runtimes.
+OLDER_PIP := $(VENV)-older/bin/python -I -m pip --quiet --disable-pip-version-check
+PURELIB := -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(VENV)-older/installed: $(wildcard requirements-older*.txt) tests/loaders/unpack_vllm.py | $(VENV)-loaders/installed
+	rm -rf $(VENV)-older
+	$(PYTHON) -I -m venv $(VENV)-older
+	$(OLDER_PIP) install --no-compile --no-deps -r requirements-older.txt
+	$(OLDER_PIP) download --no-cache-dir --no-deps --platform manylinux_2_28_x86_64 \
+		-d $(VENV)-older/wheel -r requirements-older-vllm-wheel.txt
+	mkdir $(VENV)-older/vllm
+	cd $(VENV)-older/vllm && ln -s $(CURDIR)/$(VENV)-loaders/vllm/* . && rm vllm vllm-*
+	$(VENV)-older/bin/python tests/loaders/unpack_vllm.py $(VENV)-older/wheel $(VENV)-older/vllm
+	rm -rf $(VENV)-older/wheel
+	for one in $(VENV)-loaders $(VENV); do $$one/bin/python $(PURELIB); done \
+		> "$$($(VENV)-older/bin/python $(PURELIB))/loaders.pth"
 	touch $@
 
 # A runtime's own engine serves what every command makes of tiny models, on a GPU: see docs/served.md. PYTHON is one
@@ -156,4 +183,4 @@ bench: $(VENV)/installed-peers
 	$(BIN)/python benchmarks/run.py $(CASES) --json bench.json --plot bench.svg
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-loaders $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-loaders $(VENV)-older $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

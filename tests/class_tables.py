@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from qconvert.core.versions import RELEASES
+
 Table = dict[str, Any]
 _AT = "model.layers.*"
 _DENSE, _SPARSE = 0, 1
@@ -66,7 +68,7 @@ def qwen3_moe(runtime: str) -> Table:
     if not vllm:
         packed["gate_up_proj"] = ["gate_proj", "up_proj"]
     return {
-        "runtime": runtime, "version": "0", "architecture": "Qwen3MoeForCausalLM",
+        "runtime": runtime, "version": RELEASES[runtime].version, "architecture": "Qwen3MoeForCausalLM",
         "model_type": "qwen3_moe", "layers": {"model.layers": "num_hidden_layers"},
         "packed": packed, "modules": modules, "names": names,
         "variants": {"model.layers": [

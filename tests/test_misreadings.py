@@ -11,6 +11,7 @@ from checkpoints import read_tensors, run_cli
 from families.tiny import saved
 
 from qconvert.core.dtypes import TensorType
+from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.setting import NotSimulated, Setting
 from qconvert.runtimes.misreadings import integer_groups, misread, misread_of_ranks
 from qconvert.runtimes.serving import Offered, loads, served
@@ -192,12 +193,12 @@ def test_experts_that_are_computed_with_without_scales(dtype: str) -> None:
     ("runtime", "name"), [("sglang", "OlmoeForCausalLM"), ("vllm", "Zamba2ForCausalLM")]
 )
 def test_a_class_that_runs_in_one_stage(runtime: str, name: str) -> None:
-    answer = served(Offered({"architectures": [name]}, {}), Setting(pp=2), runtime=runtime)
+    answer = served(Offered({"architectures": [name]}, {}), Setting(pp=2), Consumer(runtime))
     assert answer.verdict == "does not load"
     assert answer.refused is not None
     assert "one pipeline stage only" in str(answer.refused.refused)
     with pytest.raises(NotSimulated):
-        served(Offered({"architectures": [name]}, {}), Setting(), runtime=runtime)
+        served(Offered({"architectures": [name]}, {}), Setting(), Consumer(runtime))
 
 
 def test_a_folder_that_is_misread(llama: Path, tmp_path: Path) -> None:

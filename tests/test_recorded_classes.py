@@ -314,13 +314,6 @@ def test_a_class_and_a_version_without_tables() -> None:
     assert "known" in said.why
 
 
-def test_versions_are_folders(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_TABLES", tmp_path)
-    for name in ("vllm-0.32.0", "vllm-0.33.0", "sglang-0.5.23"):
-        (tmp_path / name).mkdir()
-    assert records.versions("vllm") == ("0.32.0", "0.33.0")
-
-
 def test_a_class_with_the_code_of_another_has_its_table(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

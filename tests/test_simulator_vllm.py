@@ -36,6 +36,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.parameter_names import Dialect
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.plan.plan import Plan, run_passes
+from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.setting import BLACKWELL, LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.serving import SIMULATED, Offered, loads, served
 from qconvert.runtimes.vllm.ignore_matching import excluded, ignored, skipped, target
@@ -318,7 +319,7 @@ def test_both_runtimes_are_asked() -> None:
     assert tuple(said) == (*SIMULATED, "transformers")
     assert tuple(said["vllm"].sizes[""]) == (1, 2, 4)
     assert "not at tp 8" in said["vllm"].failed
-    whole = served(Offered(config, tensors), Setting(tp=2), runtime="vllm")
+    whole = served(Offered(config, tensors), Setting(tp=2), Consumer("vllm"))
     assert whole.nbytes == said["vllm"].sizes[""][2]
 
 
@@ -383,7 +384,7 @@ def test_advise_for_vllm(tmp_path: Path) -> None:
 
 # --- Not known ------------------------------------------------------------------------------------
 
-VERSIONS = ["9.9", "0.5.23.post1", "0.5.23rc1", "0.5.23.dev0", "0.5", "0.5.22", "0.5.23.1"]
+VERSIONS = ["9.9", "0.5.23.post1", "0.5.23rc1", "0.5.23.dev0", "0.5", "0.5.21", "0.5.23.1"]
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
@@ -419,7 +420,8 @@ def test_a_version_is_not_answered_with_the_proof_of_another(version: str, tmp_p
     assert done.code == 5
     assert "loads the folder whole: " not in done.out
     last = done.out.rstrip().splitlines()[-1]
-    said = f"not known for sglang {version}: this version is not known; known is sglang 0.5.23"
+    known = "this version is not known; known are sglang 0.5.22 and 0.5.23"
+    said = f"not known for sglang {version}: {known}"
     assert last == f"0 errors, 0 warnings; whether it loads is {said}"
     advice = run_cli("advise", where, "--for", f"sglang=={version}")
     assert advice.code == 5

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qconvert.core.versions import RELEASES, is_of_series, is_release, is_version
+from qconvert.core.versions import RELEASES, comes_before, is_of_series, is_release, is_version
 
 _ROOT = Path(__file__).parent.parent
 _PAGES = [
@@ -37,6 +38,7 @@ _EXAMPLES = ("cli", "service")
 def test_a_version_is_stated_in_one_product_file() -> None:
     numbers = {release.version for release in RELEASES.values()}
     numbers |= {release.series for release in RELEASES.values()}
+    numbers |= {one for release in RELEASES.values() for one in release.earlier}
     found = {
         path.name: hits
         for path in sorted((_ROOT / "qconvert").rglob("*.py"))
@@ -52,12 +54,16 @@ def test_a_version_is_stated_in_one_product_file() -> None:
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
 def test_pages_state_the_same(page: Path) -> None:
     for package, number in _stated(page.read_text(encoding="utf-8")):
-        assert number in (RELEASES[package].version, RELEASES[package].series), (package, number)
+        release = RELEASES[package]
+        earlier = [replace(release, version=one).series for one in release.earlier]
+        known = (release.version, release.series, *release.earlier, *earlier)
+        assert number in known, (package, number)
 
 
 def test_what_is_installed_to_compare_with_is_the_same() -> None:
     files = [*_ROOT.glob("requirements-*.txt"), _ROOT / "pyproject.toml"]
-    # vLLM's environment has the compressed-tensors that it pins; the newest transformers is for classes.
+    # vLLM's environment has the compressed-tensors that it pins; the newest transformers is for classes;
+    # earlier releases are compared by hand (test_earlier_releases.py).
     texts = [
         one.read_text(encoding="utf-8")
         for one in files
@@ -65,6 +71,8 @@ def test_what_is_installed_to_compare_with_is_the_same() -> None:
         not in (
             "requirements-loaders-vllm.txt",
             "requirements-newest.txt",
+            "requirements-older.txt",
+            "requirements-older-vllm-wheel.txt",
             "requirements-served.txt",
         )
     ]
@@ -90,3 +98,16 @@ def test_versions_of_packages(text: str) -> None:
 def test_a_release_and_its_series(version: str, release: bool, series: bool) -> None:
     assert is_release(version, "0.33.0") == release
     assert is_of_series(version, "0.33") == series
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "before"),
+    [
+        ("0.32.0", "0.33", True),
+        ("0.33.0", "0.33", False),
+        ("0.9", "0.33", True),
+        ("1", "0.33", False),
+    ],
+)
+def test_releases_in_order(version: str, release: str, before: bool) -> None:
+    assert comes_before(version, release) == before

@@ -65,12 +65,14 @@ def passes(incomplete: str) -> list[CompletionItem]:
 
 
 def consumers(incomplete: str, only: tuple[str, ...]) -> list[CompletionItem]:
-    """Runtimes and classes that --for takes, runtimes with the version that rules were checked with."""
+    """Runtimes and classes that --for takes, runtimes with the versions that answers are known of."""
     from qconvert.core.versions import RELEASES
     from qconvert.runtimes.consumers import NAMES, RUNTIMES
 
     words = [(name, "") for name in only or NAMES]
     words += [
-        (f"{name}=={RELEASES[name].version}", "") for name in only or NAMES if name in RUNTIMES
-    ]
+        (f"{name}=={version}", "")
+        for name in only or NAMES if name in RUNTIMES
+        for version in (RELEASES[name].version, *RELEASES[name].earlier)
+    ]  # fmt: skip
     return of_words(words, incomplete)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A release of a project: its name in texts, and the version as its package states it."""
+    """A release of a project: its name in texts, and the version as its package states it; `earlier`:
+    releases before it of which answers are known, too."""
 
     name: str
     version: str
+    earlier: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} {self.series}"
@@ -26,10 +28,16 @@ class Release:
         """The version without a patch number of 0: what holds for 0.33.0 is said of 0.33."""
         return self.version.removesuffix(".0")
 
+    def known(self, version: str) -> str | None:
+        """The one of these releases that a version is, None for another."""
+        return next(
+            (one for one in (self.version, *self.earlier) if is_release(version, one)), None
+        )
+
 
 RELEASES = {
-    "sglang": Release("sglang", "0.5.23"),
-    "vllm": Release("vLLM", "0.33.0"),
+    "sglang": Release("sglang", "0.5.23", ("0.5.22",)),
+    "vllm": Release("vLLM", "0.33.0", ("0.32.0",)),
     "transformers": Release("transformers", "5.17"),
     "compressed-tensors": Release("compressed-tensors", "0.19.0"),
     "llmcompressor": Release("llm-compressor", "0.14"),
@@ -75,6 +83,11 @@ def is_of_series(version: str, series: str) -> bool:
     stated = [int(part) for part in match["release"].split(".")]
     stated += [0] * (len(wanted) - len(stated))
     return stated[: len(wanted)] == wanted
+
+
+def comes_before(version: str, release: str) -> bool:
+    """Tell whether a release comes before another, by their numbers."""
+    return _numbers(version) < _numbers(release)
 
 
 def _numbers(release: str) -> list[int]:

@@ -63,9 +63,11 @@ class Consumer:
     def unchecked(self) -> str | None:
         """A warning for a version that the rules were not checked with, None for a checked one
         and if none is given."""
-        if self.version is None or is_of_series(self.version, CHECKED[self.name]):
+        if self.version is None or RELEASES[self.name].known(self.version):
             return None
         known = CHECKED[self.name]
+        if is_of_series(self.version, known):
+            return None
         return f"the rules were checked with {self.name} {known}; {self.version} was not checked"
 
 

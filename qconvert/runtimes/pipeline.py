@@ -114,10 +114,10 @@ def check_runtime(name: str | None) -> Runtime | None:
     return plain  # type: ignore[return-value]
 
 
-def one_stage(runtime: str, config: Mapping[str, Any]) -> bool:
+def one_stage(runtime: str, config: Mapping[str, Any], version: str | None = None) -> bool:
     """Return whether a runtime's class of a model runs in one stage only."""
     name = architecture_of(config)
-    table = recorded(runtime, name) if runtime in _ONE_STAGE else None
+    table = recorded(runtime, name, version) if runtime in _ONE_STAGE else None
     if table is None:
         return name in _ONE_STAGE.get(runtime, ())
     values = {**config, **text_config(config).values}

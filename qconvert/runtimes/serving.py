@@ -20,9 +20,9 @@ from qconvert.core.family import draft_algorithm
 from qconvert.core.manifest_keys import RANK
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
-from qconvert.core.versions import RELEASES, SGLANG, VLLM, is_release
+from qconvert.core.versions import RELEASES, SGLANG, VLLM
 from qconvert.runtimes.classes.names import of_draft
-from qconvert.runtimes.classes.record import architecture_of, recorded, versions
+from qconvert.runtimes.classes.record import architecture_of, recorded
 from qconvert.runtimes.consumers import RUNTIMES, Consumer, consumer_in, refused_form
 from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.loading.building import text_config
@@ -33,6 +33,7 @@ from qconvert.runtimes.pipeline import one_stage
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
 
+_SGLANG = Consumer("sglang")
 SIMULATED = {"sglang": SGLANG.version, "vllm": VLLM.version}
 _SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
 NO_FUSION = "--disable-shared-experts-fusion"
@@ -65,8 +66,7 @@ class ServingSetup:
     @property
     def who(self) -> str:
         """The runtime and version that answers."""
-        name = self.consumer.name
-        return f"{name} {SIMULATED[name] if self.loader is None else self.loader.version}"
+        return f"{self.consumer.name} {_version_of(self.consumer, self.loader)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +156,13 @@ def asked(
     itself says so, of any class and version."""
     if loader is None and (unknown := version_not_known(consumer)) is not None:
         return unknown
-    name = consumer.name
-    if name not in SIMULATED:
-        return NotKnown(name, "its loader is not simulated")
+    if consumer.name not in SIMULATED:
+        return NotKnown(consumer.name, "its loader is not simulated")
     if folder.place is not None:
         setting = replace(setting, pp=len(folder.place[1]), partition=folder.place[1])
     try:
-        if folder.alone:
-            return draft_alone(folder, setting, every=every, runtime=name, loader=loader)
-        version = consumer.version
-        return served(folder, setting, every=every, runtime=name, version=version, loader=loader)
+        answer = draft_alone if folder.alone else served
+        return answer(folder, setting, consumer, every=every, loader=loader)
     except NotSimulated as reason:
         return NotKnown(class_of(folder.config), str(reason))
 
@@ -175,13 +172,21 @@ def version_not_known(consumer: Consumer) -> NotKnown | None:
     named."""
     if consumer.name not in SIMULATED or consumer.version is None:
         return None
-    known = sorted({SIMULATED[consumer.name], *versions(consumer.name)})
-    if any(is_release(consumer.version, one) for one in known):
+    release = RELEASES[consumer.name]
+    if release.known(consumer.version) is not None:
         return None
-    which, are = f"{consumer.name} {consumer.version}", "is" if len(known) == 1 else "are"
-    return NotKnown(
-        which, f"this version is not known; known {are} {consumer.name} {' and '.join(known)}"
-    )
+    known = " and ".join((*release.earlier, release.version))
+    which = f"{consumer.name} {consumer.version}"
+    return NotKnown(which, f"this version is not known; known are {consumer.name} {known}")
+
+
+def _version_of(consumer: Consumer, loader: RuntimeLoader | None) -> str:
+    """The version of a runtime that answers, as its package states it; what is asked for where that is
+    not known."""
+    if loader is not None:
+        return loader.version
+    release, asked = RELEASES[consumer.name], consumer.version
+    return release.version if asked is None else release.known(asked) or asked
 
 
 def class_of(config: Mapping[str, Any]) -> str:
@@ -226,24 +231,24 @@ def ranks_of(setting: Setting, only: int | None = None) -> Iterator[Setting]:
 def served(
     folder: Offered,
     setting: Setting,
+    consumer: Consumer = _SGLANG,
     *,
     every: bool = True,
     draft: bool = False,
-    runtime: str = "sglang",
-    version: str | None = None,
     loader: RuntimeLoader | None = None,
 ) -> Answer:
     """Ask a runtime's simulator, or its own loader, for every kind of rank, or for the last alone; where
     the folder does not load whole, also with shared experts kept apart. `draft`: as the draft model that
     the folder holds. Raises NotSimulated."""
+    runtime, version = consumer.name, consumer.version
     if setting.tp % setting.ep:
         raise NotSimulated(f"tp {setting.tp} that ep {setting.ep} does not divide")
-    if loader is None and setting.pp > 1 and one_stage(runtime, folder.config):
+    if loader is None and setting.pp > 1 and one_stage(runtime, folder.config, version):
         refused = LoadRefused("", "", class_of(folder.config), "it runs in one pipeline stage only")
         return Answer((SimulatedLoad(setting, refused),), ())
     folder = replace(folder, tensors=(named := Tensors.of(folder.tensors)))
     known = None
-    if loader is None or is_release(loader.version, SIMULATED[runtime]):
+    if loader is None or RELEASES[runtime].known(loader.version):
         known = named.once(f"misread {runtime}", folder.config, partial(misread, runtime))
         if not known:
             of_groups = partial(integer_groups, runtime)
@@ -268,9 +273,9 @@ def served(
 def drafted(
     folder: Offered,
     model: Answer,
+    consumer: Consumer,
     *,
     every: bool = True,
-    runtime: str = "sglang",
     loader: RuntimeLoader | None = None,
 ) -> Answer | None:
     """The same for the draft model in the folder, started as its model is, whose answer is `model`: with
@@ -282,7 +287,8 @@ def drafted(
     if not answered:
         named = Tensors.of(folder.tensors)
         if loader is None:
-            own = named.once(f"draft {runtime}", folder.config, partial(_draft, runtime))
+            of = partial(_draft, consumer)
+            own = named.once(f"draft {consumer}", folder.config, of)
         elif loader.draft_of(folder.config, named):
             own = named
     if not own:
@@ -292,43 +298,43 @@ def drafted(
     if model.required_flag == NO_FUSION:
         setting = replace(setting, disable_shared_experts_fusion=True)
     draft = Offered(folder.config, own, folder.groups, files=folder.files)
-    return served(draft, setting, every=every, draft=True, runtime=runtime, loader=loader)
+    return served(draft, setting, consumer, every=every, draft=True, loader=loader)
 
 
-def _draft(runtime: str, config: Mapping[str, Any], tensors: Tensors) -> Tensors:
-    record = recorded(runtime, architecture_of(config), draft=True)
+def _draft(consumer: Consumer, config: Mapping[str, Any], tensors: Tensors) -> Tensors:
+    record = recorded(consumer.name, architecture_of(config), consumer.version, draft=True)
     return Tensors.of(of_draft(record, text_config(config), tensors))
 
 
 def draft_alone(
     folder: Offered,
     setting: Setting,
+    consumer: Consumer,
     *,
     every: bool = True,
-    runtime: str = "sglang",
     loader: RuntimeLoader | None = None,
 ) -> Answer:
     """The same for a folder that holds a draft and not its model. Raises NotSimulated, also under vLLM,
     for which drafts are not simulated, and for a class without a draft."""
     if own := draft_algorithm(folder.config):
-        beside = runtime == "vllm"  # its loader would need the model, too
+        beside = consumer.name == "vllm"  # its loader would need the model, too
         try:
             return served(
-                folder, setting, every=every, draft=True, runtime=runtime,
-                loader=None if beside else loader,
-            )  # fmt: skip
+                folder, setting, consumer, every=every, draft=True, loader=None if beside else loader
+            )
         except NotSimulated as reason:
             why = f"a draft of {own}, which is loaded beside its model" if beside else reason
             raise NotSimulated(str(why)) from None
     if loader is not None:
-        return served(folder, setting, every=every, draft=True, runtime=runtime, loader=loader)
-    if runtime != "sglang":
-        raise NotSimulated(f"a draft under {runtime}")
-    if setting.pp > 1 or not (found := _draft(runtime, folder.config, Tensors.of(folder.tensors))):
-        raise NotSimulated(
-            "a draft in pipeline stages" if setting.pp > 1 else "a draft of its class"
-        )
-    return served(Offered(folder.config, found), setting, every=every, draft=True)
+        return served(folder, setting, consumer, every=every, draft=True, loader=loader)
+    if consumer.name != "sglang":
+        raise NotSimulated(f"a draft under {consumer.name}")
+    if setting.pp > 1:
+        raise NotSimulated("a draft in pipeline stages")
+    found = _draft(consumer, folder.config, Tensors.of(folder.tensors))
+    if not found:
+        raise NotSimulated("a draft of its class")
+    return served(Offered(folder.config, found), setting, consumer, every=every, draft=True)
 
 
 def _served(
@@ -446,32 +452,40 @@ def loads(
     # Sorted, so that what is said first does not depend on where the headers come from.
     alone = facts.get("draft") is not None or bool(draft_algorithm(config))
     folder = Offered(config, Tensors.of(tensors).by_name, order, place, alone)
-    digest = folder.digest()
-    if digest not in _SAID:
-        if len(_SAID) >= _MOST_SAID:
-            _SAID.clear()
-        _SAID[digest] = tuple(_loading(name, folder) for name in RUNTIMES)
-    said = {one.runtime: _of_facts(one, config, facts) for one in _SAID[digest]}
+    digest, made_for = folder.digest(), consumer_in(facts)
+    consumers = {name: Consumer(name) for name in RUNTIMES}
+    if made_for is not None and made_for.name in SIMULATED:
+        consumers[made_for.name] = made_for  # of its version
+    said = {}
+    for name, consumer in consumers.items():
+        key = digest, consumer
+        if key not in _SAID:
+            if len(_SAID) >= _MOST_SAID:
+                _SAID.clear()
+            _SAID[key] = _loading(consumer, folder)
+        said[name] = _of_form(_SAID[key], consumer, config, facts)
     whole = replace(folder, files=files or {})
-    return said | {name: _loading(name, whole, one) for name, one in (loaders or {}).items()}
+    asked_too = {
+        name: _loading(Consumer(name), whole, one) for name, one in (loaders or {}).items()
+    }
+    return said | asked_too
 
 
-def _of_facts(one: Loading, config: Mapping[str, Any], facts: Mapping[str, Any]) -> Loading:
-    """The same; nothing for a version that is not known, if the folder was made for it; or that the
-    runtime reads no such form, where nothing else is known."""
-    made_for = consumer_in(facts)
-    if made_for is not None and made_for.name == one.runtime:
-        unknown = version_not_known(made_for)
-        if unknown is not None:
-            return Loading(one.runtime, made_for.version or "", {}, unknown=str(unknown))
-    why = refused_form(one.runtime, config, facts) if one.verdict == "not known" else ""
+def _of_form(
+    one: Loading, consumer: Consumer, config: Mapping[str, Any], facts: Mapping[str, Any]
+) -> Loading:
+    """The same; or that the runtime reads no such form, where nothing else is known of a known
+    version."""
+    if one.verdict != "not known" or version_not_known(consumer) is not None:
+        return one
+    why = refused_form(one.runtime, config, facts)
     return replace(one, failed=f"not at any tp: {why}", unknown="") if why else one
 
 
 # What was said of a folder: a plan is asked for its card and again when it is judged, 2 s for
 # 92,000 tensors. A plan of stages has a folder for each.
-_SAID: dict[bytes, tuple[Loading, ...]] = {}
-_MOST_SAID = 64
+_SAID: dict[tuple[bytes, Consumer], Loading] = {}
+_MOST_SAID = 192
 
 
 def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
@@ -485,7 +499,7 @@ def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
     return (number, layers) if 0 <= number < len(layers) == len(partition) else None
 
 
-def _loading(runtime: str, folder: Offered, loader: RuntimeLoader | None = None) -> Loading:
+def _loading(consumer: Consumer, folder: Offered, loader: RuntimeLoader | None = None) -> Loading:
     whole: dict[str, dict[int, int]] = {}
     failed = draft = unknown = cache = ""
     unread: frozenset[str] | None = None
@@ -493,7 +507,7 @@ def _loading(runtime: str, folder: Offered, loader: RuntimeLoader | None = None)
     for tp in _SIZES:
         beside = None
         at = Setting(tp=tp, rank=tp - 1)
-        answer = asked(Consumer(runtime), folder, at, every=False, loader=loader)
+        answer = asked(consumer, folder, at, every=False, loader=loader)
         if isinstance(answer, NotKnown):
             which = f"at tp {tp} " if sizes else ""
             unknown = f"{which}{_short(str(answer))}"
@@ -504,7 +518,7 @@ def _loading(runtime: str, folder: Offered, loader: RuntimeLoader | None = None)
             unread = frozenset(answer.unread if end is None else (end.where,))
         try:
             if not folder.alone:
-                beside = drafted(folder, answer, every=False, runtime=runtime, loader=loader)
+                beside = drafted(folder, answer, consumer, every=False, loader=loader)
         except NotSimulated as reason:
             draft = draft or f"is not known to load its draft, which is not simulated: {reason}"
         if answer.verdict == "loads":
@@ -523,9 +537,11 @@ def _loading(runtime: str, folder: Offered, loader: RuntimeLoader | None = None)
                 break
             cure = f"; {answer.cure}" if answer.cure else ""
             failed = f"not at tp {tp}: {_why(answer)}{cure}"
-    version = RELEASES[runtime].version if loader is None else loader.version
-    left, seen = unread or frozenset(), loader is not None
-    return Loading(runtime, version, whole, failed, draft, unknown, cache, tuple(sizes), left, seen)
+    which, seen = _version_of(consumer, loader), loader is not None
+    left = unread or frozenset()
+    return Loading(
+        consumer.name, which, whole, failed, draft, unknown, cache, tuple(sizes), left, seen
+    )
 
 
 def _why(answer: Answer) -> str:

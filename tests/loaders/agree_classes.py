@@ -7,7 +7,7 @@ As a program, it writes the forms that agree into the tables, and says what does
 
 By default it takes every class that has a table, in as many processes as there are cores, a model in
 each. A MODEL is one of `MODELS`, any other model_type, a class that reads one (`LIKE`), or a model_type
-and `.draft`.
+and `.draft`, or `.bf16` or `.fp8`: as it is published.
 """
 
 from __future__ import annotations
@@ -33,10 +33,20 @@ if __name__ == "__main__":  # the tests' modules are found from their folder
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from loaders.agreement import config_of, disagreements, headers, once
-from loaders.client import PYTHON, Rank, Server
+from loaders.client import PYTHON, Rank, Server, version_of
+from loaders.published import FAMILIES
 from loaders.recorded_tables import written
-from loaders.small_models import COMMANDS, DRAFT, FURTHER, LIKE, MODELS, is_draft, made, origin
-from qconvert.core.versions import RELEASES
+from loaders.small_models import (
+    COMMANDS,
+    DRAFT,
+    LIKE,
+    MODELS,
+    PUBLISHED_IN,
+    commands_of,
+    is_draft,
+    made,
+    origin,
+)
 from qconvert.runtimes.classes import record as records
 from qconvert.runtimes.classes.names import of_draft
 from qconvert.runtimes.classes.record import (
@@ -44,6 +54,7 @@ from qconvert.runtimes.classes.record import (
     architecture_of,
     form_of,
     recorded,
+    whole,
 )
 from qconvert.runtimes.loading.building import text_config
 from qconvert.runtimes.loading.setting import NotSimulated, Setting
@@ -92,9 +103,10 @@ def compared(
     config, tensors = config_of(folder), headers(folder)
     manifest = folder / "qconvert.json"
     stage = json.loads(manifest.read_bytes()).get("stage") if manifest.exists() else None
-    if stage and (draft or one_stage(runtime, config)):
+    version = version_of(runtime)
+    if stage and (draft or one_stage(runtime, config, version)):
         return  # sglang asks a class about stages once it is loaded
-    table = recorded(runtime, architecture_of(config), draft=draft)
+    table = recorded(runtime, architecture_of(config), version, draft=draft)
     if table is None:
         return  # of a text model that is not recorded
     if misread(runtime, config, tensors):
@@ -147,7 +159,7 @@ def agreed(found: Sequence[Compared]) -> dict[str, list[int]]:
 
 def tables(runtime: str) -> dict[Path, list[str]]:
     """The files of the tables of a runtime's classes, each with the models that are compared for it."""
-    folder = Path(records.__file__).parent / f"{runtime}-{RELEASES[runtime].version}"
+    folder = Path(records.__file__).parent / f"{runtime}-{version_of(runtime)}"
     found: dict[Path, list[str]] = {}
     for file in sorted(folder.glob("*.json")):
         if file.stem != "not_recorded":
@@ -155,7 +167,8 @@ def tables(runtime: str) -> dict[Path, list[str]]:
             named = file.stem if file.stem in LIKE else model_type
             named += DRAFT if file.stem.endswith(DRAFT) else ""
             others = [one for one, (of, own) in MODELS.items() if own and of == named]
-            found[file] = [named, *others]
+            types = PUBLISHED_IN if named in FAMILIES else ()
+            found[file] = [named, *others, *(named + one for one in types)]
     return found
 
 
@@ -171,8 +184,8 @@ def noted(file: Path, found: Sequence[Compared]) -> None:
     """Write the forms that agree into a table, and forget what was read of it; of one that is as
     another, into that one."""
     table: dict[str, Any] = json.loads(file.read_bytes())
-    if "same_as" in table:
-        noted(file.with_stem(table["same_as"]), found)
+    if same := whole(file).get("same_as"):
+        noted(file.with_stem(same), found)
         return
     file.write_text(written({**table, "agrees": joined(table.get("agrees", {}), found)}))
     records.reread()
@@ -259,7 +272,7 @@ def _commands(model: str, folders: Path, lines: list[str]) -> Sequence[str]:
     except Exception as reason:
         lines.append(f"{model}: no small model: {type(reason).__name__}: {str(reason)[:200]}")
         return ()
-    return *COMMANDS, *FURTHER
+    return commands_of(model)
 
 
 def _too_long(*_: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpoints import read_shard
 
-from loaders.client import Loaded, Rank
+from loaders.client import Loaded, Rank, version_of
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.classes.record import architecture_of, class_record
 from qconvert.runtimes.loader.ask import is_twice
@@ -65,7 +65,7 @@ def simulated(
     """What the table of the class says, in whatever form."""
     by_table = {"sglang": sglang.by_table, "vllm": vllm.by_table}[runtime]
     config = config_of(folder)
-    record = class_record(runtime, architecture_of(config), draft=draft)
+    record = class_record(runtime, architecture_of(config), version_of(runtime), draft=draft)
     return by_table(record, config, headers(folder), at, groups)
 
 

@@ -5,18 +5,33 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from qconvert.core.versions import RELEASES
 from qconvert.runtimes.loader import process
 
-PYTHON = Path(__file__).parent.parent.parent / ".venv-loaders" / "bin" / "python"
+# Of the runtimes; QCONVERT_LOADERS names that of earlier releases (make older).
+PYTHON = Path(
+    os.environ.get("QCONVERT_LOADERS")
+    or Path(__file__).parent.parent.parent / ".venv-loaders" / "bin" / "python"
+).absolute()
 _SERVER = Path(process.__file__).parent / "server" / "__main__.py"
+
+
+@cache
+def version_of(runtime: str) -> str:
+    """The version of a runtime that is compared with, and the newest where none is there."""
+    return (process.versions_in(PYTHON, process.DEFAULT) if PYTHON.exists() else {}).get(
+        runtime, RELEASES[runtime].version
+    )
 
 
 @dataclass(frozen=True)

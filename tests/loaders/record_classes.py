@@ -1,6 +1,6 @@
 """Write tables of the runtimes' classes, made by building each class in its own runtime:
 
-    make classes                                      # all
+    make classes                                      # all; of earlier releases: make older
     PYTHONPATH=tests python tests/loaders/record_classes.py --runtime vllm llama mixtral
 
 Needs the loaders (make loaders). Without names it records every class of transformers that generates
@@ -32,7 +32,7 @@ from families.classes import model_types
 from families.headers_only import COUNT, sized, write
 from huggingface_hub.errors import StrictDataclassError
 
-from loaders.client import PYTHON, Rank, Server
+from loaders.client import PYTHON, Rank, Server, version_of
 from loaders.other_names import FUSED_ROWS, OTHER_EXPERTS, WITHOUT_ENDS, Entries, fused, with_draft
 from loaders.recorded_tables import (
     UNTIED,
@@ -44,10 +44,12 @@ from loaders.recorded_tables import (
     written,
 )
 from loaders.small_models import AS_PUBLISHED, DRAFTS, GIVEN, LIKE, NAMES, PUBLISHED, SIZES
+from qconvert.core.versions import RELEASES
+from qconvert.runtimes.classes.record import what_differs, whole
 from qconvert.runtimes.loader.server.record import stored
 
 TABLES = Path(__file__).parent.parent.parent / "qconvert" / "runtimes" / "classes"
-VERSIONS = {"sglang": "0.5.23", "vllm": "0.33.0"}
+RUNTIMES = ("sglang", "vllm")
 _FLAGS = {"sglang": {"disable_shared_experts_fusion": True}, "vllm": {}}
 # Keys that keep the value of the first set where a class does not build with those of the others: sizes
 # of heads that must fit a rotary embedding, then all heads, then what kernels know a few values of.
@@ -383,7 +385,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     same = same_as(writer, server, runtime) if writer.architecture else ""
     if same:
         return {
-            "runtime": runtime, "version": VERSIONS[runtime], "architecture": writer.architecture,
+            "runtime": runtime, "version": version_of(runtime), "architecture": writer.architecture,
             "model_type": writer.model_type, "same_as": same,
         }  # fmt: skip
     try:
@@ -406,7 +408,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     found |= _of_next_layers(writer, server, runtime, found, config)
     found |= _of_a_tied_head(writer, server, runtime, found)
     return {
-        "runtime": runtime, "version": VERSIONS[runtime],
+        "runtime": runtime, "version": version_of(runtime),
         "architecture": config["architectures"][0], "model_type": config["model_type"],
         **({"draft": True} if writer.draft else {}), "settings_unbuilt": unbuilt,
         "asks": [*_asked_for(writer, server, runtime, facts)], **found,
@@ -523,7 +525,7 @@ def _built(facts: Mapping[str, Any]) -> str:
 
 
 def folder_of(runtime: str, tables: Path = TABLES) -> Path:
-    return tables / f"{runtime}-{VERSIONS[runtime]}"
+    return tables / f"{runtime}-{version_of(runtime)}"
 
 
 @dataclass(frozen=True)
@@ -592,6 +594,23 @@ def done(job: Job) -> list[Outcome]:
     return found
 
 
+def shortened(text: str, file: Path) -> str:
+    """A table as it is stored in a file: that of an earlier release by what differs from the same
+    class's of the newest."""
+    table = json.loads(text)
+    release = RELEASES[table["runtime"]].version
+    later = whole(TABLES / f"{table['runtime']}-{release}" / file.name)
+    if table["version"] == release or not later:
+        return text
+    return written(what_differs(table, later, release))
+
+
+def _is_of_another(file: Path, given: str) -> bool:
+    """Tell whether there is a table that was made of another model_type, whose configs name the same
+    class."""
+    return file.exists() and given not in (file.stem, whole(file)["model_type"])
+
+
 def keep(outcome: Outcome, tables: Path) -> None:
     """Write a table, or note its cause. What loaders were seen to agree on (agree_classes.py) stays with
     a table that is the same."""
@@ -601,28 +620,31 @@ def keep(outcome: Outcome, tables: Path) -> None:
     causes = json.loads(listed.read_bytes()) if listed.exists() else {}
     for name in (outcome.given, outcome.name):
         causes.pop(name, None)
+    if outcome.text is None and _is_of_another(file, outcome.given):
+        return
     if outcome.text is None:
         causes[outcome.name] = outcome.cause
         file.unlink(missing_ok=True)
     else:
+        text = shortened(outcome.text, file)
         before = json.loads(file.read_bytes()) if file.exists() else {}
         agrees = {key: before.pop(key) for key in ("agrees",) if key in before}
-        same = bool(agrees) and written(before) == outcome.text
-        file.write_text(written({**before, **agrees}) if same else outcome.text)
+        same = bool(agrees) and written(before) == text
+        file.write_text(written({**before, **agrees}) if same else text)
     listed.write_text(json.dumps(causes, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> None:
     """Record what the command line names."""
     takes = argparse.ArgumentParser(description=__doc__)
-    takes.add_argument("--runtime", choices=sorted(VERSIONS), action="append")
+    takes.add_argument("--runtime", choices=RUNTIMES, action="append")
     takes.add_argument("--tables", type=Path, default=TABLES)
     takes.add_argument("--room", type=Path, help="where servers of loaders listen")
     takes.add_argument("--jobs", type=int, default=2, help="model_types at a time")
     takes.add_argument("name", nargs="*", help="a model_type, or a class that reads one")
     given = takes.parse_args()
     names = given.name or [*model_types(), *LIKE]
-    runtimes = given.runtime or sorted(VERSIONS)
+    runtimes = given.runtime or RUNTIMES
     importlib.import_module("transformers.modeling_utils")  # once, before processes are forked
     with tempfile.TemporaryDirectory() as made:
         servers = given.room or Path(made)

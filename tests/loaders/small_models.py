@@ -286,6 +286,17 @@ FURTHER = (
     "mx --bits 8", "mx --bits 8 --targets Linear",
     "w4a16 --rtn --targets o_proj then fp8 --channel --targets down_proj",
 )  # fmt: skip
+# What users do first with a published checkpoint, in BF16 or in FP8.
+OF_PUBLISHED = (
+    "as saved", "fp8 --targets experts", "fp8 --kv-scale 1", "fp8 --dialect compressed-tensors",
+    "fp8 --dialect compressed-tensors --targets experts", "w4a16 --rtn",
+    "w4a16 --rtn --group-size channel", "w4a16 --rtn --asymmetric", "w4a16 --rtn --kv-scale 1",
+    "w4a16 --rtn --bits 8", "w4a16 --rtn --bits 8 --group-size channel",
+    "w4a16 --rtn --bits 8 --group-size channel --targets Linear", "w4a16 --rtn --targets Linear",
+    "w4a16 --rtn --packing gptq", "w4a16 --rtn --packing gptq --targets Linear",
+    "nvfp4 --dialect compressed-tensors --targets Linear", "nvfp4 --dialect modelopt",
+    "nvfp4 --dialect modelopt --targets Linear", "nvfp4 --dialect modelopt --kv-scale 1",
+)  # fmt: skip
 # Commands that refuse a class, each with a part of what it says; any other refusal is an error, and so
 # is one of these that is no more. The first that names a class and a command counts.
 DENSE = (
@@ -338,8 +349,9 @@ REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
 )  # fmt: skip
 
 
-# The draft of a published checkpoint, by its model_type.
+# The draft of a published checkpoint, by its model_type; and the checkpoint, in its types.
 DRAFT = ".draft"
+PUBLISHED_IN = (".bf16", ".fp8")
 
 
 def is_draft(model: str) -> bool:
@@ -349,12 +361,13 @@ def is_draft(model: str) -> bool:
 
 def origin(folders: Path, model: str) -> Path:
     """A small checkpoint, saved once: of `MODELS`, of a class that reads a model_type (`LIKE`), of any
-    other model_type, or of one with a draft."""
+    other model_type, or as one with a draft, or in some types, is published."""
     folder = folders / model
     if folder.is_dir():
         return folder
-    if is_draft(model):
-        return published(model.removesuffix(DRAFT)).write(folder)
+    family, form, _ = model.partition(".")
+    if form:
+        return published(family, fp8=model.endswith(".fp8")).write(folder)
     model_type, own = MODELS.get(model, (LIKE.get(model, model), _OTHERS.get(model, {})))
     sizes = {**SIZES.get(model_type, {}), **own}
     given = {
@@ -376,6 +389,11 @@ def origin(folders: Path, model: str) -> Path:
         write_shard(folder / "model.safetensors", renamed)
     write_index(folder)
     return folder
+
+
+def commands_of(model: str) -> tuple[str, ...]:
+    """The commands whose results are compared with the loaders."""
+    return OF_PUBLISHED if model.endswith(PUBLISHED_IN) else (*COMMANDS, *FURTHER)
 
 
 def refusal(model: str, command: str) -> str:

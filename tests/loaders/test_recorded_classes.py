@@ -10,9 +10,10 @@ import pytest
 from sampled import thinned
 
 from loaders.client import PYTHON, Server
-from loaders.record_classes import TABLES, VERSIONS, folder_of, record_of, writer_of
+from loaders.record_classes import RUNTIMES, TABLES, folder_of, record_of, writer_of
 from loaders.recorded_tables import written
 from loaders.small_models import LIKE
+from qconvert.runtimes.classes.record import whole
 
 pytestmark = [
     pytest.mark.loader,
@@ -22,7 +23,7 @@ pytestmark = [
 ]
 _TABLES = sorted(
     (runtime, file.stem)
-    for runtime in VERSIONS
+    for runtime in RUNTIMES
     for file in folder_of(runtime).glob("*.json")
     if file.stem != "not_recorded"
 )
@@ -33,7 +34,7 @@ def test_a_table_is_made_anew(
     runtime: str, architecture: str, hopper: Server, vllm: Server, tmp_path: Path
 ) -> None:
     file = folder_of(runtime) / f"{architecture}.json"
-    there = json.loads(file.read_bytes())
+    there = whole(file)
     there.pop("agrees", None)
     server = {"sglang": hopper, "vllm": vllm}[runtime]
     name = architecture.removesuffix(".draft")
@@ -44,7 +45,7 @@ def test_a_table_is_made_anew(
 
 
 def test_what_is_not_recorded_has_a_cause() -> None:
-    for runtime in VERSIONS:
+    for runtime in RUNTIMES:
         causes = json.loads((folder_of(runtime) / "not_recorded.json").read_bytes())
         recorded = {file.stem for file in folder_of(runtime).glob("*.json")}
         assert all(causes.values())

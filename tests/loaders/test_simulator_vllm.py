@@ -18,6 +18,7 @@ from loaders.by_hand import FROM, Form, exponents, renamed
 from loaders.client import PYTHON, Rank, Server
 from loaders.folders import source
 from loaders.published import FAMILIES, published
+from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.setting import NotSimulated, Setting
 from qconvert.runtimes.serving import Offered, served
@@ -342,7 +343,7 @@ def test_qwen35_becomes_qwen3_next(vllm: Server, folders: Path) -> None:
 def test_all_ranks_together(folders: Path) -> None:
     """What `validate --for vllm` asks."""
     folder = source(folders, "glm4_moe", fp8=True)
-    answer = served(Offered(config_of(folder), headers(folder)), Setting(tp=2), runtime="vllm")
+    answer = served(Offered(config_of(folder), headers(folder)), Setting(tp=2), Consumer("vllm"))
     assert answer.whole
     assert answer.nbytes == simulate(config_of(folder), headers(folder), Setting(tp=2)).nbytes
 

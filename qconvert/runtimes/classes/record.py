@@ -4,7 +4,8 @@ checkpoint.
 A table was made by the runtime itself (tests/loaders/record_classes.py): the class was built at
 several sizes, and loaded tensors that told which and where they are. `*` stands for a number in a dotted
 name, of a layer or an expert. Sizes are expressions over the config (expressions.py). A class that has
-another's code, and makes the same of a checkpoint, has a table that names that one (`same_as`).
+another's code, and makes the same of a checkpoint, has a table that names that one (`same_as`). The
+table of an earlier release states what differs from that of a later one (`as_in`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qconvert.checkpoint.quantization_config import Entries
 from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
 from qconvert.core.shown import count
-from qconvert.core.versions import RELEASES, is_release
+from qconvert.core.versions import RELEASES
 from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group
 from qconvert.runtimes.loading.load_weights import Tensors
@@ -236,12 +237,6 @@ def holds(condition: Condition, sizes: Sizes) -> bool:
     return all(sizes.has(key, value) for key, value in condition.items())
 
 
-def versions(runtime: str) -> tuple[str, ...]:
-    """The versions of a runtime whose classes were recorded."""
-    found = (path.name.partition("-") for path in _TABLES.glob(f"{runtime}-*") if path.is_dir())
-    return tuple(sorted(version for _, _, version in found))
-
-
 def architecture_of(config: Config) -> str:
     """The class that a config names, "" where it names none."""
     named = config.get("architectures")
@@ -278,9 +273,9 @@ def recorded(
     """The table of a class, or of that of its draft, None where there is none. `version`: of the
     runtime, by default the one that
     everything here was checked with."""
-    wanted = version or RELEASES[runtime].version
-    known = next((one for one in versions(runtime) if is_release(wanted, one)), None)
-    if known is None or not architecture.isidentifier():
+    release = RELEASES.get(runtime)
+    known = release and (release.version if version is None else release.known(version))
+    if not known or not architecture.isidentifier():
         return None
     name = f"{architecture}.draft" if draft else architecture
     return _read(_TABLES / f"{runtime}-{known}" / f"{name}.json")
@@ -288,11 +283,33 @@ def recorded(
 
 @lru_cache(maxsize=64)
 def _read(path: Path) -> Record | None:
-    table = json.loads(path.read_bytes()) if path.exists() else {}
+    table = whole(path)
     if "same_as" in table:
         same = _read(path.with_stem(table["same_as"]))
         return same and replace(same, architecture=table["architecture"])
     return record_of(table) if "modules" in table else None  # there is a list of what has no table
+
+
+def whole(path: Path) -> dict[str, Any]:
+    """The table in a file, with what one of an earlier release takes from that of a later one; {} where
+    there is no file. Forms that agree are each release's own."""
+    table: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+    if "as_in" not in table:
+        return table
+    later = whole(path.parent.with_name(f"{table['runtime']}-{table['as_in']}") / path.name)
+    lacks = {"agrees", *table.get("lacks", ())}
+    taken = {key: value for key, value in later.items() if key not in lacks}
+    return taken | {key: value for key, value in table.items() if key not in ("as_in", "lacks")}
+
+
+def what_differs(
+    table: Mapping[str, Any], later: Mapping[str, Any], release: str
+) -> dict[str, Any]:
+    """The table of an earlier release as `whole` reads it beside that of a later one, `release`."""
+    kept = ("agrees", "architecture", "draft", "model_type", "runtime", "version")
+    own = {key: value for key, value in table.items() if key in kept or later.get(key) != value}
+    lacks = sorted(later.keys() - table.keys() - {"agrees"})
+    return {**own, "as_in": release, **({"lacks": lacks} if lacks else {})}
 
 
 def reread() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.core.patterns import compiled
+from qconvert.core.versions import comes_before
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group, names_of, pair_of
 from qconvert.runtimes.loading.mxfp4 import Mxfp4, Mxfp4Experts, UnderOtherNames, Unquantized16
 from qconvert.runtimes.loading.parameters import (
@@ -336,7 +337,12 @@ class Modelopt:
     name = "modelopt_fp4"
 
     def __init__(
-        self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, setting: Setting
+        self,
+        block: Mapping[str, Any],
+        fused: Fused,
+        plain: Unquantized,
+        setting: Setting,
+        version: str,
     ) -> None:
         algorithm = block.get("quant_algo")
         if algorithm not in ("NVFP4", "W4A16_NVFP4"):
@@ -351,7 +357,7 @@ class Modelopt:
         if type(size) is not int or size < 1:
             raise NotSimulated(f"group_size {size!r}")
         excluded = block.get("ignore")
-        for key in ("modules_to_not_convert", "exclude_modules"):
+        for key in () if comes_before(version, _ALL_LISTS) else _LISTS:
             excluded = block.get(key) if excluded is None else excluded
         self._excluded = names_of(excluded)
         self._skips = SkipList(self._excluded)
@@ -545,6 +551,9 @@ def check_fp4_experts(module: str, setting: Setting) -> None:
 
 
 _LISTS = ("ignore", "modules_to_not_convert", "exclude_modules")
+# The release that came to read all of them in a block of NVFP4 that has one; those before read the
+# first alone (ModelOptFp4Config.from_config).
+_ALL_LISTS = "0.5.23"
 
 
 @dataclass(frozen=True, slots=True)
@@ -594,17 +603,18 @@ def quantization_of(
     fused: Fused,
     setting: Setting,
     dtype: str,
+    version: str,
     renames: Renames | None = None,
 ) -> Quantization:
-    """Quantization that a config states, for a class that maps fused names as in `fused`. Raises
-    NotSimulated."""
+    """Quantization that a config states, as a version of sglang reads it, for a class that maps fused
+    names as in `fused`. Raises NotSimulated."""
     plain = Unquantized(dtype)
     block = root_block(config)
     if block is None:
         transposed = setting.moe_runner == "triton_kernel"
         return NoQuantization(plain, routed=Unquantized16(plain) if transposed else None)
     try:
-        return _stated(block, fused, plain, setting, renames or Renames())
+        return _stated(block, fused, plain, setting, version, renames or Renames())
     except re.error as error:
         raise NotSimulated(f"a pattern of the quantization config: {error}") from None
 
@@ -614,6 +624,7 @@ def _stated(
     fused: Fused,
     plain: Unquantized,
     setting: Setting,
+    version: str,
     renames: Renames,
 ) -> Quantization:
     method = block.get("quant_method")
@@ -626,7 +637,7 @@ def _stated(
     if method == "modelopt" or (method is None and "quant_algo" in block):
         if block.get("quant_algo") == "MIXED_PRECISION":
             return Mixed(block, fused, plain, setting)
-        return Modelopt(block, fused, plain, setting)
+        return Modelopt(block, fused, plain, setting, version)
     if method == "gptq":
         return Gptq(block, plain)
     if method == "mxfp4":

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from qconvert.core.dtypes import TensorType
+from qconvert.core.versions import SGLANG
 from qconvert.runtimes.classes.build import after_load, built, in_right_groups
 from qconvert.runtimes.classes.names import RecordedNames, of_draft
 from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
@@ -126,6 +127,8 @@ def by_table(
         raise NotSimulated("its shared experts, which it may load as routed ones")
     if record.draft and asked.pp > 1:
         raise NotSimulated("a draft in pipeline stages")
+    if asked.capability != HOPPER and record.version in SGLANG.earlier:
+        raise NotSimulated(f"sglang {record.version} on another GPU than an H200")
     setting = replace(asked, moe_runner=runner_of(record.architecture, config, asked))
     numbers = text_config(config)
     sizes = record.sizes({**config, **numbers.values})
@@ -137,7 +140,9 @@ def by_table(
         if record.draft and not record.layers:
             _check_layers(sizes.flag("num_nextn_predict_layers"))
         check_stages(setting, (sizes.of(n) for n in record.layers.values()), one=record.one_stage)
-        stated = quantization_of(config, record.packed, setting, numbers.dtype, renames)
+        stated = quantization_of(
+            config, record.packed, setting, numbers.dtype, record.version, renames
+        )
         if record.draft and isinstance(stated, Mixed) and stated.names("mtp."):
             # It takes a draft that is not listed for bf16.
             own = tuple(replace(one, unquantized=()) for one in record.modules)

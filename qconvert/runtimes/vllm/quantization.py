@@ -13,6 +13,7 @@ from typing import Any
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.patterns import compiled
+from qconvert.core.versions import comes_before
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group, names_of, pair_of
 from qconvert.runtimes.loading.mxfp4 import Mxfp4, Mxfp4Experts
 from qconvert.runtimes.loading.schemes import (
@@ -48,12 +49,13 @@ _FLOATS = ("F16", "BF16", "F32")
 @dataclass(frozen=True)
 class ModelFacts:
     """Facts that a class gives its quantization: names that it fuses and that it rewrites, the
-    plain scheme, and the folder's tensors (GPTQ reads which modules have codes)."""
+    plain scheme, the folder's tensors (GPTQ reads which modules have codes), and vLLM's version."""
 
     fused: Fused
     renames: Renames
     plain: Unquantized
     tensors: Mapping[str, TensorType]
+    version: str
 
 
 class _Base:
@@ -232,7 +234,8 @@ class Modelopt(_Base):
         scheme = block.get("kv_cache_scheme")
         self.cache = self._layers is None or isinstance(scheme, Mapping)
         entries: list[str] = []
-        for entry in names_of(block.get("ignore", block.get("exclude_modules"))):
+        both = not comes_before(stated.version, _BOTH_LISTS)
+        for entry in names_of(block.get("ignore", block.get("exclude_modules") if both else None)):
             tree = len(entry) >= 2 and entry[-1] == "*" and entry[-2] != "."
             entries += [entry[:-1], f"{entry[:-1]}.*"] if tree else [entry]
         self._excluded = renamed(entries, stated.renames)
@@ -285,6 +288,8 @@ class Modelopt(_Base):
         return None
 
 
+# The release that came to read modelopt's other list (ModelOptQuantConfigBase.from_config).
+_BOTH_LISTS = "0.33"
 _ALWAYS_FUSED: Fused = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
 }  # fmt: skip

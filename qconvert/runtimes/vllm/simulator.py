@@ -173,7 +173,7 @@ def built_rank(
     renames = Renames()
     for mapper in reversed(record.mappers):
         renames = Renames(mapper.starts, mapper.parts, mapper.ends, renames)
-    facts = ModelFacts(record.packed, renames, plain, tensors)
+    facts = ModelFacts(record.packed, renames, plain, tensors, record.version)
     layers = next((sizes.of(size) for size in record.layers.values()), 0)
     rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)
     heads = "num_attention_heads"

@@ -51,8 +51,7 @@ def for_runtime(folder: Folder) -> Iterator[Yield]:
     draft = None
     try:
         if not alone:
-            name = serving.consumer.name
-            draft = drafted(offered, answer, runtime=name, loader=serving.loader)
+            draft = drafted(offered, answer, serving.consumer, loader=serving.loader)
     except NotSimulated as reason:
         yield OnlyRead(f"the draft is not simulated: {reason}")
     who = serving.who
