@@ -1,0 +1,159 @@
+"""Runtimes of the releases before: each answers for itself, by tables that state what differs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import run_cli
+from hypothesis import given
+from hypothesis import strategies as st
+from loaders.published import published
+from simulated_folders import folder
+
+from qconvert.core.versions import RELEASES
+from qconvert.runtimes.classes import record as records
+from qconvert.runtimes.classes.record import class_record, recorded, what_differs, whole
+from qconvert.runtimes.consumers import Consumer
+from qconvert.runtimes.loading.setting import BLACKWELL, NotSimulated, Setting
+from qconvert.runtimes.serving import Answer, Offered, asked, loads
+from qconvert.runtimes.sglang import simulator as sglang
+from qconvert.runtimes.vllm import simulator as vllm
+
+_ROOT = Path(__file__).parent.parent
+_TABLES = Path(records.__file__).parent
+_BY_TABLE = {"sglang": sglang.by_table, "vllm": vllm.by_table}
+EARLIER = [(name, RELEASES[name].earlier[-1]) for name in ("sglang", "vllm")]
+
+
+def _made_for(runtime: str, version: str) -> dict[str, Any]:
+    """A manifest of a folder that was made for a runtime."""
+    return {"passes": [{"name": "fuse", "options": {"consumer": f"{runtime}=={version}"}}]}
+
+
+def test_tables_are_of_the_releases_that_are_known() -> None:
+    """And so is what `make older` installs to make them."""
+    known = {
+        f"{name}-{version}"
+        for name in ("sglang", "vllm")
+        for version in (RELEASES[name].version, *RELEASES[name].earlier)
+    }
+    assert {path.parent.name for path in _TABLES.glob("*/*.json")} == known
+    text = "\n".join(path.read_text() for path in _ROOT.glob("requirements-older*.txt"))
+    assert sorted(re.findall(r"^(\w+)==(\S+)", text, re.MULTILINE)) == EARLIER
+
+
+@pytest.mark.parametrize(("runtime", "version"), EARLIER)
+def test_every_table_of_an_earlier_release_is_read(runtime: str, version: str) -> None:
+    """It takes no agreement of loaders from the newest, and what it has of its own is not the same."""
+    files = [f for f in (_TABLES / f"{runtime}-{version}").glob("*.json") if f.stem[:4] != "not_"]
+    assert len(files) > 90
+    for file in files:
+        found = recorded(
+            runtime, file.stem.removesuffix(".draft"), version, draft=".draft" in file.name
+        )
+        assert found is not None, file.name
+        assert (found.runtime, found.version) == (runtime, version)
+        table, own = whole(file), json.loads(file.read_bytes())
+        assert table.get("agrees") == own.get("agrees")
+        if "as_in" in own:
+            newest = whole(_TABLES / f"{runtime}-{own['as_in']}" / file.name)
+            assert own == what_differs(table, newest, own["as_in"])
+
+
+_TABLE = st.dictionaries(
+    st.sampled_from(["agrees", "asks", "draft", "modules", "names", "stages"]), st.integers(0, 3)
+)
+
+
+@given(_TABLE, _TABLE)
+def test_what_differs_is_all_that_a_table_needs(earlier: Any, newest: Any) -> None:
+    earlier |= {"runtime": "vllm", "version": "1"}
+    stored = what_differs(earlier, newest, "2")
+    at = Path("vllm-1") / "A.json"
+    with pytest.MonkeyPatch.context() as patch:
+        held = {"vllm-1": stored, "vllm-2": newest}
+        patch.setattr(Path, "exists", lambda path: True)
+        patch.setattr(Path, "read_bytes", lambda path: json.dumps(held[path.parent.name]))
+        assert whole(at) == earlier
+    same = {key for key in earlier.keys() & newest.keys() if earlier[key] == newest[key]}
+    assert not stored.keys() & (same - {"agrees", "draft"})
+
+
+@pytest.mark.parametrize(("runtime", "version"), EARLIER)
+def test_a_folder_is_answered_for_the_release_that_is_named(
+    runtime: str, version: str, tmp_path: Path
+) -> None:
+    where = published("qwen3_moe").write(tmp_path / "sound")
+    done = run_cli("validate", where, "--for", f"{runtime}=={version}")
+    assert done.code == 0, done.out
+    assert f"{runtime} {version} loads the folder whole: " in done.out
+    assert RELEASES[runtime].version not in done.out
+    for spelled in (f"v{version}", f"{version}+cu128"):
+        assert run_cli("validate", where, "--for", f"{runtime}=={spelled}").code == 0
+
+
+@pytest.mark.parametrize(("runtime", "version"), EARLIER)
+def test_a_plan_says_what_the_release_does_that_it_is_for(runtime: str, version: str) -> None:
+    config, tensors = folder("qwen3_moe")
+    said = loads(config, tensors, _made_for(runtime, version))
+    newest = loads(config, tensors, {})
+    assert said[runtime].version == version
+    assert newest[runtime].version == RELEASES[runtime].version
+    assert (said[runtime].verdict, newest[runtime].verdict) == ("loads", "loads")
+    other = next(name for name in ("sglang", "vllm") if name != runtime)
+    assert said[other] == newest[other]
+    unknown = loads(config, tensors, _made_for(runtime, "0.1"))[runtime]
+    assert (unknown.version, unknown.verdict) == ("0.1", "not known")
+    assert f"not known for {runtime} 0.1" in unknown.unknown
+
+
+@pytest.mark.parametrize(("runtime", "version"), EARLIER)
+def test_only_forms_that_its_own_loader_was_seen_with(
+    runtime: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What agrees with the newest loader says nothing of another."""
+    config, tensors = folder("qwen3_moe")
+    name = f"Qwen3MoeForCausalLM of {version}"
+    found = asked(Consumer(runtime, version), Offered(config, tensors), Setting())
+    assert isinstance(found, Answer), name
+    own = class_record(runtime, "Qwen3MoeForCausalLM", version)
+    monkeypatch.setattr(records, "_read", lambda path: replace(own, agrees={}))
+    with pytest.raises(NotSimulated, match="not tried with unquantized"):
+        {"sglang": sglang, "vllm": vllm}[runtime].simulate(config, tensors, version=version)
+
+
+def test_a_class_that_came_with_a_release_is_not_known_of_the_one_before() -> None:
+    name = "Gemma4UnifiedForConditionalGeneration"
+    assert recorded("sglang", name) is not None
+    assert recorded("sglang", name, RELEASES["sglang"].earlier[-1]) is None
+
+
+@pytest.mark.parametrize(("runtime", "version"), EARLIER)
+@pytest.mark.parametrize("key", ["ignore", "exclude_modules"])
+def test_a_list_of_modelopt_that_came_with_a_release(runtime: str, version: str, key: str) -> None:
+    """The release before reads `ignore` alone, and takes what the other list names for codes."""
+    config, tensors = folder("qwen3_moe")
+    block = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    config["quantization_config"] = {**block, key: ["model*", "lm_head"]}
+
+    def loaded(of: str | None) -> bool:
+        record = class_record(runtime, "Qwen3MoeForCausalLM", of)
+        return _BY_TABLE[runtime](record, config, tensors, Setting()).whole
+
+    assert loaded(None)
+    assert loaded(version) == (key == "ignore")
+
+
+def test_an_earlier_release_on_another_gpu_is_not_known() -> None:
+    """Its choice of runners there was not read."""
+    config, tensors = folder("qwen3_moe")
+    at = Setting(capability=BLACKWELL)
+    earlier, newest = (class_record("sglang", "Qwen3MoeForCausalLM", v) for v in ("0.5.22", None))
+    assert sglang.by_table(newest, config, tensors, at).refused is None
+    with pytest.raises(NotSimulated, match=r"sglang 0\.5\.22 on another GPU"):
+        sglang.by_table(earlier, config, tensors, at)
