@@ -158,7 +158,7 @@ $(VENV)-older/installed: $(wildcard requirements-older*.txt) tests/loaders/unpac
 	$(OLDER_PIP) download --no-cache-dir --no-deps --platform manylinux_2_28_x86_64 \
 		-d $(VENV)-older/wheel -r requirements-older-vllm-wheel.txt
 	mkdir $(VENV)-older/vllm
-	cd $(VENV)-older/vllm && ln -s $(CURDIR)/$(VENV)-loaders/vllm/* . && rm vllm vllm-*
+	cd $(VENV)-older/vllm && ln -s $(CURDIR)/$(VENV)-loaders/vllm/* . && rm -f vllm vllm-* cache
 	$(VENV)-older/bin/python tests/loaders/unpack_vllm.py $(VENV)-older/wheel $(VENV)-older/vllm
 	rm -rf $(VENV)-older/wheel
 	for one in $(VENV)-loaders $(VENV); do $$one/bin/python $(PURELIB); done \

@@ -199,6 +199,7 @@ def test_what_a_program_reads(room: Path, tmp_path: Path) -> None:
         (["--pp", "2", "--for", "vllm", "--ep", "2"], "--ep is of ranks"),
         (["--tp", "4", "--ep", "2"], "expected 2 ranks or more, and --ep 1 or 4"),
         (["--tp", "2", "--for", "sglang"], "ranks are cut for vLLM alone"),
+        (["--tp", "2", "--for", "vllm==0.32.0"], "ranks are cut as the loader of vLLM 0.33"),
         (["--tp", "2", "--balance"], "ranks are cut for vLLM alone"),
         (["--tp", "2", "--copy"], "ranks are cut for vLLM alone"),
         ([], "by one of"),

@@ -262,13 +262,20 @@ def _split_ranks(
 ) -> None:  # fmt: skip
     """Make a folder for each rank, and print the line that serves them."""
     from qconvert import api
+    from qconvert.core.versions import VLLM, is_release
+    from qconvert.runtimes.consumers import parse_consumer
     from qconvert.runtimes.serving import launch_ranks
 
-    named = (consumer or "vllm").partition("==")[0]
-    if balance or copy or isinstance(out, str) or named != "vllm":
+    named = parse_consumer(consumer or "vllm")
+    if balance or copy or isinstance(out, str) or named.name != "vllm":
         raise click.UsageError(
             "ranks are cut for vLLM alone, to a folder of this machine: sglang's loaders of such files "
             "take weights that its kernels' preparation has changed; omit --for, --balance, --copy, hf://"
+        )
+    if named.version is not None and not is_release(named.version, VLLM.version):
+        raise click.UsageError(
+            f"ranks are cut as the loader of {VLLM} reads them, and --for names {named.version}, whose "
+            f"loader was not compared; omit =={named.version} to cut for {VLLM}"
         )
     passes = api.load_recipe(recipe, data) if recipe else api.Recipe("split", ())
     if options.dump_after is not None:
