@@ -149,6 +149,31 @@ def test_a_list_of_modelopt_that_came_with_a_release(runtime: str, version: str,
     assert loaded(version) == (key == "ignore")
 
 
+def test_blocks_of_latent_attention_in_a_mixture() -> None:
+    """DeepSeek's class looked for the block in the config, which states one for each module."""
+    config, tensors = folder("deepseek_v3")
+    _, blocks = folder("deepseek_v3", fp8=True)
+    tensors |= {name: kind for name, kind in blocks.items() if ".kv_b_proj." in name}
+    latent = {name.removesuffix(".weight") for name in tensors if name.endswith("kv_b_proj.weight")}
+    block = {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None,
+        "quantized_layers": {
+            **{name: {"quant_algo": "FP8_PB_WO"} for name in latent},
+            "model.layers.9.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        },
+    }  # fmt: skip
+    config["quantization_config"] = block
+
+    def refused(version: str | None) -> str:
+        record = class_record("sglang", "DeepseekV3ForCausalLM", version)
+        return str(sglang.by_table(record, config, tensors, Setting()).refused)
+
+    assert refused(None) == "None"
+    assert refused("0.5.22").startswith(
+        "model.layers.0.self_attn.kv_b_proj: the class looks for one"
+    )
+
+
 def test_an_earlier_release_on_another_gpu_is_not_known() -> None:
     """Its choice of runners there was not read."""
     config, tensors = folder("qwen3_moe")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from qconvert.core.dtypes import TensorType
-from qconvert.core.versions import SGLANG
+from qconvert.core.versions import SGLANG, comes_before
 from qconvert.runtimes.classes.build import after_load, built, in_right_groups
 from qconvert.runtimes.classes.names import RecordedNames, of_draft
 from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
@@ -112,6 +112,24 @@ def _check_layers(layers: object) -> None:
         )  # fmt: skip
 
 
+# The release in which classes with DeepSeek's loader ask kv_b_proj for its block; those before ask the
+# config, which states none for modelopt's mixtures (models/deepseek_common/deepseek_weight_loader.py).
+_BLOCK_OF_LAYER = "0.5.23"
+
+
+def _check_latent(build: RankBuild, version: str) -> None:
+    """Raise LoadRefused for a kv_b_proj in blocks that the class takes for one with a scale."""
+    if not isinstance(build.quantization, Mixed) or not comes_before(version, _BLOCK_OF_LAYER):
+        return
+    for name in build.parameters:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight_scale_inv" and module.endswith(".kv_b_proj"):
+            raise LoadRefused(
+                "AttributeError", "has no attribute 'weight_scale'", module,
+                f"the class looks for one scale and there are blocks; use sglang {_BLOCK_OF_LAYER}",
+            )  # fmt: skip
+
+
 def by_table(
     record: Record,
     config: Mapping[str, Any],
@@ -155,8 +173,12 @@ def by_table(
         made = built(record, build, sizes, tensors, shared)
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused, shared_fused=shared > 0)
+
+    def after(build: RankBuild, tensors: Mapping[str, TensorType]) -> None:
+        after_load(made)
+        _check_latent(build, record.version)
+
     done = offered(
-        build, RecordedNames(made), tensors, asked,
-        shared_fused=shared > 0, after=lambda build, tensors: after_load(made),
+        build, RecordedNames(made), tensors, asked, shared_fused=shared > 0, after=after
     )  # fmt: skip
     return in_right_groups(record, sizes, done, groups, tensors)
