@@ -13,6 +13,8 @@ from checkpoints import run_cli
 from hypothesis import given
 from hypothesis import strategies as st
 from loaders.published import published
+from loaders.record_classes import Outcome, keep, shortened
+from loaders.recorded_tables import written
 from simulated_folders import folder
 
 from qconvert.core.versions import RELEASES
@@ -82,6 +84,24 @@ def test_what_differs_is_all_that_a_table_needs(earlier: Any, newest: Any) -> No
         assert whole(at) == earlier
     same = {key for key in earlier.keys() & newest.keys() if earlier[key] == newest[key]}
     assert not stored.keys() & (same - {"agrees", "draft"})
+
+
+def test_a_table_that_is_made_anew_leaves_those_of_earlier_releases(tmp_path: Path) -> None:
+    newest, earlier = (tmp_path / f"vllm-{version}" / "A.json" for version in ("0.33.0", "0.32.0"))
+    common = {"runtime": "vllm", "architecture": "A", "model_type": "a"}
+    of_earlier = {**common, "version": "0.32.0", "names": [2], "agrees": {"unquantized": [1]}}
+    of_newest = {**common, "version": "0.33.0", "names": [2], "asks": [3]}
+    for one in (newest, earlier):
+        one.parent.mkdir()
+    newest.write_text(written(of_newest))
+    earlier.write_text(shortened(written(of_earlier), newest))
+    assert json.loads(earlier.read_bytes()).keys() >= {"as_in", "lacks"}
+    assert "names" not in json.loads(earlier.read_bytes())
+    for changed in ({**of_newest, "names": [7]}, of_newest, None):
+        text = None if changed is None else written(changed)
+        keep(Outcome("vllm", "a", "A", text, "does not build"), tmp_path)
+        assert newest.exists() == (changed is not None)
+        assert whole(earlier) == of_earlier
 
 
 @pytest.mark.parametrize(("runtime", "version"), EARLIER)

@@ -595,14 +595,27 @@ def done(job: Job) -> list[Outcome]:
 
 
 def shortened(text: str, file: Path) -> str:
-    """A table as it is stored in a file: that of an earlier release by what differs from the same
-    class's of the newest."""
+    """A table as it is stored in the folder of its release, beside the file's: that of an earlier
+    release by what differs from the same class's of the newest."""
     table = json.loads(text)
     release = RELEASES[table["runtime"]].version
-    later = whole(TABLES / f"{table['runtime']}-{release}" / file.name)
+    later = whole(_of_release(file, table["runtime"], release))
     if table["version"] == release or not later:
         return text
     return written(what_differs(table, later, release))
+
+
+def _of_release(file: Path, runtime: str, version: str) -> Path:
+    """The table of the same class in another release."""
+    return file.parent.with_name(f"{runtime}-{version}") / file.name
+
+
+def earlier_of(file: Path) -> dict[Path, dict[str, Any]]:
+    """Tables of earlier releases that state what differs from the one in a file, as they are read."""
+    runtime, _, version = file.parent.name.partition("-")
+    paths = [_of_release(file, runtime, one) for one in RELEASES[runtime].earlier]
+    found = {path: json.loads(path.read_bytes()) for path in paths if path.exists()}
+    return {path: whole(path) for path, own in found.items() if own.get("as_in") == version}
 
 
 def _is_of_another(file: Path, given: str) -> bool:
@@ -622,6 +635,7 @@ def keep(outcome: Outcome, tables: Path) -> None:
         causes.pop(name, None)
     if outcome.text is None and _is_of_another(file, outcome.given):
         return
+    held = earlier_of(file)
     if outcome.text is None:
         causes[outcome.name] = outcome.cause
         file.unlink(missing_ok=True)
@@ -631,6 +645,8 @@ def keep(outcome: Outcome, tables: Path) -> None:
         agrees = {key: before.pop(key) for key in ("agrees",) if key in before}
         same = bool(agrees) and written(before) == text
         file.write_text(written({**before, **agrees}) if same else text)
+    for path, earlier in held.items():  # they stay what they are
+        path.write_text(shortened(written(earlier), file))
     listed.write_text(json.dumps(causes, indent=1, sort_keys=True) + "\n")
 
 
