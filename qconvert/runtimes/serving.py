@@ -320,7 +320,12 @@ def draft_alone(
         beside = consumer.name == "vllm"  # its loader would need the model, too
         try:
             return served(
-                folder, setting, consumer, every=every, draft=True, loader=None if beside else loader
+                folder,
+                setting,
+                consumer,
+                every=every,
+                draft=True,
+                loader=None if beside else loader,
             )
         except NotSimulated as reason:
             why = f"a draft of {own}, which is loaded beside its model" if beside else reason

@@ -624,9 +624,34 @@ def _is_of_another(file: Path, given: str) -> bool:
     return file.exists() and given not in (file.stem, whole(file)["model_type"])
 
 
+def still_agreed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Forms that loaders were seen to agree on (agree_classes.py) and that a table made anew keeps: all,
+    where it is the same but for answers to names that lead nowhere, which no folder has that they were
+    asked about; those with scales of a cache if it takes such as before."""
+    if _built_alike(before) != _built_alike(now):
+        return {}
+    kept = {
+        form: sizes for form, sizes in before.get("agrees", {}).items()
+        if "scales of a cache" not in form or before.get("caches", True) == now.get("caches", True)
+    }  # fmt: skip
+    return {"agrees": kept} if kept else {}
+
+
+def _built_alike(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table without what `still_agreed` passes over."""
+    left = ("agrees", "unknown", "caches", "otherwise")
+    others = {
+        setting: {key: value for key, value in facts.items() if key not in ("unknown", "stages")}
+        for setting, facts in table.get("otherwise", {}).items()
+    }
+    return {
+        **{key: value for key, value in table.items() if key not in left},
+        "otherwise": {setting: facts for setting, facts in others.items() if facts},
+    }
+
+
 def keep(outcome: Outcome, tables: Path) -> None:
-    """Write a table, or note its cause. What loaders were seen to agree on (agree_classes.py) stays with
-    a table that is the same."""
+    """Write a table, or note its cause."""
     out = folder_of(outcome.runtime, tables)
     out.mkdir(parents=True, exist_ok=True)
     file, listed = out / f"{outcome.name}.json", out / "not_recorded.json"
@@ -640,11 +665,9 @@ def keep(outcome: Outcome, tables: Path) -> None:
         causes[outcome.name] = outcome.cause
         file.unlink(missing_ok=True)
     else:
-        text = shortened(outcome.text, file)
-        before = json.loads(file.read_bytes()) if file.exists() else {}
-        agrees = {key: before.pop(key) for key in ("agrees",) if key in before}
-        same = bool(agrees) and written(before) == text
-        file.write_text(written({**before, **agrees}) if same else text)
+        before, now = whole(file) if file.exists() else {}, json.loads(outcome.text)
+        made = json.loads(shortened(outcome.text, file))
+        file.write_text(written({**made, **still_agreed(before, now)}))
     for path, earlier in held.items():  # they stay what they are
         path.write_text(shortened(written(earlier), file))
     listed.write_text(json.dumps(causes, indent=1, sort_keys=True) + "\n")
