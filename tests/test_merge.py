@@ -14,6 +14,7 @@ from adapters import lora, of_experts, write
 from checkpoints import edit_json, ran, read_tensors, refused
 from loaders.published import published
 from made_once import made_once
+from models import qwen3_moe
 
 from qconvert import api
 from qconvert.passes.experts import Stack, Unstack
@@ -168,6 +169,20 @@ def test_a_head_in_place_of_a_quantized_one(base: Path, tmp_path: Path) -> None:
     assert report.findings == []
     off = next(m for m in report.measures if m.tensor == f"{QUERY}.weight")
     assert 0.01 < off.rms < 0.04
+
+
+def test_a_matrix_no_larger_than_a_block_keeps_its_scale_of_a_block(tmp_path: Path) -> None:
+    """One scale is no sign of a scheme with one for each matrix: the config tells."""
+    quantized = qwen3_moe("fp8").write(tmp_path / "fp8")
+    adapter = lora(quantized, tmp_path / "adapter", r".*k_proj")
+    out = merged(quantized, tmp_path / "out", adapter)
+    before, after = read_tensors(quantized), read_tensors(out)
+    changed = {f"model.layers.{n}.self_attn.k_proj.weight" for n in range(2)}
+    scales = {f"{name}_scale_inv" for name in changed}
+    assert {name for name in before if after[name] != before[name]} == changed | scales
+    assert {(after[name].dtype, after[name].shape) for name in scales} == {("F32", (1, 1))}
+    report = api.validate(out, quantized, adapter=[str(adapter)], level="full", jobs=1)
+    assert report.findings == []
 
 
 def test_experts_that_share_a_factor(base: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from qconvert.core.roles import joined_with
 from qconvert.formats.ascend.format import DequantAscend
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import DequantFp8
+from qconvert.formats.fp8.format import fp8_scheme_of
 from qconvert.formats.int_packed.awq import DequantAwq
 from qconvert.formats.int_packed.decode import DequantInt8, DequantInts
 from qconvert.formats.int_packed.gptq import DequantGptq
@@ -37,7 +38,7 @@ def step_of(plan: Plan, module: str, stored: Stored, names: tuple[str, ...]) -> 
     made: Quantizing | None = None
     try:
         if isinstance(op, DequantFp8):
-            made = _fp8(plan, op, stored, ends)
+            made = _fp8(plan, op, stored, names[1], ends)
         elif isinstance(op, DequantInts) and not op.g_idx and op.bits in (4, 8):
             made = ExpertsToW4A16(
                 op.group, 4 if op.bits == 4 else 8, op.symmetric,
@@ -68,13 +69,17 @@ def step_of(plan: Plan, module: str, stored: Stored, names: tuple[str, ...]) -> 
     return made
 
 
-def _fp8(plan: Plan, op: DequantFp8, stored: Stored, ends: set[str]) -> Quantizing | None:
+def _fp8(
+    plan: Plan, op: DequantFp8, stored: Stored, name: str, ends: set[str]
+) -> Quantizing | None:
+    """The pass for FP8 under the scale of this name."""
     scale = stored.args[1].type
     own = bool({"weight_scale_inv", "scale_inv"} & ends)
-    if scale.numel == 1:
-        return ToFp8("fp8" if scale.dtype == "F32" else "compressed-tensors", tensor=True)
     if op.block == (1, BLOCK) and scale.dtype == "U8":
         return ToMx("mxfp8")
+    # A matrix no larger than a block has one scale, too.
+    if scale.numel == 1 and fp8_scheme_of(plan, name).block is None:
+        return ToFp8("fp8" if scale.dtype == "F32" else "compressed-tensors", tensor=True)
     if op.block[0] == 1 and op.block[1] >= stored.columns:
         return ToFp8("compressed-tensors", block=None)
     if op.block[0] != op.block[1]:
