@@ -4,14 +4,15 @@ test_merge_peer.py; wrong lines of it are found (test_mutants.py)."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from adapters import lora, of_experts, write
-from checkpoints import edit_json, ran, read_tensors, refused
+from adapters import f32, lora, of_experts, write
+from checkpoints import edit_json, ran, read_tensors, refused, write_shard
 from loaders.published import published
 from made_once import made_once
 from models import qwen3_moe
@@ -182,6 +183,25 @@ def test_a_matrix_no_larger_than_a_block_keeps_its_scale_of_a_block(tmp_path: Pa
     assert {name for name in before if after[name] != before[name]} == changed | scales
     assert {(after[name].dtype, after[name].shape) for name in scales} == {("F32", (1, 1))}
     report = api.validate(out, quantized, adapter=[str(adapter)], level="full", jobs=1)
+    assert report.findings == []
+
+
+def test_biases_of_an_adapter(tmp_path: Path) -> None:
+    """peft's `bias="all"` names a trained bias by its wrapped layer; `lora_bias` adds B's, times the
+    factor, to it. Both are rounded once."""
+    base = published("glm4_moe", experts=2, inner=128).write(tmp_path / "base")
+    adapter = lora(base, tmp_path / "adapter", re.escape(QUERY), lora_bias=True, bias="all")
+    random, at = np.random.default_rng(5), f"base_model.model.{QUERY}"
+    trained, added = random.normal(0, 1, (2, *numbers(base, f"{QUERY}.bias").shape))
+    parts = read_tensors(adapter) | {
+        f"{at}.base_layer.bias": f32(trained), f"{at}.lora_B.bias": f32(added),
+    }  # fmt: skip
+    write_shard(adapter / "adapter_model.safetensors", parts)
+    out = merged(base, tmp_path / "out", adapter)
+    exact = trained + 6 / 4 * added
+    off = np.abs(numbers(out, f"{QUERY}.bias") - exact)
+    assert (off <= 2.0**-9 * np.exp2(np.ceil(np.log2(np.abs(exact)))) + 1e-6).all()
+    report = api.validate(out, base, adapter=[str(adapter)], level="full", jobs=1)
     assert report.findings == []
 
 

@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"], "use_rslora": True,
         "rank_pattern": {"layers.1.self_attn.q_proj": 8}, "alpha_pattern": {"layers.0.*q_proj": 3},
     },
+    "qwen2": {"target_modules": ["q_proj", "v_proj"], "lora_bias": True, "bias": "all"},
     "gpt2": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
     "phi3": {"target_modules": ["qkv_proj", "gate_up_proj"]},
     "gemma3": _ATTENTION, "mistral3": _ATTENTION, "jamba": {"target_modules": ["q_proj", "in_proj"]},

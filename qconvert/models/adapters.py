@@ -276,6 +276,7 @@ _PART = re.compile(
     r"(?:\.default)?(?:\.(weight|bias))?$"
 )
 _BESIDE = re.compile(r"\.modules_to_save(?:\.default)?")
+_WRAPPED = re.compile(r"\.base_layer(?=\.(?:weight|bias)$)")
 # Options by which peft computes something else, or changes the base's own weights.
 _OTHER = (
     "use_qalora", "arrow_config", "kasa_config", "velora_config", "layer_replication", "use_bdlora",
@@ -318,7 +319,7 @@ def changes(adapter: Adapter, scale: float, pick: Pick) -> list[Change]:
     for name, source in adapter.tensors.items():
         if source.type.dtype not in FLOAT_DTYPES:
             raise PlanError(f"{adapter.name}: {name!r}: expected numbers, found {source.type}")
-        own = _BESIDE.sub("", name.removeprefix(_PREFIX)).replace(".base_layer.weight", ".weight")
+        own = _BESIDE.sub("", _WRAPPED.sub("", name.removeprefix(_PREFIX)))
         part = _PART.search(own)
         if part is not None:
             key = part[1] + (".bias" if part[2] == "bias" else "")

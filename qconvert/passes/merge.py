@@ -115,7 +115,7 @@ class _Changes:
     targets: Targets
     matrices: dict[_Key, Stored] = field(default_factory=dict)
     replaced: set[str] = field(default_factory=set)
-    vectors: dict[str, Output] = field(default_factory=dict)
+    vectors: dict[str, Stored] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     count: int = 0
     shared: int = 0
@@ -160,7 +160,7 @@ class _Changes:
         assert change.values is not None
         own = self.targets.named(change.module)
         name = f"{own or change.module}.{change.parameter}".rstrip(".")
-        tensor, values = self.vectors.get(name, self.plan.tensors.get(name)), change.values
+        tensor, values = self.plan.tensors.get(name), change.values
         if tensor is None and own is None:
             raise PlanError(_unmatched(self.plan, adapter, change))
         kind = values.type
@@ -180,13 +180,14 @@ class _Changes:
             raise PlanError(f"{adapter.name}: {name!r} is {tensor.type}, and no numbers to add to")
         width = kind.shape[-1] if kind.shape else 1
         flat = (max(1, kind.numel // max(1, width)), width)
+        added = values.reshape(flat)
         if change.how == "replace":
             self.dropped |= sources_of(self.plan, [name], REPLACED_RULE)
-            stored = Stored(None, (values.reshape(flat),), *flat)
-        else:
-            args = tensor.reshape(flat), values.reshape(flat)
-            stored = Stored(Merged(None, "delta", change.scale), args, *flat)
-        self.vectors[name] = _written(stored, tensor.type.dtype).reshape(tensor.type.shape)
+            self.vectors[name] = Stored(None, (added,), *flat)
+            return
+        stored = self.vectors.get(name) or Stored(None, (tensor.reshape(flat),), *flat)
+        op = Merged(stored.decoder, "delta", change.scale)  # type: ignore[arg-type]
+        self.vectors[name] = replace(stored, decoder=op, args=(*stored.args, added))
 
     @cached_property
     def transposed(self) -> bool:
@@ -197,7 +198,10 @@ class _Changes:
 
     def tensors(self, *, whole: bool) -> dict[str, Output]:
         """The plan's tensors with the changed ones in their place, matrices in BF16 where `whole`."""
-        made: dict[str, Output] = dict(self.vectors)
+        made: dict[str, Output] = {}
+        for name, stored in self.vectors.items():
+            kind = self.plan.tensors[name].type
+            made[name] = _written(stored, kind.dtype).reshape(kind.shape)
         away: set[str] = set()
         anew: dict[str, Stored] = {}
         experts: dict[str, dict[int, Stored]] = defaultdict(dict)

@@ -1,9 +1,10 @@
 """Adapters by the definition of LoRA, without the code that merges them: what is added to which rows
 of which matrix.
 
-peft 0.21, `tuners/lora/layer.py`: W + alpha / r * B A, by alpha / sqrt(r) with use_rslora; transposed of
-a weight [in, out]; of a parameter of E experts, expert e has rows [e r, (e + 1) r) of A and every E-th
-column of B from e on. `tuners/lora/dora.py`: m * V / |V|, V = W + alpha / r * B A, by rows.
+peft 0.21, `tuners/lora/layer.py`: W + alpha / r * B A, by alpha / sqrt(r) with use_rslora, and a bias of
+B (lora_bias) times the same; transposed of a weight [in, out]; of a parameter of E experts, expert e has
+rows [e r, (e + 1) r) of A and every E-th column of B from e on. `tuners/lora/dora.py`: m * V / |V|,
+V = W + alpha / r * B A, by rows.
 """
 
 from __future__ import annotations
@@ -138,6 +139,8 @@ class _Target:
             plain = not self.adapter.config
             return Added(marks, self.scale if plain else 1.0, at, of, replaces=not plain)
         rank, factor = self.factor(last)
+        if self.parameter == "bias":  # of B: a part of what is multiplied by the factor
+            return Added((("", self.parts["lora_B"]),), factor, at, of)
         fan = bool(self.adapter.config.get("fan_in_fan_out")) or "lora_embedding_A" in self.parts
         return Added(
             marks, factor, at, of, rank, expert, fan or bool(rows and self.sizes[0] != rows)
@@ -184,7 +187,7 @@ class Additions:
                 if mark is None:
                     modules[(*split_parameter(own), -1)][""] = tensor
                 elif mark[2] == ".bias":
-                    modules[(plain_own(name[: mark.start()]), "bias", -1)][""] = tensor
+                    modules[(plain_own(name[: mark.start()]), "bias", 0)][mark[1]] = tensor
                 else:
                     module = name[: mark.start()]
                     key = plain_own(module), "weight", module.count(".base_layer")
