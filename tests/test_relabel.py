@@ -14,11 +14,12 @@ import models
 import numpy as np
 import pytest
 import torch
-from checkpoints import Model, Tensor, read_tensors, run_cli
+from checkpoints import Model, Tensor, ran, read_tensors, run_cli
 from dequantized import as_torch
 from encoded_models import NVFP4_SCALARS, encoded, gpt_oss, near, nvfp4
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaders.published import published
 from ops_harness import buffer, run_op
 
 from qconvert.core.dtypes import TensorType
@@ -495,3 +496,29 @@ def test_experts_beside_fp8(tmp_path: Path) -> None:
 )
 def test_what_has_no_other_form(make: Any, to: str, words: str, tmp_path: Path) -> None:
     assert words in refused(make().write(tmp_path / "source"), to, tmp_path)
+
+
+def test_scales_of_a_kv_cache_stay_stated(tmp_path: Path) -> None:
+    """In each dialect's words: a runtime reads scales that its config states alone."""
+    source, there, back = tmp_path / "source", tmp_path / "there", tmp_path / "back"
+    published("qwen3_moe", experts=2, inner=128).write(tmp_path / "bf16")
+    step = ("nvfp4", tmp_path / "bf16", source, "--dialect", "modelopt", "--weight-only")
+    ran(*step, "--kv-scale", "0.5", "--jobs", "1")
+    relabelled(source, there, "compressed-tensors", "--nearest")
+    relabelled(there, back, "modelopt", "--nearest")
+    blocks = [
+        json.loads((folder / "config.json").read_text())["quantization_config"]
+        for folder in (source, there, back)
+    ]
+    assert blocks[1]["kv_cache_scheme"]["num_bits"] == 8
+    assert blocks[2] == blocks[0]
+    files = [(folder / "hf_quant_config.json").read_bytes() for folder in (source, back)]
+    assert files[0] == files[1]
+    assert json.loads(files[0])["quantization"]["kv_cache_quant_algo"] == "FP8"
+
+
+def test_a_form_without_a_kv_cache_has_no_place_for_its_scales(tmp_path: Path) -> None:
+    models.qwen3_moe().write(tmp_path / "bf16")
+    source, step = tmp_path / "source", ("--rtn", "--group-size", "32", "--kv-scale", "0.5")
+    ran("w4a16", tmp_path / "bf16", source, *step, "--jobs", "1")
+    assert "'gptq' has no scales of a KV cache" in refused(source, "gptq", tmp_path)

@@ -8,6 +8,7 @@ it (it puts `attn_mqa` for `k_proj`, latent attention included).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from struct import pack
@@ -69,7 +70,7 @@ class KvScale:
             raise PlanError(f"the scale {self.value} needs no data: leave calibrate out")
 
     def __call__(self, plan: Plan) -> Plan:
-        block = _with_cache(plan)
+        block = _with_cache(plan.config.get("quantization_config") or {})
         held = [name for name in plan.tensors if name.endswith(KV_SCALES)]
         if held:
             raise PlanError(f"{held[0]!r}: scales of a KV cache are there already, and are kept")
@@ -97,8 +98,7 @@ class KvScale:
         entry = LogEntry(self.name, options_with(self, own), len(made), None, (note,), "scales")
         files = {}
         if HF_QUANT_CONFIG in plan.new_files:
-            said = {key: value for key, value in block.items() if key != "kv_cache_scheme"}
-            files[HF_QUANT_CONFIG] = hf_quant_config({**said, "kv_cache_quant_algo": "FP8"})
+            files[HF_QUANT_CONFIG] = hf_quant_config(block)
         return plan.logged(
             entry,
             tensors={**plan.tensors, **made},
@@ -134,10 +134,10 @@ class KvScale:
         return found
 
 
-def _with_cache(plan: Plan) -> dict[str, Any]:
-    """The config's block with what it says of the KV cache: nothing in quant_method fp8, whose layers of
-    attention have scales in any case."""
-    block = dict(plan.config.get("quantization_config") or {})
+def _with_cache(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's block with what it says of the KV cache: nothing in quant_method fp8, whose layers of
+    attention have scales in any case. Raises PlanError for a quantization without a place for it."""
+    block = dict(block)
     method = block.get("quant_method")
     if method == "compressed-tensors":
         return {**block, "kv_cache_scheme": dict(_SCHEME)}
@@ -151,6 +151,22 @@ def _with_cache(plan: Plan) -> dict[str, Any]:
         f"quant_method {method!r} has no scales of a KV cache that runtimes read: choose fp8, nvfp4, "
         "int8, or compressed-tensors' W4A16"
     )
+
+
+def with_source_cache(plan: Plan, block: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A block for the same numbers in another form, with what the source's says of the KV cache, where
+    there are scales of one. Raises PlanError for a cache in another form than FP8, and for a block
+    without a place for it."""
+    found = False
+    for config in plan.checkpoint.quantization_configs:
+        scheme, algo = (config.block.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
+        if algo not in (None, "FP8") or (scheme and scheme.get("num_bits") != 8):
+            raise PlanError(
+                f"{config.where}: a KV cache in another form than FP8 is not relabelled"
+            )
+        found |= bool(scheme or algo) or config.method == "fp8"
+    held = any(name.endswith(KV_SCALES) for name in plan.tensors)
+    return _with_cache(block) if found and held else block
 
 
 def _attention(plan: Plan) -> dict[str, int]:

@@ -17,6 +17,7 @@ from qconvert.models.experts import check_described
 from qconvert.models.unquantized import OutputsByName, ignored_globs
 from qconvert.ops.constant import constant_f32
 from qconvert.passes.input_scales import InputScales
+from qconvert.passes.kv_scale import with_source_cache
 from qconvert.passes.replace_weights import replace_weights
 from qconvert.passes.shared_scales import shared_groups
 from qconvert.plan.plan import LogEntry, Plan
@@ -106,12 +107,13 @@ def _block(
     *,
     hybrid: bool,
     inputs: bool,
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     if hybrid:
         (own, *_) = (config.block for config in plan.checkpoint.quantization_configs)
         return hybrid_block(own)
     if dialect == "modelopt":
-        return modelopt_config(ignored_globs(plan, others, found), inputs=inputs)
+        made = modelopt_config(ignored_globs(plan, others, found), inputs=inputs)
+        return with_source_cache(plan, made)
     names = next(names for _, names in found.values())
     if split_parameter(names[0])[1] != MXFP4[0]:
         raise PlanError(

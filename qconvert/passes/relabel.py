@@ -64,6 +64,7 @@ from qconvert.models.unquantized import (
     with_weight_scales,
 )
 from qconvert.ops.constant import constant_i64
+from qconvert.passes.kv_scale import with_source_cache
 from qconvert.passes.mixture import compressed_config
 from qconvert.passes.mxfp4_as_nvfp4 import as_nvfp4
 from qconvert.passes.replace_weights import replace_weights, sources_of
@@ -162,7 +163,8 @@ class Relabel:
     ) -> Plan:
         entry = LogEntry(self.name, options_of(self), count, None, (note,), "matrices")
         rules = sources_of(plan, dropped, STALE_RULE)
-        return replace_weights(plan, entry, tensors, dropped=rules, block=block)
+        kept = with_source_cache(plan, block)
+        return replace_weights(plan, entry, tensors, dropped=rules, block=kept)
 
     # --- integers
 

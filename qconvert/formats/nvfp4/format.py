@@ -80,9 +80,10 @@ def hf_quant_config(block: Mapping[str, Any]) -> str:
     `convert_hf_config.py`, which makes the block of it). TensorRT-LLM reads the file alone; of sglang
     and vLLM it is asked for where config.json has no block."""
     inner = {key: value for key, value in block.items() if key not in ("quant_method", "ignore")}
+    cache = inner.pop("kv_cache_quant_algo", None)
     stated = {
         "quant_algo": inner.pop("quant_algo"),
-        "kv_cache_quant_algo": inner.pop("kv_cache_quant_algo", None),
+        "kv_cache_quant_algo": "FP8" if inner.pop("kv_cache_scheme", None) else cache,
         **inner,
         "exclude_modules": list(block.get("ignore", ())),
     }
