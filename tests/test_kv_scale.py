@@ -96,6 +96,19 @@ def test_a_recipe_is_the_same(tmp_path: Path) -> None:
     assert read_tensors(tmp_path / "again") == read_tensors(out)
 
 
+def test_another_quantization_still_states_them(tmp_path: Path) -> None:
+    """Scales that a source has stay, and a config that does not state them would have none read them."""
+    _, source = made(tmp_path, "fp8", "--channel")
+    out = tmp_path / "again"
+    ran("w4a16", source, out, "--rtn", "--targets", "Linear", "--group-size", "32", "--jobs", "1")
+    block = json.loads((out / "config.json").read_bytes())["quantization_config"]
+    assert block["kv_cache_scheme"] == SCHEME
+    held = [name for name in read_tensors(out) if name.endswith(".k_scale")]
+    assert len(held) == 2
+    done = run_cli("validate", out, "--against", source, "--level", "full")
+    assert (done.code, "QC111" in done.out) == (0, False), done.out
+
+
 def test_dequant_keeps_them(tmp_path: Path) -> None:
     _, out = made(tmp_path, "fp8")
     ran("dequant", out, tmp_path / "back", "--jobs", "1")

@@ -64,7 +64,7 @@ def amx(gptq: bool, asked: Asked, **fields: Any) -> Pass:
     Examples:
       qconvert amx DeepSeek-V3 DeepSeek-V3-amx --method int4 --numa 2 --dry-run
       qconvert amx Qwen/Qwen3-Next-80B-A3B-Instruct out --method int8 --numa 1
-      qconvert amx DeepSeek-V3 out --method int4 --numa 2 --rounding search --mtp drop
+      qconvert amx DeepSeek-V3 out --method int4 --numa 2 --mtp drop
       qconvert amx Qwen3-Next-80B out --method int4 --numa 1 --gptq --data chats.jsonl
     """
     from qconvert.passes.amx import ExpertsToAmx

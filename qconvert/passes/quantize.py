@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, apply
 from qconvert.core.int_scheme import CodePacker
-from qconvert.core.names import with_fused_names
+from qconvert.core.names import KV_SCALES, with_fused_names
 from qconvert.core.parameter_names import MXFP4_PLAIN
 from qconvert.core.roles import SHARED
 from qconvert.formats.base import Format, Stored
@@ -41,6 +41,7 @@ from qconvert.models.unquantized import (
 )
 from qconvert.ops.rowwise import Recode, RowOp
 from qconvert.passes.input_scales import NO_INPUTS, InputScales, maxima_of
+from qconvert.passes.kv_scale import with_source_cache
 from qconvert.passes.mixture import METHOD, compressed_config
 from qconvert.passes.ranks import Grid, check_size, check_tp, loads_at, loads_note
 from qconvert.passes.replace_weights import replace_weights
@@ -239,6 +240,9 @@ class Quantizing(_WithoutData):
                 f"{min(staying.modules)!r} stays quantized in {METHOD}' form, for which the config of "
                 f"{self.name} as it is asked for has no place: take the dialect (or packing) {METHOD}"
             )
+        placed = block["quant_method"] in (METHOD, "modelopt") and "kv_cache_scheme" not in block
+        if placed and any(name.endswith(KV_SCALES) for name in plan.tensors):
+            return dict(with_source_cache(plan, block))
         return block
 
     def inputs(self, plan: Plan, chosen: Selection) -> InputScales:
