@@ -601,3 +601,31 @@ def test_experts_are_offered_together_as_they_are_one_by_one(
     assert simulate(config, tensors, setting) == together
     assert together.refused is None
     assert together.unwritten
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe_text", "deepseek_v3"])
+def test_a_head_beside_tied_embeddings(family: str) -> None:
+    """One class writes it into the embeddings, others pass over it, whose last stage has a head of its
+    own that no tensor comes to."""
+    config, tensors = folder(family)
+    for values in (config, config.get("text_config", {})):
+        values["tie_word_embeddings"] = True
+    answer = simulate(config, tensors, Setting())
+    assert answer.whole
+    assert ("lm_head.weight" in answer.unread) == (family != "qwen3_5")
+    says = "embeddings of another name" if family == "qwen3_5" else "tied embeddings in pipeline"
+    with pytest.raises(NotSimulated, match=says):
+        simulate(config, tensors, Setting(pp=2, stage=1))
+
+
+def test_names_that_a_class_was_not_offered() -> None:
+    """A bias beside a linear is passed over, one of a module that has none was not tried."""
+    config, tensors = folder("qwen3_moe")
+    norm = "model.layers.0.input_layernorm.weight"
+    for added, known in (("other.bias", True), ("mlp.bias", False)):
+        more = tensors | {norm.replace("input_layernorm.weight", added): tensors[norm]}
+        if known:
+            assert simulate(config, more, Setting()).refused is None
+            continue
+        with pytest.raises(NotSimulated, match=r"mlp\.bias: a bias of a module that has none"):
+            simulate(config, more, Setting())

@@ -444,7 +444,7 @@ def _of_a_tied_head(
     writer: Writer, server: Server, runtime: str, found: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Answer of a table's class to a head beside tied embeddings, where its first config ties none, and
-    whether its last stage is another then, or not all of it is written."""
+    whether all of its last stage is written then."""
     if writer.draft or "head" in found["unknown"] or _TIED not in found["flags"]:
         return {}
     folder = writer.folder(0, frozenset(), {_TIED: True})
@@ -455,15 +455,11 @@ def _of_a_tied_head(
     otherwise, key = {**found.get("otherwise", {})}, f"{_TIED}=true"
     more: dict[str, Any] = {"unknown": {**found["unknown"], "head": said["head"]}}
     if found["stages"] == "many":
-        start = writer.folder(0, frozenset())
-        untied, last = (asked(server, runtime, one, Rank(1, 0, 2, 1)) for one in (start, folder))
-        held = last.get("parameters", {})
+        last = asked(server, runtime, folder, Rank(1, 0, 2, 1))
         if last["error"]:
             more["stages"] = "one"
-        elif held.keys() != untied.get("parameters", {}).keys() or not all(
-            one["pieces"] for one in held.values()
-        ):
-            more["stages"] = "unseen"
+        elif not all(held["pieces"] for held in last["parameters"].values()):
+            more["stages"] = "unwritten"
     return {"otherwise": {**otherwise, key: {**otherwise.get(key, {}), **more}}}
 
 

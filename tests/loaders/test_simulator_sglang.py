@@ -390,8 +390,10 @@ def test_a_tied_head(family: str, hopper: Server, tmp_path: Path) -> None:
     del model.tensors["lm_head.weight"]
     tied = model.write(tmp_path / "tied")
     agree(tied, hopper, (Rank(),))
-    with pytest.raises(NotSimulated, match="tied embeddings in pipeline stages"):
-        simulated(tied, setting(Rank(1, 0, 2, 1)))
+    if family != "qwen3_5":  # in others no tensor comes to the head of the last stage
+        assert hopper.load(tied, Rank(1, 0, 2, 1)).unwritten == ("lm_head.weight",)
+        with pytest.raises(NotSimulated, match="tied embeddings in pipeline stages"):
+            simulated(tied, setting(Rank(1, 0, 2, 1)))
 
 
 def test_split_projections_in_a_class_of_fused_ones(hopper: Server, tmp_path: Path) -> None:

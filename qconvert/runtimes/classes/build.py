@@ -217,9 +217,9 @@ def built(
                 "as the published config has it",
             )  # fmt: skip
     record = table.under(sizes)
-    if record.unseen_stages and build.setting.pp > 1:
+    if record.unwritten_stages and build.setting.pp > 1:
         raise NotSimulated(
-            "tied embeddings in pipeline stages: its class builds another last stage"
+            "tied embeddings in pipeline stages: no tensor comes to the last one's head"
         )
     record = with_shared_routed(record) if shared else record
     layers = layers_of(record, sizes, tensors, build)

@@ -147,7 +147,7 @@ class Record:
     the config; `fuses_shared`: it may load shared experts as routed ones, which the table does not show.
     `keys`: of the configs that it was recorded with; `also`: other names of keys; `refused`: names of
     checkpoints in other forms that end the load; `first`: first numbers of layers, if not 0;
-    `unseen_stages`: under tied embeddings its last stage is another than was recorded;
+    `unwritten_stages`: under tied embeddings no tensor comes to the head of its last stage;
     `needs_experts`: it refuses a stage without experts, None where that was not tried;
     `asks`: keys that a config must state; `caches`: it takes scales of a cache that lie beside a
     projection of keys or values."""
@@ -163,7 +163,7 @@ class Record:
     mappers: tuple[Mapper, ...] = ()
     renames_more: bool = False
     one_stage: bool = False
-    unseen_stages: bool = False
+    unwritten_stages: bool = False
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
     passed: tuple[str, ...] = ()
@@ -352,7 +352,7 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
         found["unknown"] = table["unknown"]
     if "stages" in table:
         found["one_stage"] = table["stages"] == "one"
-        found["unseen_stages"] = table["stages"] == "unseen"
+        found["unwritten_stages"] = table["stages"] == "unwritten"
     if "tied" in table:
         found["tied"] = tuple(map(tuple, table["tied"]))
     if "variants" in table:
