@@ -78,7 +78,7 @@ _OF_DRAFTS = ("to", "verifier", "tokens")
     ),
 )  # fmt: skip
 def relabel(**fields: Any) -> Pass:
-    """Write quantized weights, or a draft, in another form.
+    """Rewrite codes, or a draft, in another form.
 
     No number is rounded.
 
