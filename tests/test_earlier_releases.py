@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,10 +148,17 @@ def test_only_forms_that_its_own_loader_was_seen_with(
         {"sglang": sglang, "vllm": vllm}[runtime].simulate(config, tensors, version=version)
 
 
-def test_a_class_that_came_with_a_release_is_not_known_of_the_one_before() -> None:
-    name = "Gemma4UnifiedForConditionalGeneration"
+def test_a_class_that_came_with_a_release_is_not_known_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, release = "Qwen3MoeForCausalLM", RELEASES["sglang"]
+    for version in (release.version, *release.earlier):
+        (tmp_path / f"sglang-{version}").mkdir()
+    held = f"sglang-{release.version}/{name}.json"
+    shutil.copy(records._TABLES / held, tmp_path / held)
+    monkeypatch.setattr(records, "_TABLES", tmp_path)
     assert recorded("sglang", name) is not None
-    assert recorded("sglang", name, RELEASES["sglang"].earlier[-1]) is None
+    assert recorded("sglang", name, release.earlier[-1]) is None
 
 
 @pytest.mark.parametrize(("runtime", "version"), EARLIER)

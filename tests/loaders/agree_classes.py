@@ -59,7 +59,7 @@ from qconvert.runtimes.classes.record import (
 from qconvert.runtimes.loading.building import text_config
 from qconvert.runtimes.loading.setting import NotSimulated, Setting
 from qconvert.runtimes.misreadings import misread
-from qconvert.runtimes.pipeline import one_stage
+from qconvert.runtimes.pipeline import VARIABLE, one_stage
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
 
@@ -106,6 +106,8 @@ def compared(
     version = version_of(runtime)
     if stage and (draft or one_stage(runtime, config, version)):
         return  # sglang asks a class about stages once it is loaded
+    if stage and VARIABLE[runtime] not in stage["environment"]:
+        return  # of a partition that another runtime is told
     table = recorded(runtime, architecture_of(config), version, draft=draft)
     if table is None:
         return  # of a text model that is not recorded

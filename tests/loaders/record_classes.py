@@ -79,6 +79,7 @@ _METHODS = {
 _NULLABLE = ("q_lora_rank", "moe_latent_size")
 _NEXT = "num_nextn_predict_layers"
 _TIED = "tie_word_embeddings"
+_IN_NO_ORDER = " The available parameters"  # from a set
 
 
 class NotRecorded(Exception):
@@ -399,7 +400,8 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
         try:
             made = _under(changed, writer, server, runtime, facts, found)
         except NotRecorded as why:
-            unbuilt[next(iter(changed))] = str(why).replace(f"{writer.room}/", "")[:160]
+            said = str(why).replace(f"{writer.room}/", "").partition(_IN_NO_ORDER)[0]
+            unbuilt[next(iter(changed))] = said[:160]
         else:
             if made is not None:
                 others.append((changed, made))

@@ -155,7 +155,7 @@ def by_table(
     def after(build: RankBuild, tensors: Mapping[str, TensorType]) -> None:
         after_load(made)
         if not quantized:
-            _all_written(build)
+            _all_written(build, draft=record.draft)
 
     done = offered(rank, finder, Tensors.of(tensors).by_name, asked, after=after)
     return in_right_groups(record, sizes, done, groups, tensors)
@@ -205,9 +205,13 @@ def _in_stages(setting: Setting, layers: int) -> Setting:
     return replace(setting, partition=tuple(sizes))
 
 
-def _all_written(build: RankBuild) -> None:
+_NOT_WRITTEN = "Following weights were not initialized from checkpoint"
+
+
+def _all_written(build: RankBuild, *, draft: bool) -> None:
     """The loader's own check, of unquantized models alone: norms and the like that no tensor came to.
-    Linears, experts and embeddings are not looked at (default_loader.py, track_weights_loading)."""
+    Linears, experts and embeddings are not looked at (default_loader.py, track_weights_loading). Of a
+    draft some classes say it in words of their own."""
     empty = [
         name
         for name, parameter in build.parameters.items()
@@ -215,7 +219,7 @@ def _all_written(build: RankBuild) -> None:
     ]
     if empty:
         raise LoadRefused(
-            "ValueError", "Following weights were not initialized from checkpoint", empty[0],
+            "ValueError", "" if draft else _NOT_WRITTEN, empty[0],
             f"{count(len(empty), 'parameter')} have no tensor in the folder",
         )  # fmt: skip
 
