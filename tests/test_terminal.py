@@ -221,7 +221,7 @@ def test_recipes_are_completed() -> None:
 
 def test_runtimes_are_completed() -> None:
     assert completed("fuse", "a", "b", "--for", "sg") == [
-        ("plain", "sglang"), ("plain", "sglang==0.5.23"),
+        ("plain", "sglang"), ("plain", "sglang==0.5.23"), ("plain", "sglang==0.5.22"),
     ]  # fmt: skip
     for command in (["validate", "a"], ["fuse", "a", "b"], ["advise", "a"], ["split", "a", "b"]):
         for _, word in completed(*command, "--for", ""):

@@ -1,6 +1,6 @@
 """Drafts that stand alone: EAGLE3 and DFlash, as sglang reads them and as speculators writes them.
 
-Names: sglang 0.5.23 (models/llama_eagle3.py, models/dflash.py), vLLM 0.33 (models/llama_eagle3.py,
+Names: sglang (models/llama_eagle3.py, models/dflash.py), vLLM (models/llama_eagle3.py,
 models/qwen3_dflash.py), speculators 0.9.0 (models/eagle3, models/dflash).
 """
 

@@ -2,7 +2,7 @@
 are published: that of speculators, which vLLM reads, or that of their authors, which sglang and vLLM
 read. Bytes stay; names of tensors and config.json change. What the other form cannot say is refused.
 
-Read in sglang 0.5.23 (models/llama_eagle3.py, models/dflash.py, speculative/dflash_utils.py), vLLM 0.33
+Read in sglang (models/llama_eagle3.py, models/dflash.py, speculative/dflash_utils.py), vLLM
 (transformers_utils/configs/speculators, models/llama_eagle3.py, models/qwen3_dflash.py), speculators
 0.9.0 (models/eagle3, models/dflash, convert). Which layers of the target a draft takes hidden states of
 is said in two ways: speculators and vLLM name how many layers come before, the lists that sglang and

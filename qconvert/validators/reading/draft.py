@@ -1,7 +1,7 @@
 """Settings of a draft that stands alone (EAGLE3, DFlash), in one spelling for the form of speculators
 and that of its authors; read apart from the pass that makes the one of the other.
 
-Sources: vLLM 0.33, transformers_utils/configs/speculators/algos.py; sglang 0.5.23,
+Sources: vLLM, transformers_utils/configs/speculators/algos.py; sglang,
 model_executor/model_runner_components/spec_aux_hidden_state.py and models/llama.py
 (set_eagle3_layers_to_capture), speculative/dflash_utils.py.
 """

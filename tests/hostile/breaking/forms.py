@@ -152,9 +152,10 @@ def _mutations() -> Iterator[Mutation]:
             # What is no link is left behind and named; a link that leads out is refused, at the latest
             # by whoever would copy or send it.
             verdict = Verdict.REFUSED if form in _LINKS else Verdict.EITHER
+            # `join` copies files of the first stage; it is the second that is broken.
             yield Mutation(f"{file} {form}", GROUP, _at(file, _sparse_copied if copied else make),
-                           (file,) if form in _LINKS else (), verdict, only=only, passes=_READING,
-                           most=4)  # fmt: skip
+                           (file,) if form in _LINKS else (), verdict, only=only,
+                           passes=_READING | {"join"}, most=4)  # fmt: skip
         for file in ("qconvert.json", "qconvert.receipt.jsonl"):
             yield Mutation(f"{file} {form}", GROUP, _at(file, make), (),
                            Verdict.EITHER, needs=frozenset({"manifest"}), most=3)  # fmt: skip
