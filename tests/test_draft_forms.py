@@ -26,7 +26,7 @@ def stated(folder: Path) -> Config:
 
 
 def relabelled(source: Path, out: Path, to: str, *more: str) -> Path:
-    """What `relabel` makes, which `validate --level full` finds nothing wrong with."""
+    """A folder that `relabel` made, and in which `validate --level full` finds no error."""
     ran("relabel", source, out, *TO[to], *more, "--jobs", "1")
     said = run_cli("validate", out, "--against", source, "--level", "full", "--jobs", "1")
     assert "0 errors, 0 warnings" in said.out, said.out
@@ -299,7 +299,7 @@ def test_words_that_do_not_go_together(words: tuple[str, ...], text: str, tmp_pa
 def test_another_config_than_the_sources_is_found(
     algorithm: str, form: str, change: Callable[[Config], Any], text: str, tmp_path: Path
 ) -> None:
-    """What a wrong line of the pass would write."""
+    """The config that a wrong line of the pass would write."""
 
     def ids(tensors: Tensors, config: Config) -> None:
         if algorithm == "eagle3" and form == "sglang":

@@ -14,7 +14,7 @@ from checkpoints import run_cli
 from hypothesis import given
 from hypothesis import strategies as st
 from loaders.published import published
-from loaders.record_classes import Outcome, keep, shortened
+from loaders.record_classes import Outcome, keep, shortened, still_agreed
 from loaders.recorded_tables import written
 from simulated_folders import folder
 
@@ -105,6 +105,25 @@ def test_a_table_that_is_made_anew_leaves_those_of_earlier_releases(tmp_path: Pa
         assert whole(earlier) == of_earlier
 
 
+def test_forms_that_agree_stay_with_a_table_that_is_made_anew() -> None:
+    """Answers to names that lead nowhere may change; what is built, and which scales of a cache it
+    takes, may not."""
+    cached = "int4 of linears with scales of a cache"
+    before = {
+        "names": [1], "unknown": {"module": {"": "error"}},
+        "otherwise": {"tied=true": {"unknown": {}, "tied": [1]}},
+        "agrees": {"unquantized": [1, 2], cached: [1]},
+    }  # fmt: skip
+    more = {"unknown": {"head": {"": "tied"}}, "stages": "unwritten"}
+    now = {**before, **more, "otherwise": {"tied=true": {"tied": [1], **more}, "bias=true": more}}
+    now = {key: value for key, value in now.items() if key not in ("agrees", "stages")}
+    assert still_agreed(before, now) == {"agrees": before["agrees"]}
+    assert still_agreed(before, {**now, "caches": False}) == {"agrees": {"unquantized": [1, 2]}}
+    for built in ({"names": [2]}, {"stages": "one"}, {"otherwise": {"tied=true": {"tied": [2]}}}):
+        assert still_agreed(before, {**now, **built}) == {}
+    assert still_agreed({**before, "agrees": {}}, now) == {}
+
+
 @pytest.mark.parametrize(("runtime", "version"), EARLIER)
 def test_a_folder_is_answered_for_the_release_that_is_named(
     runtime: str, version: str, tmp_path: Path
@@ -137,7 +156,7 @@ def test_a_plan_says_what_the_release_does_that_it_is_for(runtime: str, version:
 def test_only_forms_that_its_own_loader_was_seen_with(
     runtime: str, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What agrees with the newest loader says nothing of another."""
+    """Agreement with the newest loader says nothing of another."""
     config, tensors = folder("qwen3_moe")
     name = f"Qwen3MoeForCausalLM of {version}"
     found = asked(Consumer(runtime, version), Offered(config, tensors), Setting())

@@ -33,7 +33,7 @@ from qconvert.formats.nvfp4.relabel import ExponentRange, Reciprocal, RelabelBlo
 
 
 def relabelled(source: Path, out: Path, to: str, *more: str) -> dict[str, Tensor]:
-    """What `relabel` makes, which `validate --level full` finds nothing wrong with."""
+    """A folder that `relabel` made, and in which `validate --level full` finds no error."""
     done = run_cli("relabel", source, out, "--to", to, "--jobs", "1", *more)
     assert done.code == 0, done.err
     judged = run_cli("validate", out, "--level", "full", "--against", source, "--json")
