@@ -3,10 +3,11 @@ layers nor logits are taken apart here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -95,6 +96,27 @@ def compared(source: Run, repo: Run, samples: Sequence[Ids]) -> Expected:
         float(kl.mean()), error, float(torch.cat(theirs).mean().exp()),
         float(torch.cat(nlls).mean().exp()), float(torch.cat(agree).mean()), hidden,
     )  # fmt: skip
+
+
+def with_rounded_inputs(model: Any, rounds: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same model, whose linears but the head, routers and experts' matrices get rows that `rounds`
+    made of theirs."""
+    plain = torch.nn.functional.linear
+
+    def rounded(rows: torch.Tensor, *more: Any) -> torch.Tensor:
+        return plain(rounds(rows.float()).to(rows), *more)
+
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if last == "experts" or (isinstance(module, torch.nn.Linear) and last != "lm_head"):
+            forward = module.forward
+
+            def through(*given: Any, forward: Any = forward) -> Any:
+                with mock.patch("torch.nn.functional.linear", rounded):
+                    return forward(*given)
+
+            module.forward = through
+    return model
 
 
 def nudged(model: Any, out: Path) -> Path:

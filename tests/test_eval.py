@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +141,48 @@ def test_a_folder_is_what_its_dequantized_weights_are(
     of = source(folders, make, **over)
     repo = made(form, of)
     check(evaluated(repo, of, data(tmp_path)), expected(of, dequantized(repo)))
+
+
+def _fp8_blocks(rows: torch.Tensor) -> torch.Tensor:
+    """Codes of a scale for 128 columns, times the scale: what vLLM makes of rows beside block FP8."""
+    parts = []
+    for part in torch.split(rows, 128, -1):
+        scale = part.abs().amax(-1, keepdim=True) / 448
+        parts.append((part / scale).to(torch.float8_e4m3fn).float() * scale)
+    return torch.cat(parts, -1)
+
+
+def _int8_tokens(rows: torch.Tensor) -> torch.Tensor:
+    scale = rows.abs().amax(-1, keepdim=True) / 127
+    return (rows / scale).round() * scale
+
+
+@pytest.mark.parametrize(("form", "rounds"), [("fp8", _fp8_blocks), ("int8", _int8_tokens)])
+def test_activations_as_the_config_states(
+    form: str, rounds: Callable[[torch.Tensor], torch.Tensor], folders: Path, tmp_path: Path
+) -> None:
+    """Of the folder alone, in linear layers and experts; and it says so."""
+    of = source(folders)
+    repo = made(form, of)
+    spec = data(tmp_path)
+    found = evaluated(repo, of, spec, activations=True)
+    whole = oracle.with_rounded_inputs(oracle.whole(dequantized(repo)), rounds)
+    wanted = oracle.compared(whole_run(of), oracle.run(whole, SAMPLES), SAMPLES)
+    check(found, wanted)
+    assert wanted.kl > 1.02 * expected(of, dequantized(repo)).kl
+    assert found.fact()["activations"] is True
+    assert any("activations are rounded" in note for note in found.notes)
+    assert not any("found no quantized activations" in note for note in found.notes)
+
+
+def test_activations_that_no_config_states(folders: Path, tmp_path: Path) -> None:
+    of = source(folders)
+    spec = data(tmp_path)
+    found = evaluated(made("w4a16", of), of, spec, activations=True)
+    plain = evaluated(made("w4a16", of), of, spec)
+    assert found.logits == plain.logits
+    assert "activations" not in plain.fact()
+    assert any(f"{made('w4a16', of)}: found no quantized" in note for note in found.notes)
 
 
 def test_experts_for_cpu_kernels(folders: Path, tmp_path: Path) -> None:

@@ -61,6 +61,10 @@ _FORMS = (".html", ".json", ".txt")
 @options_of(DataSpec, "length", "seed", "column", given=True)
 @option_of(ValidateOptions, "pair", default="SRC")
 @click.option(
+    "--activations", is_flag=True,
+    help="Round activations of each REPO as its config has runtimes do.",
+)  # fmt: skip
+@click.option(
     "--first-layers", "first_layers", type=Count(), metavar="N",
     help="Run the first N layers alone: errors of hidden states, and no perplexity.",
 )  # fmt: skip
@@ -95,11 +99,13 @@ def evaluate(
     Perplexity of REPO and of SRC, KL divergence, hidden states.
 
     Both models run on the same tokens, a decoder layer of each in memory at a time, as transformers
-    computes them in BF16; weights in any format are decoded. Prints the perplexities, the mean
-    KL(SRC || REPO) a token with its standard error over samples, how often both prefer the same token,
-    and the relative error of the hidden states after each layer. With --task also how many questions
-    both answer right, as lm-evaluation-harness counts. Of several REPOs, in one run, also how far each
-    is from the first, with standard errors of the differences, and which is better.
+    computes them in BF16; weights in any format are decoded. With --activations what goes into a
+    linear layer or an expert of REPO is rounded to FP8, INT8 or FP4 where its config says so.
+    Prints the perplexities, the mean KL(SRC || REPO) a token with its standard error over samples,
+    how often both prefer the same token, and the relative error of the hidden states after each
+    layer. With --task also how many questions both answer right, as lm-evaluation-harness counts.
+    Of several REPOs, in one run, also how far each is from the first, with standard errors of the
+    differences, and which is better.
 
     \b
     Examples:

@@ -141,6 +141,7 @@ _EVALUATION = _with(
         ),
     },
     {
+        "activations": lambda value: value is True,
         "task": _with(
             {
                 "questions": _is_count,

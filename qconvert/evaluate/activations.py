@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qconvert.checkpoint.checkpoint import Checkpoint
@@ -52,6 +52,19 @@ def stated_inputs(checkpoint: Checkpoint, module: str) -> Inputs | None:
         return ("fp4", 16) if weights.get("strategy") == "tensor_group" else None
     sizes = pair(weights.get("block_structure"))
     return "fp8", sizes[1] if sizes else 0
+
+
+@dataclass(frozen=True)
+class StatedInputs:
+    """What a folder's config states of each module that was asked for, which `found` keeps."""
+
+    checkpoint: Checkpoint
+    found: dict[str, Inputs | None] = field(default_factory=dict)
+
+    def __call__(self, module: str) -> Inputs | None:
+        if module not in self.found:
+            self.found[module] = stated_inputs(self.checkpoint, module)
+        return self.found[module]
 
 
 def rounding(inputs: Inputs | None) -> Rounds | None:

@@ -27,7 +27,7 @@ from qconvert.client.served import Answer, Predicted, Server
 from qconvert.core.errors import CheckpointError, RunError, UsageError
 from qconvert.core.extras import require
 from qconvert.core.shown import count
-from qconvert.evaluate.activations import BITS, Inputs, stated_inputs
+from qconvert.evaluate.activations import BITS, Inputs, StatedInputs
 from qconvert.evaluate.engine import begun, finals_of, last_states
 from qconvert.evaluate.head import predicted
 from qconvert.evaluate.side import side_of
@@ -152,13 +152,9 @@ def ask_server(
         answers.append(server.ask(text.tolist(), NEW))
         _check_ids(server, answers[-1], rows)
     ran = [_with_new(*each) for each in zip(texts, answers, strict=True)]
-    inputs: dict[str, Inputs | None] = {}
-
-    def inputs_of(module: str) -> Inputs | None:
-        return inputs.setdefault(module, stated_inputs(rest, module))
-
+    inputs = StatedInputs(rest)
     own, shaken = _own_answers(
-        sides, inputs_of, ran, _ids(answers), memory, tuple(dict.fromkeys(devices)) or found_devices(),
+        sides, inputs, ran, _ids(answers), memory, tuple(dict.fromkeys(devices)) or found_devices(),
         events or NoEvents(),
     )  # fmt: skip
     allowed = _OF_CACHE if states_cache(rest) else 0.0
@@ -169,7 +165,7 @@ def ask_server(
         repo.name, server.url, server.runtime, server.version, server.model, len(texts), prefill, decode,
         (), tuple(notes),
     )  # fmt: skip
-    return found if found.verdict == "right" else _explained(found, rest, inputs.values())
+    return found if found.verdict == "right" else _explained(found, rest, inputs.found.values())
 
 
 def _texts(data: DataSpec | None, repo: Checkpoint, remark: Callable[[str], None]) -> list[Tokens]:
@@ -229,7 +225,7 @@ Own = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
 
 def _own_answers(
     sides: Sequence[Any],
-    inputs: Callable[[str], Inputs | None],
+    inputs: StatedInputs,
     texts: Sequence[Tokens],
     wanted: Sequence[Predicted],
     memory: int | None,
@@ -248,7 +244,7 @@ def _own_answers(
         ids[row, : len(one.logprobs)] = torch.tensor(list(one.logprobs))
     with last_states(
         sides, texts, count=sides[0].model.layers, memory=memory, devices=devices, events=events,
-        after=_check_finite, jitter=inputs,
+        after=_check_finite, inputs=(None, inputs), jitter=True,
     ) as (opened, states, budget):  # fmt: skip
         events.phase("logits")
         finals = [finals_of(side, file, texts) for side, file in zip(opened, states, strict=True)]

@@ -30,10 +30,17 @@ from qconvert.core.errors import CheckpointError, DataError, PlanError, RunError
 from qconvert.core.extras import require
 from qconvert.core.family import text_config
 from qconvert.core.links import read_regular
-from qconvert.evaluate.activations import Inputs, as_stated
+from qconvert.evaluate.activations import StatedInputs, as_stated
 from qconvert.evaluate.head import CHUNK, Budget, Scores, Sizes, scored
 from qconvert.evaluate.paired import differences_of
-from qconvert.evaluate.result import WEIGHTS_ONLY, Evaluation, distance, logits_of
+from qconvert.evaluate.result import (
+    NOTHING_ROUNDED,
+    WEIGHTS_AND_ACTIVATIONS,
+    WEIGHTS_ONLY,
+    Evaluation,
+    distance,
+    logits_of,
+)
 from qconvert.evaluate.side import Experts, LoadedSide, Rounds, Side, side_of
 from qconvert.evaluate.task import Task, load_task, result_of
 from qconvert.models.experts import PROJECTIONS
@@ -198,10 +205,11 @@ def compare(
     memory: int | None,
     devices: Sequence[str],
     events: Events,
+    inputs: Sequence[StatedInputs | None],
 ) -> list[LayerErrors]:
     """Run samples of token ids, each int64 [length], through the first `layers` of a source, the first
     side, and of the others (None: all, and the head) on devices of torch, the first of which does all
-    but experts. Returns what each other is apart from the source.
+    but experts; `inputs` are those of `last_states`. Returns what each other is apart from the source.
 
     Raises RunError where `memory`, in bytes, or the disk of TMPDIR is too small, before anything is run,
     and for hidden states that are not finite; PlanError for models that cannot be run.
@@ -217,8 +225,9 @@ def compare(
         hidden.append(_apart(opened, states, number, lengths))
 
     with last_states(
-        sides, tokens, count=count, memory=memory, devices=devices, events=events, after=apart
-    ) as (opened, states, budget):
+        sides, tokens, count=count, memory=memory, devices=devices, events=events, after=apart,
+        inputs=inputs,
+    ) as (opened, states, budget):  # fmt: skip
         if layers is None:
             events.phase("logits")
             scores = _scores(opened, states, tokens, budget)
@@ -236,13 +245,14 @@ def last_states(
     devices: Sequence[str],
     events: Events,
     after: Callable[[Sequence[LoadedSide], Sequence[InFile], int], None],
-    jitter: Callable[[str], Inputs | None] | None = None,
+    inputs: Sequence[StatedInputs | None],
+    jitter: bool = False,
 ) -> Iterator[tuple[Sequence[LoadedSide], Sequence[InFile], Budget]]:
     """Within this the models are open, and the hidden states that come out of their first `count` layers
-    lie in files; `after` is called with those of each layer. With `jitter` the lowest bits of what goes
-    into the first layer of the last model are drawn at random, and its activations are rounded as
-    `jitter` says of modules: what comes out then differs by what rounding does, in any order of sums.
-    Raises as `compare` does."""
+    lie in files; `after` is called with those of each layer. Activations of a model are rounded as its
+    `inputs` say of modules (None: they are not). With `jitter` the lowest bits of what goes into the
+    first layer of the last model are drawn at random: what comes out then differs by what rounding does,
+    in any order of sums. Raises as `compare` does."""
     keep_nothing_freed()
     lengths = [sample.size for sample in tokens]
     budget = Budget.of(memory, sizes_of(models, max(lengths)))
@@ -254,15 +264,11 @@ def last_states(
             folder.mkdir()
             sides.append(stack.enter_context(side.opened(lengths, folder, devices)))
         events.start(len(models) * count * len(lengths), 0)
-        shaken = [None] * (len(sides) - 1) + [jitter]
-        states = [
-            _embedded(opened, one is not None, tokens)
-            for opened, one in zip(sides, shaken, strict=True)
-        ]
+        states = [_embedded(opened, jitter and opened is sides[-1], tokens) for opened in sides]
         try:
             for number in range(count):
                 events.phase(f"layer {number} of {count}")
-                states = _advanced(sides, shaken, number, states, budget, events)
+                states = _advanced(sides, inputs, number, states, budget, events)
                 after(sides, states, number)
             yield sides, states, budget
         finally:
@@ -337,13 +343,13 @@ def _embedded(opened: LoadedSide, jitter: bool, tokens: Sequence[Tokens]) -> InF
 
 
 def _advanced(
-    sides: Sequence[LoadedSide], shaken: Sequence[Callable[[str], Inputs | None] | None], number: int,
+    sides: Sequence[LoadedSide], rounded: Sequence[StatedInputs | None], number: int,
     states: list[InFile], budget: Budget, events: Events,
 ) -> list[InFile]:  # fmt: skip
     """Return what goes into the next layer of each side."""
     together = [budget.experts(device) for device in sides[0].devices]
     found = []
-    for opened, inputs, before in zip(sides, shaken, states, strict=True):
+    for opened, inputs, before in zip(sides, rounded, states, strict=True):
         following = rows_file(opened, f"hidden.{number + 1}", opened.layers.total)
         layer = opened.layers.model.layer(number, opened.weights, opened.layers.device)
         with nullcontext(opened) if inputs is None else as_stated(opened, layer, inputs) as side:
@@ -446,17 +452,19 @@ def evaluate(
     *,
     pair: Checkpoint | None = None,
     task: bool = False,
+    activations: bool = False,
     layers: int | None = None,
     memory: int | None = None,
     devices: Sequence[str] = (),
     events: Events | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> Evaluation:
-    """Run a source and models made from it on the same samples. Returns the evaluation of the first
-    repo, with those of the others beside it. `task`: the data are questions. `pair` holds the layers
-    beside the CPU experts in `repos`, if those are not the source's. `layers`: only so many, and no
-    logits. `memory` is in bytes (None: three quarters of the machine), `devices` are torch's names
-    (none: all GPUs, else the CPU). `notice` is told what a user must know of the data.
+    """Run a source and models made from it on the same samples. Returns the evaluation of the first repo,
+    with those of the others beside it. `task`: the data are questions. `activations`: those of the
+    repos are rounded as their configs state. `pair` holds the layers beside the CPU experts in
+    `repos`, if those are not the source's. `layers`: only so many, and no logits. `memory` is in
+    bytes (None: three quarters of the machine), `devices` are torch's names (none: all GPUs, else
+    the CPU). `notice` is told what a user must know of the data.
 
     Raises UsageError for options that do not fit, CheckpointError for models that cannot be compared,
     PlanError for those that cannot be run and where torch or transformers is missing, DataError for the
@@ -496,15 +504,21 @@ def evaluate(
     ours = [side_of(repo, rest) for repo, rest in zip(repos, rests, strict=True)]
     for side in ours:
         _check_layers(layers, theirs, side)
+    inputs = [StatedInputs(one) if activations else None for one in whole]
 
     errors = compare(
         (theirs, *ours), tokens, layers=layers, memory=memory,
         devices=tuple(dict.fromkeys(devices)) or found_devices(), events=events or NoEvents(),
+        inputs=(None, *inputs),
     )  # fmt: skip
     if layers is not None:
         notes.append(
             f"the first {layers} of {theirs.model.layers} layers: no perplexity, no KL, no agreement"
         )
+    notes.append(WEIGHTS_AND_ACTIVATIONS if activations else WEIGHTS_ONLY)
+    for repo, stated, cpu in zip(repos, inputs, of_cpu, strict=True):
+        if stated is not None and not cpu and not any(stated.found.values()):
+            notes.append(NOTHING_ROUNDED.format(repo.name))
     units = [sample.size - 1 for sample in tokens] if asked is None else asked.units
     first, *others = (
         Evaluation(
@@ -512,7 +526,7 @@ def evaluate(
             data="random tokens" if data.data is None else Path(data.data).name, digest=told,
             samples=len(tokens), length=data.length, seed=data.seed,
             tokens=sum(sample.size for sample in tokens), of_layers=theirs.model.layers,
-            hidden=found.hidden, notes=(*notes, WEIGHTS_ONLY),
+            hidden=found.hidden, notes=tuple(notes), activations=activations,
             logits=None if found.scores is None else logits_of(found.scores, units),
             task=result_of(asked, found.scores) if asked and found.scores else None,
             differences=differences_of(repos[0].name, errors[0].scores, found.scores, units, asked)

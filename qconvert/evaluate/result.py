@@ -30,6 +30,11 @@ WEIGHTS_ONLY = (
     "weights alone: both models compute in BF16, as transformers does; a runtime that quantizes "
     "activations or the KV cache loses more"
 )
+WEIGHTS_AND_ACTIVATIONS = (
+    "activations are rounded as each folder's config states, with a scale for each token or its blocks; "
+    "the KV cache is not, and the source computes in BF16"
+)
+NOTHING_ROUNDED = "{}: found no quantized activations in its config, so none were rounded"
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,9 @@ class Evaluation:
     difference over the source's norm, the mean over tokens. `logits` are None where not all `of_layers`
     layers were run.
 
-    `beside` are those of other folders, in the same run, each with its `differences` from this one
-    (None where there are no logits)."""
+    `activations`: the folder's were rounded as its config has runtimes do. `beside` are those of other
+    folders, in the same run, each with its `differences` from this one (None where there are no
+    logits)."""
 
     folder: str
     against: str
@@ -74,6 +80,7 @@ class Evaluation:
     hidden: tuple[float, ...]
     logits: Logits | None
     notes: tuple[str, ...] = ()
+    activations: bool = False
     task: TaskResult | None = None
     differences: Differences | None = None
     beside: tuple[Evaluation, ...] = ()
@@ -95,7 +102,8 @@ class Evaluation:
     def fact(self) -> dict[str, Any]:
         """Return what a manifest keeps: no place on a disk, and nothing of another folder."""
         left = ("folder", "against", "model", "notes", "differences", "beside",
-                *(["task"] if self.task is None else []))  # fmt: skip
+                *(["task"] if self.task is None else []),
+                *(["activations"] if not self.activations else []))  # fmt: skip
         return {key: value for key, value in self.as_object().items() if key not in left}
 
 

@@ -214,6 +214,7 @@ def evaluate(
     seed: int = 0,
     column: str | None = None,
     task: bool = False,
+    activations: bool = False,
     beside: Sequence[str | Path | Checkpoint] = (),
     pair: str | Path | Checkpoint | None = None,
     layers: int | None = None,
@@ -228,16 +229,17 @@ def evaluate(
     tokens, a decoder layer of each in memory at a time, as transformers computes them in BF16.
 
     `data` is what a calibration takes (text, JSONL, tokenized safetensors, hf-dataset:NAME), of which
-    the first `samples` (None: 64) of at most `length` tokens are used, or those that a `seed` draws;
-    `column` is where the text is. None: random tokens, for `layers` alone. `task`: the data are
-    questions (qconvert/evaluate/task.py), all of which are asked where `samples` is None. `beside` are
-    other folders made from the source, compared with the first in the same run: each has an evaluation
-    in `beside` of the result, with its `differences`. `pair` is the GPU side of folders of CPU experts
-    (None: the source). `layers`: only so many, and no logits.
-    `memory` is what this process may take (bytes, or `48GiB`; None: three quarters of the machine),
-    `devices` are torch's names, the first of which runs all but experts (none: all GPUs, else the CPU).
-    `write` notes the result in each folder's manifest and on its card. `events` count samples that went
-    through a layer of a model; `notice` is told what a user must know of the data.
+    the first `samples` (None: 64) of at most `length` tokens are used, or those that a `seed`
+    draws; `column` is where the text is. None: random tokens, for `layers` alone. `task`: the data
+    are questions (qconvert/evaluate/task.py), all of which are asked where `samples` is None.
+    `activations`: those of the folders are rounded as their configs have runtimes do. `beside` are
+    other folders made from the source, compared with the first in the same run: each has an
+    evaluation in `beside` of the result, with its `differences`. `pair` is the GPU side of folders
+    of CPU experts (None: the source). `layers`: only so many, and no logits. `memory` is what this
+    process may take (bytes, or `48GiB`; None: three quarters of the machine), `devices` are torch's
+    names, the first of which runs all but experts (none: all GPUs, else the CPU). `write` notes the
+    result in each folder's manifest and on its card. `events` count samples that went through a
+    layer of a model; `notice` is told what a user must know of the data.
 
         >>> ids = folder / "ids.jsonl"
         >>> _ = ids.write_text('{"input_ids": [3, 1, 4, 1, 5]}')
@@ -280,7 +282,7 @@ def evaluate(
     found = _evaluate(
         repos, checkpoint_of(against, follow_links=follow_links), spec,
         pair=None if pair is None else checkpoint_of(pair, follow_links=follow_links), task=task,
-        layers=layers,
+        activations=activations, layers=layers,
         memory=None if memory is None else parse_size(memory), devices=tuple(devices),
         events=Counted.of(events), notice=notice,
     )  # fmt: skip

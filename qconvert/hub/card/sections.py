@@ -377,11 +377,12 @@ def quality(found: Mapping[str, Any]) -> str:
         what = f"{count(task['questions'], 'question')} answered right (source)"
         rows.append((what, f"{right['repo']:.2%} ({right['source']:.2%})"))
     samples = f"{count(found['samples'], 'sample')}, {count(found['tokens'], 'token')}"
+    what = "and activations as its config has them" if found.get("activations") else "alone"
     return "\n".join(
         [
             "## What the conversion cost",
             "",
-            f"By `{_TOOL}` on {plain(found['data'])} ({samples}), weights alone:",
+            f"By `{_TOOL}` on {plain(found['data'])} ({samples}), weights {what}:",
             "",
             "| figure | value |",
             "|---|---|",
