@@ -72,6 +72,22 @@ def test_a_packed_format_is_named(
     assert not packed & {line.split()[1] for line in text.splitlines() if line[:5] == "dtype"}
 
 
+def test_layers_in_different_formats_lack_nothing(moe: Path, tmp_path: Path) -> None:
+    """Where some layers alone are packed; a tensor that is there in no form is missing."""
+    words = ("--rtn", "--targets", "re:model.layers.0.mlp.experts")
+    made = run_cli("w4a16", moe, tmp_path / "mixed", *words, "--jobs", "1")
+    assert made.code == 0, made.err
+    assert json.loads(run_cli("inspect", tmp_path / "mixed", "--json").out)["missing"] == []
+    plan = run_cli("dequant", tmp_path / "mixed", tmp_path / "none", "--dry-run")
+    assert (plan.code, "missing" in plan.out) == (0, False)
+
+    lost = "model.layers.1.self_attn.o_proj.weight"
+    model = qwen3_moe(layers=2)
+    del model.tensors[lost]
+    folder = model.write(tmp_path / "lacking")
+    assert json.loads(run_cli("inspect", folder, "--json").out)["missing"] == [lost]
+
+
 def test_a_folder_says_how_it_was_made(moe: Path, tmp_path: Path) -> None:
     cpu, gpu = tmp_path / "cpu", tmp_path / "gpu"
     done = run_cli("kt", moe, "--cpu", "int4", "--numa", "1", "--gpu", "w4a16", "--cpu-out", cpu,

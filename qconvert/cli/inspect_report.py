@@ -15,6 +15,7 @@ from qconvert.formats.registry import label as label_of
 from qconvert.hub.card.front import base_model_of
 from qconvert.hub.readme import source_front
 from qconvert.plan.pass_options import recipe_line
+from qconvert.validators.headers.structure import in_no_form
 
 
 def quantization_lines(checkpoint: Checkpoint) -> list[str]:
@@ -60,7 +61,7 @@ def inspect_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "formats": stored,
         "roles": roles,
         "unknown": unknown_names(checkpoint),
-        "missing": checkpoint.absent(),
+        "missing": in_no_form(checkpoint, checkpoint.absent()),
         "quantization": quantization_lines(checkpoint),
         "side_files": list(checkpoint.side_files),
         "denied_files": list(checkpoint.denied_files),
@@ -88,7 +89,7 @@ def inspect_stages(whole: Checkpoint, folders: Sequence[Path]) -> dict[str, Any]
     return {
         **inspect_json(whole),
         "path": str(folders[0].parent),
-        "missing": whole.role_index.absent(),
+        "missing": in_no_form(whole, whole.role_index.absent()),
         "made_by": {**made, "lossy_steps": losses},
         "stages": [
             {

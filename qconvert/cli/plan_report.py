@@ -17,6 +17,7 @@ from qconvert.formats.registry import OF_CODES, label
 from qconvert.plan.plan import Plan
 from qconvert.run.folder.prepare import Prepared, side_bytes
 from qconvert.validation.findings import NO_FINDINGS, Verdict
+from qconvert.validators.headers.structure import in_no_form
 
 if TYPE_CHECKING:
     from qconvert.run.dry_run import DryRun
@@ -85,7 +86,7 @@ def plan_lines(
         lines.append(
             f"unknown model_type {checkpoint.config.get('model_type')!r}: layers are not counted"
         )
-    absent = checkpoint.absent()
+    absent = in_no_form(checkpoint, checkpoint.absent())
     if absent:
         lines.append(
             f"warning {count(len(absent), 'tensor')} of family {checkpoint.family.name} missing: "

@@ -56,7 +56,7 @@ def stated_inputs(checkpoint: Checkpoint, module: str) -> Inputs | None:
 
 @dataclass(frozen=True)
 class StatedInputs:
-    """What a folder's config states of each module that was asked for, which `found` keeps."""
+    """Statements of a folder's config about modules; `found` keeps those that were asked for."""
 
     checkpoint: Checkpoint
     found: dict[str, Inputs | None] = field(default_factory=dict)

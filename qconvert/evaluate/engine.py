@@ -459,8 +459,8 @@ def evaluate(
     events: Events | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> Evaluation:
-    """Run a source and models made from it on the same samples. Returns the evaluation of the first repo,
-    with those of the others beside it. `task`: the data are questions. `activations`: those of the
+    """Run a source and models made from it on the same samples. Returns the evaluation of the first
+    repo, with those of the others beside it. `task`: the data are questions. `activations`: those of the
     repos are rounded as their configs state. `pair` holds the layers beside the CPU experts in
     `repos`, if those are not the source's. `layers`: only so many, and no logits. `memory` is in
     bytes (None: three quarters of the machine), `devices` are torch's names (none: all GPUs, else

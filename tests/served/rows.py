@@ -134,6 +134,21 @@ def _relabelled() -> Iterable[Row]:
     yield Row("next-unfuse", "next", "unfuse --for qwen3.5")
 
 
+def _fitted() -> Iterable[Row]:
+    """Mixtures: of NVFP4, INT8 and W8A16, and of FP8 and W4A16."""
+    mixed = ("bf16", *_INT8, *_BLOCKS, *_TOKENS)
+    of_two = " ".join(f"--formats {name}" for name in ("w4a16-g32", "fp8-channel"))
+    for name, model, options in (
+        ("moe-fit", "moe", "--bits 7"),
+        ("moe-fit-low", "moe", "--bits 5"),
+        ("moe-fit-fp8", "moe", f"--bits 6 {of_two}"),
+        ("dense-fit", "dense", "--bits 7"),
+        ("dense-fit-fp8", "dense", f"--bits 6 {of_two}"),
+        ("ds-fit", "ds", "--bits 6"),
+    ):
+        yield Row(name, model, f"fit --rtn --samples 4 --length 64 {options}", mixed)
+
+
 def _controls() -> Iterable[Row]:
     """Folders that are wrong: a harness that calls one of them right proves nothing."""
     yield Row("control-rows", "dense-w4", damage="permuted rows")
@@ -184,6 +199,7 @@ def _all() -> Iterable[Row]:
     for model in ("next", "q35", "ds", "glm"):
         yield from _of(model, {kind: _EXPERT_ROWS[kind] for kind in _OTHER})
     yield from _relabelled()
+    yield from _fitted()
     yield from _controls()
     yield from _again()
     yield from _real()

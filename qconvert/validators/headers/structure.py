@@ -12,7 +12,7 @@ QC048 a text-only class's tensors have the names of the multi-modal one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from qconvert.checkpoint.checkpoint import INDEX, Checkpoint
 from qconvert.core.errors import PlanError
@@ -185,8 +185,8 @@ def _is_of_codes(sources: Mapping[str, Source], name: str) -> bool:
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Required tensors, except those that the layer has in another form: QC016 and QC017 decide which
-    of two forms is right, and QC011 reports missing parts of a weight."""
+    """Required tensors. QC016 and QC017 decide which of two forms is right, and QC011 reports missing
+    parts of a weight."""
     try:
         stage_of(checkpoint)
     except PlanError:
@@ -195,22 +195,31 @@ def _missing(checkpoint: Checkpoint) -> Iterator[Finding]:
     if absent and draft_alone(checkpoint):
         there = set(map(layer_of, checkpoint)) - {None}
         absent = [name for name in absent if layer_of(name) in there]
-    forms = forms_in(checkpoint) if absent else {}
     family = checkpoint.role_index.family.name
+    for name in in_no_form(checkpoint, absent):
+        yield Finding("QC013", "error", name, f"missing: family {family} requires it by config")
+
+
+def in_no_form(checkpoint: Checkpoint, absent: Sequence[str]) -> list[str]:
+    """Names of tensors that a family requires, without those that the layer has in another form: the
+    formats of a checkpoint may differ by layer."""
+    forms = forms_in(checkpoint) if absent else {}
     whole = checkpoint if unread_quantization(checkpoint) else coded_weights(checkpoint)
     stored = {name.rpartition(".")[0] for name in whole} if absent else set()
+    found = []
     for name in absent:
         module, parameter = split_parameter(name)
         is_stored = module in stored and (parameter == "weight" or whole is checkpoint)
         if is_stored or _is_otherwise_there(name, checkpoint):
             continue
-        found = where_of(name)
-        if found is not None:
-            where, side = found
+        at = where_of(name)
+        if at is not None:
+            where, side = at
             present = forms.get(where)
             if present is not None and present.whole(where.forms, other(side)):
                 continue
-        yield Finding("QC013", "error", name, f"missing: family {family} requires it by config")
+        found.append(name)
+    return found
 
 
 def _is_otherwise_there(name: str, checkpoint: Checkpoint) -> bool:
