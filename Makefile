@@ -173,9 +173,10 @@ served:
 	SERVED_GGUF="$(if $(GGUF),$(abspath $(GGUF)))" PYTHONPATH=$(CURDIR):$$PYTHONPATH \
 		$(PYTHON) tests/served/run.py build/served --runtime $(RUNTIME) --table build/served-$(RUNTIME).md
 
-# vLLM's HTTP server of such models and of wrong ones, asked by `qconvert ask`; GPU and PYTHON as above.
+# A runtime's HTTP server of such models and of wrong ones, asked by `qconvert ask`; GPU and PYTHON as above.
 asked:
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) tests/served/asked.py build/asked --table build/asked.md
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH \
+		$(PYTHON) tests/served/asked.py build/asked --runtime $(RUNTIME) --table build/asked-$(RUNTIME).md
 
 # Against other tools and this machine's limits; an hour, and 35 GB of disk. CASES="dequant fuse" for some.
 bench: $(VENV)/installed-peers

@@ -453,6 +453,24 @@ def test_a_missing_library(folders: Path, tmp_path: Path, monkeypatch: pytest.Mo
 # --- Text, and folders of stages -------------------------------------------------------------------
 
 
+def test_a_class_that_cannot_be_imported(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package that fails is named, and no config is blamed."""
+    hidden = ModuleNotFoundError("Could not import module 'Qwen3MoeForCausalLM'")
+    hidden.__cause__ = OSError("libbroken.so: undefined symbol")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise hidden
+
+    of = source(folders)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", fails)
+    with pytest.raises(
+        PlanError, match=r"cannot import .*'qwen3_moe' here \(OSError: libbroken.so"
+    ):
+        evaluated(of, of, data(tmp_path))
+
+
 def words(folder: Path, order: list[str]) -> None:
     """A tokenizer of whole words, whose ids are in this order."""
     from tokenizers import Tokenizer, models, pre_tokenizers

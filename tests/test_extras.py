@@ -14,7 +14,15 @@ from checkpoints import run_cli
 from light_install import ROOT, project
 
 from qconvert.core.errors import DataError, PlanError
-from qconvert.core.extras import EXTRAS, extra_of, is_installed, lacking, pip_line, require
+from qconvert.core.extras import (
+    EXTRAS,
+    extra_of,
+    failed_import,
+    is_installed,
+    lacking,
+    pip_line,
+    require,
+)
 
 
 @pytest.fixture
@@ -68,6 +76,15 @@ def test_it_is_refused_as_the_caller_says(without: Callable[..., None]) -> None:
     without("ray")
     with pytest.raises(PlanError, match=r"^an engine, and ray is not installed: pip install "):
         require("ray", "an engine")
+
+
+def test_the_first_cause_of_an_import_that_failed() -> None:
+    """Behind what transformers raises for it; other errors have none."""
+    hidden = ModuleNotFoundError("Could not import module 'ThatModel'")
+    hidden.__cause__ = RuntimeError("libnothing.so:\n no such file")
+    assert failed_import(hidden) == "RuntimeError: libnothing.so: no such file"
+    assert failed_import(ImportError("no module")) == "ImportError: no module"
+    assert failed_import(ValueError("hidden_size")) is None
 
 
 def test_a_module_that_no_file_made_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.calibrate.kernel_choice import forward_of
 from qconvert.calibrate.reading import Weights
 from qconvert.core.errors import PlanError, RunError
+from qconvert.core.extras import failed_import
 from qconvert.core.family import text_config, without_quantization
 from qconvert.core.names import KV_SCALES, split_parameter
 from qconvert.core.versions import TRANSFORMERS
@@ -448,6 +449,12 @@ def _class(plan: Plan, attention: str) -> tuple[Any, bool]:
                 made = hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             return _attending(made, attention), True
     except Exception as error:  # whatever a class raises for settings that are no settings of it
+        failed = failed_import(error)
+        if failed is not None:
+            raise PlanError(
+                f"transformers {hf.__version__} cannot import its class for model_type {kind!r} here "
+                f"({failed}); mend or remove the package that fails"
+            ) from error
         said = str(error).strip().replace("\n", " ")
         raise PlanError(
             f"config.json: transformers {hf.__version__} builds no {kind!r} of it: {said}; restore the "

@@ -68,6 +68,17 @@ def require(
         raise error(f"{what}, and {missing}")
 
 
+def failed_import(error: BaseException) -> str | None:
+    """The first cause of an import that failed, None for an error that is no failed import: transformers
+    hides it behind a question about requirements (`utils/import_utils.py`)."""
+    if not isinstance(error, ImportError):
+        return None
+    first: BaseException = error
+    while (cause := first.__cause__ or first.__context__) is not None:
+        first = cause
+    return " ".join(f"{type(first).__name__}: {first}".split())
+
+
 def extra_of(module: str) -> Extra | None:
     """The extra that installs a module, by its full name; None for one of no extra."""
     package = module.partition(".")[0]

@@ -140,7 +140,6 @@ def _fitted() -> Iterable[Row]:
     of_two = " ".join(f"--formats {name}" for name in ("w4a16-g32", "fp8-channel"))
     for name, model, options in (
         ("moe-fit", "moe", "--bits 7"),
-        ("moe-fit-low", "moe", "--bits 5"),
         ("moe-fit-fp8", "moe", f"--bits 6 {of_two}"),
         ("dense-fit", "dense", "--bits 7"),
         ("dense-fit-fp8", "dense", f"--bits 6 {of_two}"),

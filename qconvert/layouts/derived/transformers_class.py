@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qconvert.core.extras import failed_import
 from qconvert.core.names import experts_module, parse, split_parameter
 from qconvert.core.roles import EXPERT_COUNTS, Kind
 from qconvert.core.versions import SGLANG, VLLM
@@ -75,7 +76,7 @@ def build(values: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         # Whatever a class raises for a config that it was not made for: the caller says it.
-        raise CannotBuild(f"{type(error).__name__}: {error}") from error
+        raise CannotBuild(failed_import(error) or f"{type(error).__name__}: {error}") from error
 
 
 def untagged(value: Any) -> Any:
