@@ -37,8 +37,8 @@ _NOT_NEEDED = frozenset((
     "IPython", "anthropic", "blobfile", "boto3", "botocore", "cuda", "cupy", "cutlass",
     "cutlass_library", "deep_ep", "deep_gemm", "easydict", "flash_attn", "flash_attn_interface",
     "flash_mla", "flashinfer", "flashinfer_cubin", "humming", "kernels", "numba", "nvshmem", "nvtx",
-    "py_spy", "quack", "sentencepiece", "sgl_deep_gemm", "smg_grpc_servicer", "tilelang",
-    "torch_memory_saver", "torchvision", "traitlets", "watchfiles",
+    "py_spy", "quack", "sentencepiece", "sgl_deep_gemm", "smg_grpc_servicer", "soundfile",
+    "tilelang", "torch_memory_saver", "torchvision", "traitlets", "watchfiles",
 ))  # fmt: skip
 _VERSIONS = (
     "flashinfer-python", "flashinfer_python", "flashinfer-cubin", "sgl-kernel", "sgl_kernel",
