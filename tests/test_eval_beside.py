@@ -18,7 +18,7 @@ import torch
 from checkpoints import convert, ran, run_cli, tree
 
 from qconvert import api
-from qconvert.cli import evaluate as report
+from qconvert.cli import evaluation_report as report
 from qconvert.core.manifest_keys import parse_manifest
 from qconvert.evaluate.head import Scores
 from qconvert.evaluate.paired import Differences, PairedDifference, differences_of

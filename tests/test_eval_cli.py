@@ -15,7 +15,7 @@ import yaml
 from checkpoints import Result, edit_json, ran, run_cli, tree
 
 from qconvert import api
-from qconvert.cli import evaluate as report
+from qconvert.cli import evaluation_report as report
 from qconvert.core.errors import CheckpointError
 from qconvert.core.manifest_keys import parse_manifest
 from qconvert.evaluate.result import Evaluation, Logits
@@ -144,6 +144,27 @@ def test_the_page(room: Path, tmp_path: Path) -> None:
     assert "default-src 'none'; style-src 'sha256-" in page.read_text()
     assert text.read_text().strip() == out.strip()
     assert json.loads(values.read_text())["hidden"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((25, 100), "4.0 x</b><span>smaller than the source"),
+        ((150, 100), "1.5 x</b><span>larger than the source"),
+    ],
+    ids=["smaller", "larger"],
+)
+def test_the_page_begins_with_large_figures(sizes: tuple[int, int], says: str) -> None:
+    """Those that people quote; bytes where they are known."""
+    here, there = sizes
+    top = report.as_html(replace(FOUND, nbytes=here, source_nbytes=there)).partition("<dl>")[0]
+    assert "long-name-w4a16</h1>" in top
+    assert "98.77%</b><span>same first choice" in top
+    assert "0.0123</b><span>KL divergence, nats" in top
+    assert says in top
+    assert "than the source" not in report.as_html(FOUND)
+    layers = report.as_html(replace(FOUND, logits=None, of_layers=95)).partition("<dl>")[0]
+    assert "0.03</b><span>hidden states, relative error" in layers
 
 
 def test_a_name_is_no_markup() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.command import VERBOSITY, Command
+from qconvert.cli.evaluation_report import WIDTH, as_html, as_text, named
 from qconvert.cli.options import (
     FINDINGS,
     JSON,
@@ -29,14 +30,10 @@ from qconvert.cli.progress import Bar
 from qconvert.client.served import parse_server
 from qconvert.core.links import writing
 from qconvert.core.say import say, say_json, say_report
-from qconvert.core.shown import count, printable, shortened
-from qconvert.evaluate.paired import Differences
+from qconvert.core.shown import printable
 from qconvert.evaluate.result import Evaluation
-from qconvert.evaluate.task import Accuracy
 from qconvert.samples.request import Calibration, DataSpec
-from qconvert.validation.findings import Table
 from qconvert.validation.options import ValidateOptions
-from qconvert.validation.reports import markup
 
 if TYPE_CHECKING:
     from qconvert.evaluate.ask import Asked
@@ -176,247 +173,6 @@ def _rendered(found: Evaluation, form: str) -> str:
     return as_html(found) if form == ".html" else as_text(found)
 
 
-# An evaluation as lines of at most 60 columns.
-
-WIDTH = 60
-_LABEL = 28
-_MOST_LAYERS = 24  # shown of a deep model: as many, evenly chosen, the last among them
-
-
-def as_text(found: Evaluation) -> str:
-    """A table of figures, a bar for each layer's error, notes. Of several folders first what they are
-    apart."""
-    return "\n".join(_lines(found))
-
-
-def _lines(found: Evaluation) -> Iterator[str]:
-    for other in found.beside:
-        if other.differences is not None:
-            yield from _compared(found.folder, other.folder, other.differences)
-            yield ""
-    for number, one in enumerate((found, *found.beside)):
-        if number:
-            yield ""
-        yield from _folder_lines(one)
-    for note in found.notes:
-        yield ""
-        yield from textwrap.wrap(f"note: {printable(note)}", WIDTH)
-
-
-def _compared(first: str, second: str, apart: Differences) -> Iterator[str]:
-    yield from textwrap.wrap(
-        verdict(first, second, apart), WIDTH, break_long_words=False, break_on_hyphens=False
-    )
-    yield f"{'second less first':<{_LABEL}}{'mean':>10}{'+-':>10}{'errors':>11}"
-    for label, *values in differences(apart):
-        yield f"{label:<{_LABEL}}{values[0]:>10}{values[1]:>10}{values[2]:>11}"
-    if apart.changed is not None:
-        yield f"{'questions answered otherwise':<{_LABEL}}{apart.changed:>10,}"
-
-
-def verdict(first: str, second: str, apart: Differences) -> str:
-    """Return which of two folders loses less, or that the data do not say so."""
-    names = [shortened(printable(name), 200) for name in (first, second)]
-    if apart.kl.errors is None:
-        what = "no standard error of the difference, with one sample" if apart.kl.error is None else (
-            "the same KL divergence in every sample"
-        )  # fmt: skip
-        return f"{names[0]} and {names[1]}: {what}"
-    by = f"({abs(apart.kl.errors):.1f} standard errors)"
-    if apart.better is None:
-        return (
-            f"{names[0]} and {names[1]}: KL divergences differ by no more than chance makes {by}; give "
-            "more --samples"
-        )
-    best, other = names[::-1] if apart.better else names
-    return f"{best} is better than {other}: less KL divergence {by}"
-
-
-def differences(apart: Differences) -> Iterator[tuple[str, str, str, str]]:
-    """Return the name of each figure, the mean of its difference, the standard error of that, and how
-    many of these it is."""
-    for label, form, one in (
-        ("KL, nats a token", ".2g", apart.kl),
-        ("log perplexity", ".2g", apart.loss),
-        ("same first choice", ".2%", apart.agreement),
-        ("accuracy", ".2%", apart.accuracy),
-        ("accuracy by length", ".2%", apart.by_length),
-    ):
-        if one is not None:
-            error = "unknown" if one.error is None else f"{one.error:{form}}"
-            errors = "unknown" if one.errors is None else f"{one.errors:.1f}"
-            yield label, f"{one.mean:+{form}}", error, errors
-
-
-def _folder_lines(found: Evaluation) -> Iterator[str]:
-    yield from _named("model", found.folder)
-    yield from _named("source", found.against)
-    yield from _named(
-        "data",
-        f"{found.data}, {count(found.samples, 'sample')}, {count(found.tokens, 'token')}",
-    )
-    yield ""
-    for label, value in figures(found):
-        yield f"{label:<{_LABEL}} {value:>{WIDTH - _LABEL - 1}}"
-    yield ""
-    yield "relative error of hidden states, by layer"
-    most = max(found.hidden) or 1.0
-    for number in layers_shown(len(found.hidden)):
-        error = found.hidden[number]
-        bar = "#" * round((WIDTH - 18) * error / most)
-        yield f"{number:>5}  {error:<10.3g} {bar}".rstrip()
-
-
-def figures(found: Evaluation) -> Iterator[tuple[str, str]]:
-    """Return what is said of the logits, a label and a figure each."""
-    logits = found.logits
-    if logits is None:
-        yield "layers run", f"{found.layers} of {found.of_layers}"
-        return
-    yield "perplexity", f"{logits.perplexity:.5g}"
-    yield "perplexity of the source", f"{logits.source_perplexity:.5g}"
-    ratio = logits.perplexity / logits.source_perplexity - 1
-    yield "perplexity, change", f"{ratio:+.3%}"
-    yield "KL(source || model)", f"{logits.kl:.4g} nats a token"
-    error = "unknown: one sample" if logits.kl_error is None else f"{logits.kl_error:.2g}"
-    yield "KL, standard error", error
-    yield "same first choice", f"{logits.agreement:.3%}"
-    yield "tokens predicted", f"{logits.predicted:,}"
-    if (task := found.task) is not None:
-        yield "questions", f"{task.questions:,}"
-        yield from _accuracy("accuracy", task.accuracy)
-        if task.by_length is not None:
-            yield from _accuracy("accuracy by length", task.by_length)
-        yield "questions answered otherwise", f"{task.changed:,}"
-
-
-def _accuracy(label: str, found: Accuracy) -> Iterator[tuple[str, str]]:
-    rows = (
-        (label, found.repo, found.repo_error, ".2%"),
-        (f"{label}, source", found.source, found.source_error, ".2%"),
-        (f"{label}, change", found.difference, found.difference_error, "+.2%"),
-    )
-    for name, value, error, form in rows:
-        yield name, f"{value:{form}}" + ("" if error is None else f" +- {error:.2%}")
-
-
-def layers_shown(count: int) -> list[int]:
-    """Numbers of the layers to show: all, or some evenly apart and the last."""
-    if count <= _MOST_LAYERS:
-        return list(range(count))
-    return sorted({round(n * (count - 1) / (_MOST_LAYERS - 1)) for n in range(_MOST_LAYERS)})
-
-
-def _named(label: str, value: str) -> Iterator[str]:
-    lines = textwrap.wrap(shortened(printable(value), 200), WIDTH - 8) or [""]
-    for number, line in enumerate(lines):
-        yield f"{'' if number else label:<8}{line}"
-
-
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 220, 64, 28
-
-
-def as_html(found: Evaluation) -> str:
-    """Figures of the logits, a plot of the errors by layer and their table, notes. Of several folders
-    also what they are apart."""
-    every = (found, *found.beside)
-    body = [*_top(found), *_differences(found), _figures(every)]
-    body += [_by_layer(one, len(every) > 1) for one in every]
-    if found.notes:
-        items = "".join(f"<li>{markup.text(note)}</li>" for note in found.notes)
-        body.append(markup.section("Notes", f"<ul>{items}</ul>"))
-    return markup.document(f"Evaluation: {Path(found.folder).name}", body)
-
-
-def _top(found: Evaluation) -> Iterator[str]:
-    about = {
-        "folder": ", ".join(one.folder for one in (found, *found.beside)),
-        "against": found.against,
-        "model": found.model,
-        "data": f"{found.data}: {count(found.samples, 'sample')} of at most "
-        f"{count(found.length, 'token')}, {count(found.tokens, 'token')} in all, seed {found.seed}",
-        "digest of data and tokenizer": found.digest,
-    }
-    yield '<header class="told">\n<h1>Evaluation</h1>\n<dl>'
-    yield from (f"<dt>{markup.text(k)}</dt><dd>{markup.text(v)}</dd>" for k, v in about.items())
-    yield "</dl>\n</header>"
-
-
-def _differences(found: Evaluation) -> Iterator[str]:
-    for other in found.beside:
-        if (apart := other.differences) is None:
-            continue
-        yield markup.section(
-            f"{markup.text(other.folder)} less {markup.text(found.folder)}",
-            f"<p>{markup.text(verdict(found.folder, other.folder, apart))}</p>",
-            markup.table(
-                Table(
-                    "",
-                    ("figure", "mean", "standard error", "standard errors"),
-                    tuple(differences(apart)),
-                )
-            ),
-        )
-
-
-def _figures(every: Sequence[Evaluation]) -> str:
-    names = ("value",) if len(every) == 1 else tuple(one.folder for one in every)
-    columns = [tuple(figures(one)) for one in every]
-    rows = tuple((row[0][0], *(value for _, value in row)) for row in zip(*columns, strict=True))
-    return markup.section(
-        "What the conversion cost",
-        '<p class="quiet">KL(source || model) is 0 where both predict the same, and is measured in '
-        "nats: the mean over all tokens that are followed by one, with its standard error over samples. "
-        "<b>same first choice</b> is the part of tokens after which both prefer the same one.</p>",
-        markup.table(Table("", ("figure", *names), rows)),
-    )
-
-
-def _by_layer(found: Evaluation, named: bool) -> str:
-    hidden, of = found.hidden, f" of {markup.text(found.folder)}" if named else ""
-    rows = tuple((str(number), f"{error:.4g}") for number, error in enumerate(hidden))
-    return markup.section(
-        f'Hidden states{of}, layer by layer <span class="quiet">{count(len(hidden), "layer")}</span>',
-        '<p class="quiet">The norm of the difference over the norm of the source\'s, after each layer; '
-        "the mean over tokens.</p>",
-        _plot(hidden),
-        markup.table(Table("", ("layer", "relative error"), rows)),
-    )
-
-
-def _plot(hidden: Sequence[float]) -> str:
-    """Bars, with the largest error as the height."""
-    most = max(hidden) or 1.0
-    inner, step = _HEIGHT - _BOTTOM - 16, (_WIDTH - _LEFT) / len(hidden)
-    bars = []
-    for number, error in enumerate(hidden):
-        height = inner * error / most
-        bars.append(
-            f'<rect x="{_LEFT + step * (number + 0.1):.1f}" y="{16 + inner - height:.1f}" '
-            f'width="{step * 0.8:.1f}" height="{height:.1f}" fill="currentColor">'
-            f"<title>layer {number}: {error:.4g}</title></rect>"
-        )
-    base = 16 + inner
-    labels: list[tuple[float, int, str, str]] = [
-        (_LEFT - 6, 20, "end", f"{most:.3g}"),
-        (_LEFT - 6, base, "end", "0"),
-        (_LEFT + step / 2, base + 18, "middle", "0"),
-    ]
-    if len(hidden) > 1:
-        labels.append((_WIDTH - step / 2, base + 18, "middle", str(len(hidden) - 1)))
-    texts = "".join(
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="12" '
-        f'fill="currentColor">{text}</text>'
-        for x, y, anchor, text in labels
-    )
-    return (
-        f'<div class="wide"><svg class="quiet" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" role="img" aria-label="Relative error of hidden states by layer">'
-        f'<line x1="{_LEFT}" y1="{base}" x2="{_WIDTH}" y2="{base}" stroke="currentColor"/>'
-        f"{''.join(bars)}{texts}</svg></div>"
-    )
-
-
 # What a server computes.
 
 
@@ -489,9 +245,9 @@ def _answered(found: Asked) -> Iterator[str]:
 
     yield from textwrap.wrap(summary(found), WIDTH)
     yield ""
-    yield from _named("folder", found.folder)
-    yield from _named("server", f"{found.server}, {found.runtime} {found.version or ''}".rstrip())
-    yield from _named("serves", found.name)
+    yield from named("folder", found.folder)
+    yield from named("server", f"{found.server}, {found.runtime} {found.version or ''}".rstrip())
+    yield from named("serves", found.name)
     yield ""
     both = found.prefill, found.decode
     for label, *values in (

@@ -527,12 +527,15 @@ def evaluate(
             samples=len(tokens), length=data.length, seed=data.seed,
             tokens=sum(sample.size for sample in tokens), of_layers=theirs.model.layers,
             hidden=found.hidden, notes=tuple(notes), activations=activations,
+            nbytes=0 if cpu else repo.nbytes, source_nbytes=0 if cpu else source.nbytes,
             logits=None if found.scores is None else logits_of(found.scores, units),
             task=result_of(asked, found.scores) if asked and found.scores else None,
             differences=differences_of(repos[0].name, errors[0].scores, found.scores, units, asked)
             if number and errors[0].scores and found.scores else None,
         )
-        for number, (repo, one, found) in enumerate(zip(repos, whole, errors, strict=True))
+        for number, (repo, one, cpu, found) in enumerate(
+            zip(repos, whole, of_cpu, errors, strict=True)
+        )
     )  # fmt: skip
     return replace(first, beside=tuple(others))
 

@@ -63,9 +63,10 @@ class Evaluation:
     difference over the source's norm, the mean over tokens. `logits` are None where not all `of_layers`
     layers were run.
 
-    `activations`: the folder's were rounded as its config has runtimes do. `beside` are those of other
-    folders, in the same run, each with its `differences` from this one (None where there are no
-    logits)."""
+    `nbytes` are those of the folder's tensors, `source_nbytes` of the source's (0: not known, as of a
+    folder of CPU experts alone). `activations`: the folder's were rounded as its config has runtimes do.
+    `beside` are those of other folders, in the same run, each with its `differences` from this one (None
+    where there are no logits)."""
 
     folder: str
     against: str
@@ -84,11 +85,18 @@ class Evaluation:
     task: TaskResult | None = None
     differences: Differences | None = None
     beside: tuple[Evaluation, ...] = ()
+    nbytes: int = 0
+    source_nbytes: int = 0
 
     @property
     def layers(self) -> int:
         """Return how many layers were run."""
         return len(self.hidden)
+
+    @property
+    def smaller(self) -> float | None:
+        """Return how many times smaller the folder is than the source."""
+        return self.source_nbytes / self.nbytes if self.nbytes else None
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""
@@ -101,7 +109,8 @@ class Evaluation:
 
     def fact(self) -> dict[str, Any]:
         """Return what a manifest keeps: no place on a disk, and nothing of another folder."""
-        left = ("folder", "against", "model", "notes", "differences", "beside",
+        left = ("folder", "against", "model", "notes", "differences", "beside", "nbytes",
+                "source_nbytes",
                 *(["task"] if self.task is None else []),
                 *(["activations"] if not self.activations else []))  # fmt: skip
         return {key: value for key, value in self.as_object().items() if key not in left}
