@@ -483,6 +483,26 @@ def test_a_page_without_measures_has_no_plots() -> None:
     assert tags.count("li") == 3  # one proved, nothing only read, one not checked
 
 
+def test_the_page_begins_with_large_figures_and_the_map() -> None:
+    """Figures of what is not exact; what is exact in all layers is not drawn."""
+    report = sound()
+    exact = [measure(layer, None, "q", 0.0) for layer in range(3)]
+    lossy = [measure(0, expert, "up", rms) for expert, rms in enumerate((0.1, 0.01, 0.001))]
+    report.measures[:] = [*exact, *lossy]
+    text = as_html.render(report, RULES)
+    top, rest = text.partition("<dl>")[::2]
+    for value, label in (
+        ("3 of 6", "matrices equal the source"),
+        ("40.0 dB", "median SQNR of the others"),
+        ("20.0 dB", "worst SQNR"),
+    ):
+        assert f"<b>{value}</b><span>{label}</span>" in top
+    assert rest.index('id="experts"') < rest.index('id="against"')
+    assert 'id="layers"' not in rest
+    report.measures.append(measure(1, None, "o", 0.1))
+    assert 'id="layers"' in as_html.render(report, RULES)
+
+
 def test_plot_data() -> None:
     measures = [
         measure(3, 5, "up", 0.1), measure(3, 2, "up", 0.0), measure(7, 5, "up", inf),

@@ -216,8 +216,7 @@ def _large(found: Evaluation) -> str:
     if found.smaller is not None:
         factor, word = max((found.smaller, "smaller"), (1 / found.smaller, "larger"))
         shown.append((f"{word} than the source", f"{factor:.1f} x"))
-    parts = (f"<div><b>{value}</b><span>{label}</span></div>" for label, value in shown)
-    return f'<div class="large">{"".join(parts)}</div>'
+    return markup.large(shown)
 
 
 def _differences(found: Evaluation) -> Iterator[str]:

@@ -125,11 +125,25 @@ def _data(measures: Sequence[Measure]) -> str:
 def _top(report: Report) -> Iterator[str]:
     tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
     yield f'<header class="{verdict(report)}">\n<h1>Validation {verdict(report)}</h1>'
-    yield f'<p class="tally">{tally}</p>\n<dl>'
+    yield f'<p class="tally">{markup.text(name_of(report))}: {tally}</p>'
+    if report.measures:
+        yield _large(report.measures)
+    yield "<dl>"
     yield from (
         f"<dt>{markup.text(k)}</dt><dd>{markup.text(v)}</dd>" for k, v in report.about.items()
     )
     yield "</dl>\n</header>"
+
+
+def _large(measures: Sequence[Measure]) -> str:
+    """The figures that people quote."""
+    known = sorted(m.sqnr for m in measures if m.sqnr != inf and not isnan(m.sqnr))
+    equal = sum(m.sqnr == inf for m in measures)
+    shown = [("matrices equal the source", f"{equal:,} of {len(measures):,}")]
+    if known:
+        shown.append(("median SQNR of the others", f"{known[(len(known) - 1) // 2]:.1f} dB"))
+        shown.append(("worst SQNR", f"{known[0]:.1f} dB"))
+    return markup.large(shown)
 
 
 def _findings(report: Report, rules: Mapping[str, Rule]) -> Iterator[str]:
@@ -189,6 +203,9 @@ def _measures(measures: Sequence[Measure]) -> Iterator[str]:
     found = groups(measures)
     lossy = [group for group in found if group.exact < group.matrices]
     lossy.sort(key=lambda group: -inf if isnan(group.worst) else group.worst)
+    layered = [m for m in measures if m.layer is not None]
+    if any(m.expert is not None for m in layered):
+        yield markup.section("Layers and experts", _HEAT, id="experts")
     exact = tuple(cells(group) for group in found if group.exact == group.matrices)
     rows = tuple((*cells(group), compared(group)) for group in lossy)
     yield markup.section(
@@ -201,13 +218,8 @@ def _measures(measures: Sequence[Measure]) -> Iterator[str]:
         _exact(exact),
         id="against",
     )
-    kinds = {
-        ("grid" if m.expert is not None else "series") for m in measures if m.layer is not None
-    }
-    if "grid" in kinds:
-        yield markup.section("Experts", _HEAT, id="experts")
     yield markup.section("How many matrices have which SQNR", _HISTOGRAM, id="distribution")
-    if "series" in kinds:
+    if any(m.expert is None and m.sqnr != inf for m in layered):
         yield markup.section("Outside the experts, layer by layer", _SERIES, id="layers")
     yield _worst(measures)
 

@@ -64,6 +64,12 @@ def text(plain: str) -> str:
     return _COMMAND.sub(r"\1&#58;:", shown)
 
 
+def large(figures: Iterable[tuple[str, str]]) -> str:
+    """Labels and their figures, markup both, in large type."""
+    parts = (f"<div><b>{value}</b><span>{label}</span></div>" for label, value in figures)
+    return f'<div class="large">{"".join(parts)}</div>'
+
+
 def section(title: str, *parts: str, id: str = "") -> str:
     """`title` and `parts` are markup."""
     name = f' id="{id}"' if id else ""

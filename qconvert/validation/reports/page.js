@@ -236,7 +236,9 @@
       const beside = aside.length ? "In addition: " + aside.join(", ") + "." : "";
       byId("histogram-note").textContent = (finite.length ? "" : "None has an SQNR in dB. ") + beside;
       if (!finite.length) { box.dataset.drawn = 0; return; }
-      const width = 1170, height = 250, left = 58, bottom = 42, top = 22, right = 12;
+      // On a telephone text keeps its size, and labels are fewer.
+      const width = Math.max(330, Math.min(1170, box.clientWidth - 22 || 1170));
+      const height = 250, left = 58, bottom = 42, top = 22, right = 12;
       const [low, high] = [finite[0] / 10, finite[finite.length - 1] / 10];
       const size = Math.max(0.1, step(Math.max(high - low, 2), 60));
       const first = Math.floor(low / size + 1e-9), last = Math.floor(high / size + 1e-9);
@@ -263,7 +265,7 @@
         picture.append(bar);
         drawn += 1;
       });
-      const label = step(Math.max((last - first + 1) * size, 1), 12);
+      const label = step(Math.max((last - first + 1) * size, 1), Math.round(width / 100));
       for (let level = Math.ceil((first * size) / label) * label; level <= (last + 1) * size + 1e-9; level += label) {
         picture.append(svg("line", { class: "grid", x1: x(level), x2: x(level), y1: height - bottom,
           y2: height - bottom + 4 }));
@@ -294,7 +296,9 @@
   function panels() {
     const box = byId("series");
     if (!box) return;
-    const series = plots.filter((plot) => plot.kind === "series");
+    // Where all is exact a line says so, above.
+    const series = plots.filter((plot) => plot.kind === "series"
+      && plot.values.some((value) => value !== exact && value !== null));
     const finite = series.flatMap((plot) => plot.values).filter(known).map((value) => value / 10);
     const layers = series.flatMap((plot) => plot.layers);
     const [from, to] = [Math.min(...layers), Math.max(...layers)];
@@ -318,8 +322,8 @@
         picture.append(svg("text", { x: left - 5, y: y(level) + 4, "text-anchor": "end" },
           String(Math.round(level * 10) / 10)));
       }
-      const every = Math.max(1, Math.round(step(Math.max(1, to - from), 6)));
-      for (let layer = Math.ceil(from / every) * every; layer <= to; layer += every) {
+      const apart = Math.max(1, Math.round(step(Math.max(1, to - from), 6)));
+      for (let layer = Math.ceil(from / apart) * apart; layer <= to; layer += apart) {
         picture.append(svg("text", { x: x(layer), y: height - bottom + 15, "text-anchor": "middle" }, layer));
       }
       picture.append(svg("text", { x: (left + width) / 2, y: height - 3, "text-anchor": "middle" }, "layer"));
