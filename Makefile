@@ -33,15 +33,15 @@ docs: $(VENV)-docs/installed
 picture: $(VENV)/installed
 	$(BIN)/python docs/terminal.py
 	rm -rf build/picture
-	$(BIN)/qconvert demo build/picture > /dev/null
-	$(BIN)/qconvert w4a16 build/picture/sample-fp8 build/picture/int4 --rtn --group-size 32 > /dev/null
-	$(BIN)/qconvert validate build/picture/int4 --against build/picture/sample-fp8 --level full \
-		--report build/picture/page.html > /dev/null
+	$(BIN)/python docs/map_model.py build/picture/model
+	$(BIN)/qconvert w4a16 build/picture/model build/picture/model-w4a16 --rtn --group-size 32 > /dev/null
+	cd build/picture && ../../$(BIN)/qconvert validate model-w4a16 --against model --level full \
+		--report page.html > /dev/null
 	printf '%s' '<body style="margin: 0; overflow: hidden">' \
-		'<iframe src="page.html#experts" style="border: 0; width: 1100px; height: 640px"></iframe>' \
+		'<iframe src="page.html" style="border: 0; width: 1100px; height: 1010px"></iframe>' \
 		> build/picture/frame.html
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=3000 \
-		--window-size=1100,640 --screenshot=$(CURDIR)/docs/validation.png \
+		--window-size=1100,1010 --screenshot=$(CURDIR)/docs/validation.png \
 		file://$(CURDIR)/build/picture/frame.html
 
 # Another project's code, compared with ours byte for byte: see tests/test_peers.py.
