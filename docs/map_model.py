@@ -21,7 +21,7 @@ _OUTLIERS = {(31, None): (0.02, 9.0), (12, 77): (0.02, 14.0)}
 
 def _matrices(generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
     def drawn(rows: int, columns: int, layer: int = -1, expert: int | None = None) -> torch.Tensor:
-        weights = torch.randn(rows, columns, generator=generator) * columns**-0.5
+        weights: torch.Tensor = torch.randn(rows, columns, generator=generator) * columns**-0.5
         for place, (part, factor) in _OUTLIERS.items():
             if place in ((layer, None), (layer, expert)):
                 larger = torch.rand(rows, columns, generator=generator) < part

@@ -56,6 +56,25 @@ def test_nothing_is_an_answer(models: Path) -> None:
     assert f"--tp-size {found.tp}" in found.lines[0]
 
 
+def test_sizes_above_the_one_that_is_advised_are_asked_of_others_too(models: Path) -> None:
+    """What loads on all GPUs is seen beside what loads on two of them."""
+    found = api.advise(models / "qwen3-30b-a3b-fp8", "sglang==0.5.23")
+    others = {one.candidate.command: one for one in found.others if isinstance(one, Choice)}
+    assert others["dequant SRC OUT"].loads_at == (2, 4, 8)
+    assert "  2 of 8 GPUs are used: it does not load on more" in list(lines_of(found))
+
+
+def test_experts_in_fp8_need_fp8_units(models: Path) -> None:
+    machine = api.Machine(8, capability=(8, 0))
+    found = api.advise(models / "deepseek-v3", "sglang==0.5.23", machine)
+    (as_it_is,) = (
+        one for one in found.others if isinstance(one, Choice) and not one.candidate.command
+    )
+    assert as_it_is.loads_at == ()
+    said = "\n".join(lines_of(found))
+    assert "kernels that need FP8 units, which a GPU of capability 8.0 has not" in said
+
+
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b-fp8", "kimi-k2-thinking"])
 def test_few_experts_stand_for_all(name: str, tmp_path: Path) -> None:
     """Answers, bytes and counts of two small models are those of the whole one, whose shared expert

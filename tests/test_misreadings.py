@@ -13,7 +13,13 @@ from families.tiny import saved
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loading.setting import NotSimulated, Setting
-from qconvert.runtimes.misreadings import integer_groups, misread, misread_of_ranks
+from qconvert.runtimes.misreadings import (
+    fp8_experts,
+    integer_groups,
+    misread,
+    misread_of_ranks,
+    refused_by_gpu,
+)
 from qconvert.runtimes.serving import Offered, loads, served
 
 _AT = "model.layers.0.self_attn"
@@ -100,6 +106,25 @@ def test_experts_of_which_a_rank_has_one_group(form: str) -> None:
         assert not misread_of_ranks(integer_groups("vllm", config, codes_of_floats), 4)
 
 
+def test_experts_in_fp8_on_a_gpu_without_its_units() -> None:
+    """Triton has no E4M3 there, and sglang no Marlin for experts; linear layers have it."""
+    kind = TensorType("F8_E4M3", (256, 256))
+    expert = "model.layers.0.mlp.experts.0.up_proj.weight"
+    tensors = {f"{_AT}.q_proj.weight": kind, expert: kind}
+    experts = fp8_experts({}, tensors)
+    assert experts == (expert,)
+    for runtime, capability, refused in (
+        ("sglang", (8, 0), True),
+        ("sglang", (8, 6), True),
+        ("sglang", (8, 9), False),
+        ("vllm", (8, 0), False),
+    ):
+        found = refused_by_gpu(runtime, experts, capability)
+        assert (found is not None) == refused
+        assert found is None or found.where == expert
+    assert refused_by_gpu("sglang", (), (8, 0)) is None
+
+
 def test_a_size_at_which_experts_are_read_wrong(tmp_path: Path) -> None:
     """A plan names the sizes at which it is served right, and the one at which it is not."""
     sizes = {"num_experts": 4, "moe_intermediate_size": 256, "hidden_size": 512, "head_dim": 64,
@@ -110,7 +135,7 @@ def test_a_size_at_which_experts_are_read_wrong(tmp_path: Path) -> None:
         line for line in done.out.splitlines() if "vllm 0.33.0" in line and "not at" in line
     )
     assert "not at tp 2" in said
-    assert "its groups are taken for one" in said
+    assert "order of one group" in said
     assert run_cli("w4a16", source, tmp_path / "out", "--rtn", "--jobs", "1").code == 0
     for more, code in ((("--tp", "2"), 3), (("--tp", "1"), 0), (("--tp", "2", "--ep", "2"), 0)):
         found = run_cli("validate", tmp_path / "out", "--for", "vllm", *more)

@@ -252,8 +252,10 @@ def advise(
         fitting = [one for one in (best, *others) if one is not None and one.fits_at(machine)]
         if any(candidate.is_coarser(one.candidate) for one in fitting):
             continue
-        # Once something fits, others are asked at its size alone: a load of a large model takes seconds.
-        sizes = machine.sizes if best is None else (max(best.fits_at(machine)),)
+        # Once something fits, others are asked at its size and larger ones: a load of a large model
+        # takes seconds.
+        least = 1 if best is None else max(best.fits_at(machine))
+        sizes = tuple(tp for tp in machine.sizes if tp >= least)
         choice = considered(planned, candidate, sizes, machine, consumer, loader, fitting=True)
         if best is None and choice.fits_at(machine):
             best = choice
@@ -366,9 +368,10 @@ def lines_of(found: Advice) -> Iterator[str]:
     yield found.assumes
 
 
-def _said(choice: Choice, found: Advice, tp: int = 0) -> Iterator[str]:
+def _said(choice: Choice, found: Advice, used: int = 0) -> Iterator[str]:
+    """Lines about a candidate, which is the advice where it uses so many GPUs."""
     machine = found.machine
-    command = with_names(choice.candidate.command, found.source, tp, found.data)
+    command = with_names(choice.candidate.command, found.source, used, found.data)
     yield f"qconvert {command}" if command else "nothing: serve it as it is"
     if choice.refused:
         yield f"  refused: {choice.refused}"
@@ -390,6 +393,8 @@ def _said(choice: Choice, found: Advice, tp: int = 0) -> Iterator[str]:
         room = "" if tp in choice.fits_at(machine) else ", too much for this GPU"
         option = f" with {answer.required_flag}" if answer.required_flag else ""
         yield f"  tp {tp}: loads{option}, {format_size(answer.nbytes)} on the fullest rank{room}"
+    if 0 < used < machine.sizes[0]:
+        yield f"  {used} of {machine.sizes[0]} GPUs are used: it does not load on more"
     for what, number in choice.loses.items():
         yield f"  loses: {what} ({count(number, 'tensor')})"
 

@@ -14,6 +14,7 @@ import click
 from qconvert.cli import completion
 from qconvert.cli.command import VERBOSITY, Command, is_verbose
 from qconvert.cli.options import (
+    CAPABILITY,
     DRY_RUN,
     FINDINGS,
     JSON,
@@ -307,10 +308,7 @@ def _show_report(report: Report, form: str | None, files: Mapping[Path, str]) ->
 @click.option(
     "--gpu-memory", type=SIZE, default="141GB", show_default=True, help="Memory of each GPU."
 )
-@click.option(
-    "--capability", type=click.Choice(["8.0", "8.9", "9.0", "10.0"]), default="9.0", show_default=True,
-    help="Compute capability of the GPUs: 9.0 is an H200, 10.0 a B200.",
-)  # fmt: skip
+@click.option("--capability", **CAPABILITY)
 @click.option("--cpu-memory", type=SIZE, help="Main memory. KTransformers keeps experts in it.")
 @click.option(
     "--numa", type=Count(most=64), default=2, show_default=True,
@@ -335,7 +333,7 @@ def advise(
     consumer: str | None,
     gpus: int,
     gpu_memory: int,
-    capability: str,
+    capability: tuple[int, int],
     cpu_memory: int | None,
     disk: int,
     as_json: bool,
@@ -370,8 +368,7 @@ def advise(
 
     if consumer is None:
         raise click.UsageError("name the runtime: --for sglang, --for vllm or --for ktransformers")
-    major, minor = capability.split(".")
-    machine = api.Machine(gpus, gpu_memory, cpu_memory, disk, (int(major), int(minor)))
+    machine = api.Machine(gpus, gpu_memory, cpu_memory, disk, capability)
     with place_of(source) as place:
         if place.fetched:
             say(place.summary, err=True)

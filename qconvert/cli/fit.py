@@ -11,6 +11,7 @@ import click
 from qconvert.cli.command import Command
 from qconvert.cli.convert import CONVERSION, CommandOptions, convert, show_plan
 from qconvert.cli.options import (
+    CAPABILITY,
     OUT,
     SIZE,
     SOURCE,
@@ -78,10 +79,7 @@ _BUDGET: Callable[[Any], Any] = stacked(
     metavar="DIR",
     help="Where what is measured is kept. [default: ~/.cache/qconvert/fit]",
 )
-@rare(
-    "--capability", type=click.Choice(["8.0", "8.9", "9.0", "10.0"]), default="9.0", show_default=True,
-    help="Compute capability of the GPUs: 9.0 is an H200, 10.0 a B200.",
-)  # fmt: skip
+@rare("--capability", **CAPABILITY)
 @option_of(Calibration, "devices", rare=True)
 @CONVERSION
 def fit(
@@ -97,7 +95,7 @@ def fit(
     formats: tuple[str, ...],
     choose_only: bool,
     measured: Path | None,
-    capability: str,
+    capability: tuple[int, int],
     devices: tuple[str, ...],
     tp: int | None,
     **given: Any,
@@ -129,10 +127,9 @@ def fit(
     with from_options():
         budget = api.Budget(nbytes, bits, gpus, gpu_memory, context)
         checkpoint = api.open_checkpoint(source, follow_links=options.follow_links)
-        major, minor = capability.split(".")
         fitting = api.fitting(
             checkpoint, runtime=consumer or "vllm", formats=formats, tp=tp or gpus or 1,
-            capability=(int(major), int(minor)), memory=options.memory, devices=devices,
+            capability=capability, memory=options.memory, devices=devices,
             loader=options.loader, work_dir=measured, notice=_notice,
             data=spec.pop("data"), **{n: v for n, v in spec.items() if v is not None},
         )  # fmt: skip

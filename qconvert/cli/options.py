@@ -6,7 +6,7 @@ A value that is invalid whatever the files hold ends a command with exit code 2,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,21 @@ class Parsed(click.ParamType[Any]):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         return [] if self._completed is None else self._completed(incomplete)
+
+
+def _capability(text: str) -> tuple[int, int]:
+    """A compute capability, such as 9.0. Raises ValueError."""
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal() and len(text) <= 4):
+        raise ValueError(f"{text!r}: expected a compute capability such as 9.0")
+    return int(major), int(minor)
+
+
+# Of `option` or of a function that hides it.
+CAPABILITY: Mapping[str, Any] = {
+    "type": Parsed("capability", _capability), "metavar": "M.N", "default": "9.0", "show_default": True,
+    "help": "Compute capability of the GPUs: 8.0 is an A100, 8.9 an L40S, 9.0 an H200, 10.0 a B200.",
+}  # fmt: skip
 
 
 def _is_runtime(only: tuple[str, ...], text: str) -> str:

@@ -35,6 +35,7 @@ from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.family import draft_algorithm
 from qconvert.runtimes.classes.record import architecture_of
 from qconvert.runtimes.loading.config_groups import block_of, pair_of
+from qconvert.runtimes.loading.setting import LoadRefused
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, TensorType]
@@ -99,9 +100,35 @@ def misread_of_ranks(groups: tuple[tuple[str, ...], frozenset[int]], ranks: int)
     each, of_w2 = groups
     if ranks not in of_w2:
         return Misread()
-    why = "its groups are taken for one, as a rank has of w2"
+    why = "where a rank has one group of w2, its scales are put into the order of one group"
     cure = "choose a smaller --tp or --group-size, or keep experts whole (expert parallel)"
     return Misread(wrong=dict.fromkeys(each, why), cure=cure)
+
+
+# GPUs that compute with E4M3.
+_FP8_UNITS = (8, 9)
+
+
+def fp8_experts(config: Config, tensors: Tensors) -> tuple[str, ...]:
+    """Weights of routed experts in FP8."""
+    return tuple(
+        name for name, type in tensors.items() if type.dtype == "F8_E4M3" and f"{_ROUTED}." in name
+    )
+
+
+def refused_by_gpu(
+    runtime: str, experts: tuple[str, ...], capability: tuple[int, int]
+) -> LoadRefused | None:
+    """Return the reason why a GPU cannot serve `fp8_experts`: sglang computes them with Triton, which
+    has no E4M3 for GPUs without its units (sglang pull request 5871), and keeps Marlin, which needs
+    none, for linear layers (`layers/quantization/fp8.py`, Fp8MoEMethod.create_moe_runner)."""
+    if runtime != "sglang" or not experts or capability >= _FP8_UNITS:
+        return None
+    why = (
+        "experts in FP8 are computed by kernels that need FP8 units, which a GPU of capability "
+        f"{capability[0]}.{capability[1]} has not"
+    )
+    return LoadRefused("", "", experts[0], why)
 
 
 def integer_groups(

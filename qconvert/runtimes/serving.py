@@ -28,7 +28,13 @@ from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.loading.building import text_config
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
-from qconvert.runtimes.misreadings import integer_groups, misread, misread_of_ranks
+from qconvert.runtimes.misreadings import (
+    fp8_experts,
+    integer_groups,
+    misread,
+    misread_of_ranks,
+    refused_by_gpu,
+)
 from qconvert.runtimes.pipeline import one_stage
 from qconvert.runtimes.sglang import simulator as sglang
 from qconvert.runtimes.vllm import simulator as vllm
@@ -254,6 +260,11 @@ def served(
             of_groups = partial(integer_groups, runtime)
             groups = named.once(f"groups {runtime}", folder.config, of_groups)
             known = misread_of_ranks(groups, setting.moe_tp)
+    experts = named.once("fp8 experts", folder.config, fp8_experts)
+    if (refusal := refused_by_gpu(runtime, experts, setting.capability)) is not None:
+        return Answer(
+            (SimulatedLoad(setting, refusal),), (), cure="dequantize them (qconvert dequant)"
+        )
     if known:
         ranks = (SimulatedLoad(setting, None, misread=known.wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
