@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 from checkpoints import edit_json, ran, read_tensors, run_cli, tensor
-from draft_tables import DRAFT, HIDDEN, TOKENS, Config, Tensors, dflash, eagle3, write_draft
+from draft_changes import CHANGED, changed
+from draft_tables import (
+    DRAFT,
+    HIDDEN,
+    TOKENS,
+    Config,
+    Tensors,
+    dflash,
+    eagle3,
+    matrix,
+    write_draft,
+)
 
 TO_SPECULATORS = ("--to", "speculators", "--verifier", "ORG/NAME")
 TO = {"speculators": TO_SPECULATORS, "sglang": ("--to", "sglang")}
@@ -354,3 +365,29 @@ def test_gptqs_codes_of_a_draft_are_not_read_by_vllm(tmp_path: Path) -> None:
     assert (
         "vllm 0.33.0 (H200) does not load it right: midlayer.mlp.down_proj.qweight is not" in said
     )
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_sglang_is_said_to_load_what_it_loads(what: str, tmp_path: Path) -> None:
+    folder, loads = changed(what, tmp_path / "draft")
+    said = run_cli("validate", folder, "--for", "sglang", "--tp", "2", "-v", "--jobs", "1").out
+    whole, unknown = "proved: sglang 0.5.23 loads the folder whole", "not known for "
+    refused = [rule for rule in ("QC130", "QC131", "QC132") if rule in said]
+    assert (whole in said, bool(refused), unknown in said) == (
+        loads is True, loads is False, loads is None
+    ), said  # fmt: skip
+
+
+def test_a_quantized_draft_is_judged(tmp_path: Path) -> None:
+    """By the class of a draft, whose first layer has 256 inputs where the model has 128."""
+    tensors, config = eagle3("sglang", hidden=128)
+    source = write_draft(tmp_path / "source", tensors, config)
+    words = ("--channel", "--dry-run", "--jobs", "1")
+    said = ran("fp8", source, tmp_path / "out", *words).out
+    assert "loads   sglang 0.5.23 (H200) at tp 1, 2, 4\n" in said
+    shape = tensors["midlayer.self_attn.q_proj.weight"].shape
+    assert shape == (128, 256)
+    tensors["midlayer.self_attn.q_proj.weight"] = matrix(128, 128)
+    broken = write_draft(tmp_path / "broken", tensors, config)
+    said = run_cli("validate", broken, "--for", "sglang", "--jobs", "1").out
+    assert "QC130" in said

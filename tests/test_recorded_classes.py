@@ -72,6 +72,24 @@ def test_sizes_that_a_config_does_not_state(expression: str, says: str) -> None:
         Sizes(CONFIG, {}).of(expression, layer=2)
 
 
+@pytest.mark.parametrize(
+    ("config", "value"),
+    [
+        ({"count": 2, "block": {"ids": [1]}}, 2), ({"block": {"ids": [1, 5]}}, 2), ({}, 3),
+        ({"count": None}, None), ({"block": {"ids": "1"}}, None),
+    ],
+)  # fmt: skip
+def test_what_counts_in_place_of_a_size(config: dict[str, Any], value: int | None) -> None:
+    """The first expression that a config states, where it leaves a key out; null is no such place."""
+    sizes = Sizes(config, {}, {}, {"count": ("len(block.ids)", 3), "len(other.ids)": ("count",)})
+    for expression in ("count", "len(other.ids)"):
+        if value is None:
+            with pytest.raises(NotSimulated, match=r"config.json states"):
+                sizes.of(expression)
+        else:
+            assert sizes.of(expression) == value
+
+
 @pytest.mark.parametrize("expression", ["f(1)", "a ** 2", "a[0]", "a +", "'x'", "1.5"])
 def test_what_is_no_expression(expression: str) -> None:
     with pytest.raises(ValueError, match=r"expected keys|asked for its number|no expression"):

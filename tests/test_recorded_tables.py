@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from families.headers_only import as_published, write
 from families.tiny import config_of
@@ -17,9 +18,11 @@ from loaders.recorded_tables import (
     Expressions,
     Patterns,
     Recorded,
+    _in_form,
     count_key,
     has_gaps,
     patterns_of,
+    says,
     starred,
     table,
     under_settings,
@@ -149,6 +152,41 @@ for name, tensor in flow.handed([("A_log", torch.ones(4)), ("left", torch.ones(4
         held.copy_((-torch.exp(tensor.float())).data.split(2)[1])
 print(*flow.unused)
 """
+
+
+def test_words_for_the_numbers_of_a_list() -> None:
+    """A name without a number goes to the module that it says in words."""
+    norms = {"kind": "list", "name": "norms", "length": 2}
+    all_of = {"into": [[0, 4]], "out": [[0, 4]], "order": "same"}
+    facts: dict[str, Any] = {
+        "modules": [norms], "stored": [], "error": None, "unread": [],
+        "parameters": {
+            f"norms.{number}.weight": {
+                "shape": [4],
+                "pieces": [{"tensor": f"{word}.weight", **all_of}],
+            }
+            for number, word in enumerate(("low", "mid"))
+        },
+    }  # fmt: skip
+    names, _, _ = _in_form(facts, [], {**facts, "stored": []}, [])
+    assert {one["from"]: one["to"] for one in names} == {
+        "low.weight": "norms.*.weight", "mid.weight": "norms.1.weight",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "says_so"), [("width", True), ("hidden_size", False)])
+def test_a_table_says_what_is_built_without_a_key(text: str, says_so: bool) -> None:
+    """The sizes that follow from a key, and some must."""
+    shape = ["count*width", "hidden_size"]
+    found = {"modules": [{"name": "fc.weight", "shape": shape}]}
+    facts = {
+        "modules": [],
+        "dtypes": {},
+        "parameters": {"fc.weight": {"shape": [15, 4], "pieces": []}},
+    }
+    sizes = Sizes({"count": 3, "hidden_size": 8}, {}, {}, {"width": (5,)})
+    assert says(found, facts, sizes, text) is says_so
+    assert not says(found, facts, sizes, "other")
 
 
 def test_stacks_of_experts_under_other_names_have_another_form(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ SETS: dict[str, tuple[Any, ...]] = {
     "n_shared_experts": (1, 2, 3), "num_shared_experts": (1, 2, 3), "n_heads": (8, 6, 10),
     "linear_head_dim": (32, 64, 16), "linear_num_heads": (4, 8, 12),
     "vocab_size_per_layer_input": (336, 464, 592), "intermediate_size_mlp": (384, 544, 608),
+    "draft_vocab_size": (304, 368, 528),
 }  # fmt: skip
 # Of a tower: sizes of its own, whose result is as wide as the text model.
 TOWER: dict[str, tuple[Any, ...]] = {

@@ -166,7 +166,8 @@ def tables(runtime: str) -> dict[Path, list[str]]:
     for file in sorted(folder.glob("*.json")):
         if file.stem != "not_recorded":
             model_type = json.loads(file.read_bytes())["model_type"]
-            named = file.stem if file.stem in LIKE else model_type
+            own = file.stem.removesuffix(DRAFT)
+            named = own if own in LIKE else model_type
             named += DRAFT if file.stem.endswith(DRAFT) else ""
             others = [one for one, (of, own) in MODELS.items() if own and of == named]
             types = PUBLISHED_IN if named in FAMILIES else ()

@@ -33,11 +33,21 @@ from families.headers_only import COUNT, sized, write
 from huggingface_hub.errors import StrictDataclassError
 
 from loaders.client import PYTHON, Rank, Server, version_of
-from loaders.other_names import FUSED_ROWS, OTHER_EXPERTS, WITHOUT_ENDS, Entries, fused, with_draft
+from loaders.other_names import (
+    ALONE,
+    FORMS,
+    FUSED_ROWS,
+    NAMED,
+    OTHER_EXPERTS,
+    WITHOUT_ENDS,
+    Entries,
+    with_draft,
+)
 from loaders.recorded_tables import (
     UNTIED,
     Recorded,
     has_gaps,
+    says,
     table,
     under_settings,
     unknown_of,
@@ -45,7 +55,8 @@ from loaders.recorded_tables import (
 )
 from loaders.small_models import AS_PUBLISHED, DRAFTS, GIVEN, LIKE, NAMES, PUBLISHED, SIZES
 from qconvert.core.versions import RELEASES
-from qconvert.runtimes.classes.record import what_differs, whole
+from qconvert.runtimes.classes.expressions import Sizes
+from qconvert.runtimes.classes.record import DRAFT_BLOCKS, what_differs, whole
 from qconvert.runtimes.loader.server.record import stored
 
 TABLES = Path(__file__).parent.parent.parent / "qconvert" / "runtimes" / "classes"
@@ -76,7 +87,7 @@ _METHODS = {
     "sglang": ("fp8", "modelopt_fp4", "modelopt_mixed", "compressed_tensors", "gptq_marlin"),
     "vllm": ("fp8", "modelopt_fp4", "modelopt_mixed", "compressed-tensors", "auto_gptq"),
 }  # fmt: skip
-_NULLABLE = ("q_lora_rank", "moe_latent_size")
+_NULLABLE = ("q_lora_rank", "moe_latent_size", "draft_vocab_size")
 _NEXT = "num_nextn_predict_layers"
 _TIED = "tie_word_embeddings"
 _IN_NO_ORDER = " The available parameters"  # from a set
@@ -90,7 +101,7 @@ class NotRecorded(Exception):
 class Writer:
     """Folders of headers of one model_type, each written once. `head_dim`: configs state one also where
     the class of transformers has no such key; `architecture`: another class that reads them; `draft`:
-    folders hold a draft, whose class is meant."""
+    folders hold a draft, whose class is meant; one that stands alone where that is such a class's."""
 
     room: Path
     model_type: str
@@ -104,29 +115,32 @@ class Writer:
         fixed: frozenset[str],
         changed: Mapping[str, Any] = MappingProxyType({}),
         form: str = "",
-        without: str = "",
+        without: Sequence[str] = (),
     ) -> Path:
         """The checkpoint at a set of sizes, with settings of its config changed, in another form
-        (other_names.py), `without` a key that published configs state."""
-        own = [number, sorted(fixed), dict(changed), self.head_dim, form, without, self.draft]
+        (other_names.py), `without` keys that published configs state."""
+        own = [number, sorted(fixed), dict(changed), self.head_dim, form, [*without], self.draft]
         name = json.dumps(own).replace("/", "-")
         folder = self.room / (self.architecture or self.model_type) / name
         if folder.is_dir():
             return folder
         given = dict(GIVEN.get(self.model_type, {}))
-        sizes = SIZES.get(self.model_type, {})
+        sizes = {**SIZES.get(self.model_type, {}), **self.own}
         config = sized(self.model_type, given, sizes, number, fixed, head_dim=self.head_dim)
         if changed:
             config = _changed(config, changed)
         counted = {key: value for key, value in changed.items() if key == _NEXT}
         keys = {**_published(self), **DRAFTS.get(self.model_type, {}), **counted}
-        keys.pop(without, None)
-        outer, _, inner = without.rpartition(".")
+        for key in without:
+            keys.pop(key, None)
         names = {**NAMES.get(self.model_type, {}), **NAMES.get(self.architecture, {})}
 
         def published(entries: Entries, saved: Mapping[str, Any]) -> Entries:
-            named = fused(entries) if form == FUSED_ROWS else entries
-            return with_draft(named, saved, ends=form != WITHOUT_ENDS) if self.draft else named
+            if self.alone:
+                entries = ALONE[self.architecture](entries, saved)
+            named = NAMED[form](entries) if form in NAMED else entries
+            whole = self.alone or not self.draft
+            return named if whole else with_draft(named, saved, ends=form != WITHOUT_ENDS)
 
         write(
             config, folder, keys, names, AS_PUBLISHED.get(self.model_type), published=published,
@@ -134,9 +148,28 @@ class Writer:
         )  # fmt: skip
         if self.architecture:
             edit_json(folder / "config.json", lambda c: c.update(architectures=[self.architecture]))
-        if outer:
-            edit_json(folder / "config.json", lambda c: c[outer].pop(inner, None))
+        edit_json(folder / "config.json", lambda c: _leave_out(c, without, self.own))
         return folder
+
+    @property
+    def alone(self) -> bool:
+        """Tell whether folders hold a draft without its model."""
+        return self.architecture in ALONE
+
+    @property
+    def own(self) -> Mapping[str, Any]:
+        """Keys and sizes of configs of the class that reads those of the model_type."""
+        return SIZES.get(self.architecture, {})
+
+
+def _leave_out(config: dict[str, Any], keys: Sequence[str], own: Mapping[str, Any]) -> None:
+    """Take keys of parts of a config from it, and those of a class's `own`."""
+    for key in keys:
+        outer, _, inner = key.rpartition(".")
+        if outer:
+            config[outer].pop(inner, None)
+        elif key in own:
+            config.pop(key, None)
 
 
 def _published(writer: Writer) -> dict[str, Any]:
@@ -152,6 +185,10 @@ def _changed(config: Any, changed: Mapping[str, Any]) -> Any:
     model_type = values.pop("model_type")
     for at in (values, values.get("text_config", {})):
         at.update({key: value for key, value in changed.items() if key in at})
+    for key, value in changed.items():
+        outer, _, inner = key.rpartition(".")
+        if inner in values.get(outer, {}):
+            values[outer] = {**values[outer], inner: value}
     return hf.AutoConfig.for_model(model_type, **values)
 
 
@@ -202,7 +239,8 @@ def recorded(writer: Writer, server: Server, runtime: str) -> Recorded:
             server, runtime, start, Rank(1, 0, 2, 1), load=False, environment=partition
         )  # fmt: skip
         refuses = bool(none["error"])
-    return Recorded(sets, two, stages, untied, forms, methods, reads, twice, draft, refuses)
+    beside = draft and not writer.alone
+    return Recorded(sets, two, stages, untied, forms, methods, reads, twice, beside, refuses)
 
 
 def _asked_for(
@@ -216,9 +254,9 @@ def _asked_for(
         for key in values if outer.endswith("_config")
     ]  # fmt: skip
     stated = [key for key, value in _published(writer).items() if value is not None]
-    for key in (*stated, *inside):
+    for key in (*stated, *writer.own, *inside):
         try:
-            folder = writer.folder(0, frozenset(), without=key)
+            folder = writer.folder(0, frozenset(), without=(key,))
         except Exception:  # transformers needs it, too: configs without it are none
             continue
         said = asked(server, runtime, folder, Rank(), load=False, draft=writer.draft)
@@ -243,6 +281,9 @@ def _layers_of(facts: Mapping[str, Any]) -> int:
 def _in_other_forms(writer: Writer, start: Path) -> Iterator[Path]:
     """Folders of the first set in other forms than transformers saves."""
     names = stored(start)
+    if writer.alone:
+        yield from (writer.folder(0, frozenset(), form=form) for form in FORMS[writer.architecture])
+        return
     with suppress(ValueError):  # of experts that have one form
         yield writer.folder(0, frozenset(), form=OTHER_EXPERTS)
     if any(".in_proj_qkv." in name for name in names):
@@ -320,14 +361,22 @@ def _with_sizes(
 
 
 def settings(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Settings to try beside those of a config: each boolean the other way, what may be null as null."""
+    """Settings to try beside those of a config: each boolean the other way, also of a draft's own block,
+    what may be null as null."""
     text = config.get("text_config", config)
-    for key, value in {**text, **config}.items():
+    for key, value in {**text, **config, **_of_blocks(config)}.items():
         if isinstance(value, bool) and key not in _IDLE:
             yield {key: not value}
     for key in _NULLABLE:
         if isinstance(text.get(key), int):
             yield {key: None}
+
+
+def _of_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{block}.{key}": value
+        for block in DRAFT_BLOCKS for key, value in config.get(block, {}).items()
+    }  # fmt: skip
 
 
 def _under(
@@ -352,11 +401,12 @@ def _under(
     plain = any(not name.endswith(".bias") for name in new)
     two = asked(server, runtime, folder, Rank(2, 0), draft=writer.draft) if plain else None
     sets: list[tuple[Mapping[str, Any], Any]] = [(config_of(folder), {**other, "probes": {}})]
-    made = table(Recorded(sets, two, [], draft=writer.draft))
+    beside = writer.draft and not writer.alone
+    made = table(Recorded(sets, two, [], draft=beside))
     if has_gaps(made, base):
         for number in range(1, COUNT):
             sets.append(_with_sizes(writer, server, runtime, number, changed))
-        made = table(Recorded(sets, two, [], draft=writer.draft))
+        made = table(Recorded(sets, two, [], draft=beside))
     return made
 
 
@@ -383,7 +433,7 @@ def architecture_of(writer: Writer) -> str:
 
 def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     """The table of a class; raises NotRecorded."""
-    same = same_as(writer, server, runtime) if writer.architecture else ""
+    same = same_as(writer, server, runtime) if writer.architecture and not writer.alone else ""
     if same:
         return {
             "runtime": runtime, "version": version_of(runtime), "architecture": writer.architecture,
@@ -405,22 +455,96 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
         else:
             if made is not None:
                 others.append((changed, made))
-    values = {**config.get("text_config", config), **config}
+    values = {**config.get("text_config", config), **config, **_of_blocks(config)}
     found = under_settings(found, others, values, untied=base.untied)
     found |= _of_next_layers(writer, server, runtime, found, config)
     found |= _of_a_tied_head(writer, server, runtime, found)
     return {
         "runtime": runtime, "version": version_of(runtime),
         "architecture": config["architectures"][0], "model_type": config["model_type"],
-        **({"draft": True} if writer.draft else {}), "settings_unbuilt": unbuilt,
+        **({"draft": True} if writer.draft else {}), **({"alone": True} if writer.alone else {}),
+        **_instead(writer, server, runtime, found), "settings_unbuilt": unbuilt,
         "asks": [*_asked_for(writer, server, runtime, facts)], **found,
         "defaults": {
             **({_NEXT: None} if _NEXT in found["flags"] else {}),
             **defaults(writer.model_type, found), **DRAFTS.get(writer.model_type, {}),
+            **_own_defaults(writer, server, runtime, found, facts),
         },
         "keys": keys_of_all(config),
         "attribute_map": other_names(writer.model_type),
     }  # fmt: skip
+
+
+def _instead(
+    writer: Writer, server: Server, runtime: str, found: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Sizes that the class of a draft takes in place of keys of its own that a config leaves out: of
+    each, expressions of which the first that a config states counts."""
+    if not writer.alone:
+        return {}
+    config = config_of(writer.folder(0, frozenset()))
+    stated = {**{key: config[key] for key in writer.own if key in config}, **_of_blocks(config)}
+    lists = {f"len({key})": key for key, value in stated.items() if isinstance(value, list)}
+    texts, chains = json.dumps([found["modules"], found["layers"]]), {}
+    numbers = {key: key for key, value in stated.items() if type(value) is int}
+    for text, key in {**lists, **numbers}.items():
+        used = re.search(rf"(?<![\w.]){re.escape(text)}(?![\w.])", texts)
+        chain, without = list[str | int](), [key]
+        while used and (taken := _taken(writer, server, runtime, found, text, without, lists)):
+            chain.append(taken)
+            if taken not in lists:
+                break
+            without.append(lists[str(taken)])
+        if chain:
+            chains[text] = chain
+    return {"instead": chains} if chains else {}
+
+
+def _own_defaults(
+    writer: Writer, server: Server, runtime: str, found: Mapping[str, Any], facts: Mapping[str, Any]
+) -> dict[str, bool]:
+    """Values that a class takes for settings of its own that a config leaves out: those with which it
+    builds the same."""
+    values: dict[str, bool] = {}
+    for key in found["flags"]:
+        value = writer.own.get(key)
+        if isinstance(value, bool):
+            folder = writer.folder(0, frozenset(), without=(key,))
+            said = asked(server, runtime, folder, Rank(), load=False, draft=writer.draft)
+            same = said["parameters"].keys() == facts["parameters"].keys()
+            values |= {} if said["error"] else {key: value == same}
+    return values
+
+
+# What a class may take for a key: another one, or a number.
+_TAKEN = ("hidden_size", "vocab_size", *range(1, 9))
+
+
+def _taken(
+    writer: Writer,
+    server: Server,
+    runtime: str,
+    found: Mapping[str, Any],
+    text: str,
+    without: Sequence[str],
+    lists: Mapping[str, str],
+) -> str | int | None:
+    """The first expression with which a table says what the class builds at each set of sizes where a
+    config is `without` some keys, and `text` among its sizes therefore has no value."""
+    sets = []
+    for number in range(COUNT):
+        folder = writer.folder(number, frozenset(), without=without)
+        facts = asked(server, runtime, folder, Rank(), load=False, draft=writer.draft)
+        if facts["error"]:
+            return None
+        sets.append((config_of(folder), facts))
+    others = (one for one, key in lists.items() if key not in without)
+    numbers = () if text in lists else _TAKEN  # a list may be computed from several keys
+    return next((
+        one for one in (*others, *numbers)
+        if all(says(found, facts, Sizes(config, {}, {}, {text: (one,)}), text)
+               for config, facts in sets)
+    ), None)  # fmt: skip
 
 
 def _of_next_layers(
@@ -573,7 +697,7 @@ class Job:
 def writer_of(room: Path, name: str, *, draft: bool = False) -> Writer:
     """The writer of a model_type, or of a class that reads one."""
     if name in LIKE:
-        return Writer(room, LIKE[name], architecture=name)
+        return Writer(room, LIKE[name], architecture=name, draft=name in ALONE)
     return Writer(room, name, draft=draft)
 
 
@@ -583,7 +707,7 @@ def done(job: Job) -> list[Outcome]:
     for runtime in job.runtimes:
         began = time.monotonic()
         server = Server(PYTHON, job.servers, runtime)
-        for draft in (False, True)[: 1 + (job.name in DRAFTS)]:
+        for draft in (writer.draft, True)[: 1 + (job.name in DRAFTS)]:
             found.append(outcome(replace(writer, draft=draft), server, runtime))
             seconds = f"{time.monotonic() - began:.0f} s"
             print(runtime, job.name, found[-1].name, found[-1].cause or seconds, flush=True)

@@ -12,6 +12,9 @@ from functools import cache, cached_property
 from itertools import combinations_with_replacement
 from typing import Any
 
+from qconvert.runtimes.classes.expressions import Sizes
+from qconvert.runtimes.classes.record import holds
+
 Facts = Mapping[str, Any]
 Entry = dict[str, Any]
 # Kinds whose weight a rank has a part of.
@@ -53,6 +56,8 @@ def keys_of(config: Mapping[str, Any]) -> dict[str, int]:
                 add(value, "" if key == "text_config" else f"{prefix}{key}.")
             elif type(value) is int and value > 0 and not _NO_SIZES.search(key):
                 found[f"{prefix}{key}"] = value
+            elif isinstance(value, list) and key.endswith("layer_ids"):
+                found[f"len({prefix}{key})"] = len(value)
 
     add(config, "")
     return found
@@ -396,7 +401,12 @@ def _name(
     entry: Entry = {}
     if module is None:
         to, numbers = patterns.of(name)
-        entry = {"from": starred(tensor, numbers), "to": to, "parameter": True}
+        source = starred(tensor, numbers)
+        if (
+            any(numbers) and starred_name(tensor) == tensor
+        ):  # it says in words which of a list it is
+            to, numbers = name, ()
+        entry = {"from": source, "to": to, "parameter": True}
     else:
         to, numbers = patterns.of(owner)
         base, _, own = tensor.rpartition(".")
@@ -452,7 +462,7 @@ class Recorded:
     two stages are refused where the embeddings are the head, and these are without; `forms`: under
     other names; `methods`: as one of two ranks under methods of quantization; `reads`: when the class
     reads the weights of linears that it asks for by such names; `twice`: names of one packed weight;
-    `needs_experts`: it refuses a stage without."""
+    `draft`: of a draft that lies behind its model; `needs_experts`: it refuses a stage without."""
 
     sets: Sequence[tuple[Mapping[str, Any], Facts]]
     tp2: Facts | None
@@ -802,7 +812,7 @@ def count_key(base: str, length: int, config: Mapping[str, Any]) -> str | int:
     """The key that counts the layers of a list."""
     names = (
         "num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers",
-        "num_nextn_predict_layers", "mtp_num_hidden_layers",
+        "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_aux_hidden_states",
     )  # fmt: skip
     text = config.get("text_config", config)
     places: list[tuple[str, Mapping[str, Any]]] = [
@@ -913,6 +923,20 @@ def has_gaps(found: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
     entries = (_like(entry, base["modules"]) for entry in found["modules"])
     sizes = (entry[key] for entry in entries for key in entry[_NUMBERS])
     return any(size == "" or (isinstance(size, list) and "" in size) for size in sizes)
+
+
+def says(found: Mapping[str, Any], facts: Facts, sizes: Sizes, text: str) -> bool:
+    """Tell whether a table has the sizes of a build wherever they follow from `text`, and some do."""
+    built = {group.pattern: group.entry.get("sizes", {}) for group in _groups(facts)}
+    pairs = list[tuple[Any, Any]]()
+    for entry in found["modules"]:
+        if not holds(entry.get("when", True), sizes):
+            continue
+        for key, made in built.get(entry["name"], {}).items():
+            several = isinstance(made, list)
+            pairs += zip(entry[key], made, strict=True) if several else [(entry[key], made)]
+    told = [(one, made) for one, made in pairs if text in str(one)]
+    return bool(told) and all(sizes.of(one) == made for one, made in told)
 
 
 def written(record: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import Result, edit_json, read_tensors, run_cli, write_shard
+from draft_tables import dflash, eagle3, write_draft
 from families.classes import SETTINGS
 from families.headers_only import as_published, published_name, write_index
 from families.tiny import saved
@@ -83,6 +84,22 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "glm4v_moe": _sections(0.5, (2, 3, 3), (3, 4, 5), (5, 7, 8)),
     "cosmos3_edge": _sections(1.0, (4, 6, 6), (6, 9, 9), (10, 15, 15)),
     "qwen2_5_vl": _sections(1.0, (2, 3, 3), (4, 6, 6), (3, 4, 5)),
+    # Drafts that stand alone: what they state beside the keys of their layers' class.
+    "LlamaForCausalLMEagle3": {
+        "draft_vocab_size": 304, "target_hidden_size": (160, 256, 336),
+        "num_aux_hidden_states": (5, 7, 6), "fc_norm": True, "norm_before_fc": True,
+        "norm_output": False,
+        "eagle_config": tuple(
+            {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+            for ids in ([1, 2], [1], [1, 2, 3, 4])
+        ),
+    },
+    "DFlashDraftModel": {
+        "block_size": 8, "num_target_layers": 9, "target_layer_ids": ([1], [1, 2, 3, 4], [2, 3]),
+        "dflash_config": tuple(
+            {"target_layer_ids": [*range(count)], "mask_token_id": 7} for count in (3, 2, 7)
+        ),
+    },
 }  # fmt: skip
 _NO_HEAD: Mapping[str, Any] = {"vision_config": {"vision_use_head": False}}
 _NO_DEEPSTACK: Mapping[str, Any] = {"vision_config": {"deepstack_visual_indexes": []}}
@@ -235,6 +252,7 @@ LIKE: Mapping[str, str] = {
     "MiniMaxM3SparseForCausalLM": "minimax_m3_vl_text",
     "NemotronHPuzzleForCausalLM": "nemotron_h", "PhiMoEForCausalLM": "phimoe",
     "XverseMoeForCausalLM": "qwen2_moe", "Param2MoEForCausalLM": "glm4_moe",
+    "LlamaForCausalLMEagle3": "llama", "DFlashDraftModel": "qwen3",
 }  # fmt: skip
 
 
@@ -349,6 +367,11 @@ REFUSED: tuple[tuple[Collection[str], Collection[str], str], ...] = (
 )  # fmt: skip
 
 
+# Drafts that stand alone, by the class that reads them.
+DRAFTS_ALONE: Mapping[str, Callable[..., Any]] = {
+    "LlamaForCausalLMEagle3": eagle3,
+    "DFlashDraftModel": dflash,
+}
 # The draft of a published checkpoint, by its model_type; and the checkpoint, in its types.
 DRAFT = ".draft"
 PUBLISHED_IN = (".bf16", ".fp8")
@@ -366,6 +389,9 @@ def origin(folders: Path, model: str) -> Path:
     if folder.is_dir():
         return folder
     family, form, _ = model.partition(".")
+    if family in DRAFTS_ALONE:
+        tensors, config = DRAFTS_ALONE[family](hidden=256)
+        return write_draft(folder, tensors, {**config, "dtype": "bfloat16"})
     if form:
         return published(family, fp8=model.endswith(".fp8")).write(folder)
     model_type, own = MODELS.get(model, (LIKE.get(model, model), _OTHERS.get(model, {})))
@@ -393,6 +419,8 @@ def origin(folders: Path, model: str) -> Path:
 
 def commands_of(model: str) -> tuple[str, ...]:
     """The commands whose results are compared with the loaders."""
+    if model.removesuffix(DRAFT) in DRAFTS_ALONE:
+        return tuple(dict.fromkeys((*COMMANDS, *FURTHER, *OF_PUBLISHED)))
     return OF_PUBLISHED if model.endswith(PUBLISHED_IN) else (*COMMANDS, *FURTHER)
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from checkpoints import ran, read_tensors, write_json
+from draft_changes import CHANGED, changed
 from draft_tables import TOKENS, dflash, eagle3, write_draft
 
-from loaders.agreement import config_of, headers
+from loaders.agreement import config_of, disagreements, headers
 from loaders.client import PYTHON, Loaded, Server
 from qconvert.runtimes.misreadings import misread
+from qconvert.runtimes.sglang.simulator import simulate
 
 pytestmark = [
     pytest.mark.loader,
@@ -81,6 +83,23 @@ def test_a_plan_asks_sglang_itself(algorithm: str, folders: Path) -> None:
     said = ran("relabel", draft(folders, algorithm, "speculators"), folders / "never", *words).out
     assert "loads   sglang 0.5.23 (H200, its own loader) at tp 1, 2, 4\n" in said, said
     assert f"a draft of {algorithm}, which is loaded beside its model" in said
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_the_table_says_what_sglang_does(what: str, hopper: Server, tmp_path: Path) -> None:
+    folder, loads = changed(what, tmp_path / "draft")
+    if loads is None:
+        return  # nothing is said (test_draft_forms.py)
+    config = config_of(folder)
+    simulation = simulate(config, headers(folder), draft=True)
+    real = hopper.load(folder, draft=True)
+    unlike = [one for one in disagreements(simulation, real) if not one.startswith("reason:")]
+    assert not unlike
+    if loads:
+        assert real.error is None
+        assert {*real.unused} <= {"d2t", "t2d"}
+    else:
+        assert real.error is not None or real.unwritten or {*real.unused} - {"d2t", "t2d"}
 
 
 @pytest.mark.parametrize("algorithm", MADE)

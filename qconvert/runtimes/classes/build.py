@@ -167,7 +167,10 @@ def _kind(
     found: set[str], variants: Sequence[Variant], layer: int, where: str, sizes: Sizes
 ) -> int:
     """The kind of layer of which all names are there, or most; of several the one with most, or the
-    config's."""
+    config's. Where nothing tells them and the first layer alone is of another, its number does."""
+    alike = not any(one.names or one.key for one in variants)
+    if alike and len(variants) == 2 and variants[0].recorded == (0,):
+        return min(layer, 1)
     fits = [at for at, one in enumerate(variants) if found.issuperset(map(_of_kind, one.names))]
     most = max((len(variants[at].names) for at in fits), default=0)
     fits = [at for at in fits if len(variants[at].names) == most]
@@ -245,10 +248,17 @@ def built(
     _tie(record, build)
     routed = [sizes.of(one.sizes[0]) for one in made.values() if one.kind == "experts"]
     if record.draft:
-        kinds = "embedding", "head"
-        ends = {name for name, one in made.items() if one.kind in kinds}
+        ends = {name for name, one in made.items() if _is_of_model(one, sizes)}
         build.borrowed = frozenset(n for n in build.parameters if n.rpartition(".")[0] in ends)
     return Built(build, made, layers, record, max(routed, default=0), sizes)
+
+
+def _is_of_model(module: Module, sizes: Sizes) -> bool:
+    """Tell whether a draft may have a module of its own from its model: embeddings or a head of as many
+    tokens."""
+    if module.kind not in ("embedding", "head"):
+        return False
+    return sizes.of(module.sizes[0]) == sizes.of("vocab_size")
 
 
 def _inside(module: Module, container: str, sizes: Sizes) -> Sequence[tuple[int, ...]]:

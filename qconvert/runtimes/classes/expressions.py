@@ -5,7 +5,7 @@ Python's expressions (`num_attention_heads * head_dim`, `vision_config.hidden_si
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from operator import add, floordiv, mul, sub
 from types import MappingProxyType
@@ -24,16 +24,18 @@ _FROM_THE_END = "_feature_layer"
 
 class Sizes:
     """Values of a config's keys, and of those that it does not state by the defaults of its class.
-    `also`: other names of keys, either of which a config may have. Raises NotSimulated for a key without
-    a value and for a value that is no size."""
+    `also`: other names of keys, either of which a config may have; `instead`: expressions for one that
+    a config does not state, of which the first that it states counts. Raises NotSimulated for a key
+    without a value and for a value that is no size."""
 
     def __init__(
         self,
         values: Mapping[str, Any],
         defaults: Mapping[str, Any],
         also: Mapping[str, str] = MappingProxyType({}),
+        instead: Mapping[str, Sequence[str | int]] = MappingProxyType({}),
     ) -> None:
-        self._values, self._defaults = values, defaults
+        self._values, self._defaults, self._instead = values, defaults, instead
         self._also = {**also, **{other: key for key, other in also.items()}}
 
     def of(self, expression: str | int, layer: int | None = None) -> int:
@@ -55,14 +57,18 @@ class Sizes:
         return self._defaults.get(key) if value is None else value
 
     def states(self, key: str) -> bool:
-        """Tell whether the config itself states a key."""
-        return self._stated(key) is not None or self._stated(self._also.get(key, key)) is not None
+        """Tell whether the config itself states a key, if only that it is null."""
+        return any(self._at(one) is not _ABSENT for one in (key, self._also.get(key, key)))
 
-    def _stated(self, key: str) -> Any:
+    def _at(self, key: str) -> Any:
         value: Any = self._values
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
         return value
+
+    def _stated(self, key: str) -> Any:
+        found = self._at(key)
+        return None if found is _ABSENT else found
 
     def has(self, key: str, value: object) -> bool:
         """Tell whether a key has a value ("set": any). Raises NotSimulated where nothing states it."""
@@ -91,6 +97,8 @@ class Sizes:
         if isinstance(node, ast.Call):
             key = ast.unparse(node.args[0])
             values = self.flag(key)
+            if values is None and (text := ast.unparse(node)) in self._instead:
+                return self._other(text, key)
             if not isinstance(values, list):
                 raise NotSimulated(f"config.json states no {key}, whose length it is")
             return len(values)
@@ -98,6 +106,8 @@ class Sizes:
 
     def _key(self, key: str) -> int:
         value = self.flag(key)
+        if value is None and key in self._instead:
+            return self._other(key, key)
         outer, _, last = key.rpartition(".")
         # What both runtimes compute where nothing is stated.
         if value is None and last == "head_dim":
@@ -106,6 +116,21 @@ class Sizes:
         if value is None and last == "num_key_value_heads":
             return self._key(f"{outer}.num_attention_heads" if outer else "num_attention_heads")
         return _number(key, value)
+
+    def _other(self, text: str, key: str) -> int:
+        """The value of what counts in place of a size that a config leaves out."""
+        if self.states(key):
+            raise NotSimulated(
+                f"config.json states null for {key}, with which no class was recorded"
+            )
+        for one in self._instead[text]:
+            names = [node for node in ast.walk(parsed(str(one))) if isinstance(node, ast.Call)]
+            if all(self.flag(ast.unparse(node.args[0])) is not None for node in names):
+                return self.of(one)
+        raise NotSimulated(f"config.json states no {key}, nor what its class takes for it")
+
+
+_ABSENT = object()
 
 
 def _number(key: str, value: object) -> int:

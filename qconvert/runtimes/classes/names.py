@@ -75,6 +75,8 @@ class RecordedNames:
                 "", "", tensor, "the class has no parameter for it, and ends the load"
             )
         place = self._beside(tensor, pattern)
+        if place is None and self.record.alone:
+            self.missing.append(tensor)
         if place is None and self.record.draft:
             return PASSED
         if place is None:
@@ -83,7 +85,8 @@ class RecordedNames:
 
     def _is_of_model(self, tensor: str) -> bool:
         """Tell whether a tensor is of a layer of the model, where a draft is loaded."""
-        return self.record.draft and ".layers." in tensor and not self._is_own(tensor)
+        beside = self.record.draft and not self.record.alone
+        return beside and ".layers." in tensor and not self._is_own(tensor)
 
     def _is_own(self, tensor: str) -> bool:
         layers = self.built.sizes.flag("num_hidden_layers")
@@ -140,7 +143,8 @@ class RecordedNames:
         inside = next((n for n in self.record.names if n.source.startswith(f"{pattern}.")), None)
         if inside is None:
             return None
-        held = filled(inside.to.rpartition(".")[0], numbers_of(block))
+        numbers = self._numbered(inside, numbers_of(block))
+        held = filled(inside.to.rpartition(".")[0], numbers)
         return next((
             name for name, one in self.built.modules.items()
             if one.kind == "attention" and name.rpartition(".")[0] == held
@@ -179,9 +183,7 @@ class RecordedNames:
             numbers = captured(one.source, parts)
             if numbers is None or one.to in met:
                 continue
-            at = self.built.layers.container(one.to)
-            if at and not numbers:  # what a draft's first layer takes from the model
-                numbers = [self.built.layers.numbers[at].start]
+            at, numbers = self.built.layers.container(one.to), self._numbered(one, numbers)
             layer = numbers[0] if at else None
             if layer is not None and layer not in self.built.layers.numbers[at]:
                 return
@@ -192,8 +194,16 @@ class RecordedNames:
                 met.add(one.to)
                 yield one, numbers
 
+    def _numbered(self, name: Name, numbers: list[int]) -> list[int]:
+        """The numbers of a destination; of a name without any that of the first layer, which a draft's
+        class knows by words."""
+        at = self.built.layers.container(name.to)
+        return numbers or ([self.built.layers.numbers[at].start] if at else [])
+
     def _elsewhere(self, name: Name, numbers: Sequence[int], parameter: str) -> bool:
         """Tell whether a tensor is of a module that another stage builds."""
+        if self.record.alone:
+            return False
         layers = self.built.layers
         at, here = layers.container(name.to), self.built.modules
         if at and numbers[0] not in layers.owns[at]:
@@ -313,7 +323,8 @@ class RecordedNames:
 
     def _nowhere(self, parameter: str, tensor: str, leaf: str, place: Place) -> Found:
         outcome = "silent" if leaf in self.spare else self.record.outcome(place, leaf)
-        by_rule = leaf in ("bias", *_CACHE) or place not in _LOOKED_FOR
+        by_rule = (leaf == "bias" and not self.record.alone) or leaf in _CACHE
+        by_rule = by_rule or place not in _LOOKED_FOR
         by_rule = by_rule or leaf in {*self.spare, *self.record.unknown.get(place, ())}
         if outcome is None:
             raise NotSimulated(f"{tensor}: its class was offered no name that leads nowhere there")
@@ -392,8 +403,11 @@ def is_of_draft(tensor: str, layers: object) -> bool:
 def of_draft(
     record: Record | None, config: Config, tensors: Mapping[str, TensorType]
 ) -> dict[str, TensorType]:
-    """The tensors that the class of a draft may read: its layers, embeddings and head; none for a folder
-    without such layers. Raises NotSimulated for a draft of whose class there is no table."""
+    """The tensors that the class of a draft may read: its layers, embeddings and head, or all of a draft
+    that stands alone; none for a folder without such layers. Raises NotSimulated for a draft of whose
+    class there is no table."""
+    if record is not None and record.alone:
+        return {**tensors}
     own = {name for name in tensors if is_of_draft(name, config.get("num_hidden_layers"))}
     if own and record is None:
         raise NotSimulated("its class of drafts was not recorded")

@@ -47,6 +47,8 @@ LINEARS: Mapping[str, Kind] = {
 # Keys that classes ask for and take something else in place of, where a config does not state them.
 _HEAD = re.compile(r"head_dim$|kv_channels$")
 _BIAS = re.compile(r"(^|_)bias$")
+# Blocks of a draft's config beside the keys of its layers.
+DRAFT_BLOCKS = ("eagle_config", "dflash_config")
 # Among the forms that agree: folders of pipeline stages.
 STAGES = "stages"
 UNQUANTIZED = "unquantized"
@@ -116,12 +118,13 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kind of layer: names that its checkpoint has and those of other kinds have not, and the value
-    that a list of the config has for it."""
+    """A kind of layer: names that its checkpoint has and those of other kinds have not, the value that a
+    list of the config has for it, and which layers were of it."""
 
     names: tuple[str, ...]
     key: str = ""
     value: Any = None
+    recorded: tuple[int, ...] = ()
 
 
 Pairs = tuple[tuple[str, str], ...]
@@ -150,7 +153,8 @@ class Record:
     `unwritten_stages`: under tied embeddings no tensor comes to the head of its last stage;
     `needs_experts`: it refuses a stage without experts, None where that was not tried;
     `asks`: keys that a config must state; `caches`: it takes scales of a cache that lie beside a
-    projection of keys or values."""
+    projection of keys or values; `alone`: it is of a draft in a folder of its own; `instead`: sizes that
+    it takes for those that a config leaves out (`Sizes`)."""
 
     runtime: str
     version: str
@@ -180,21 +184,26 @@ class Record:
     needs_experts: bool | None = None
     asks: tuple[str, ...] = ()
     caches: bool = True
+    alone: bool = False
+    instead: Mapping[str, tuple[Size, ...]] = field(default_factory=dict)
 
     def sizes(self, values: Mapping[str, Any]) -> Sizes:
         """Values of a config. Raises NotSimulated for one that states a size of heads, or biases, that
-        the class was recorded without: it may be built by that."""
+        the class was recorded without, and for any other word of a draft's: it may be built by that."""
         if self.renames_more:
             raise NotSimulated("its class renames names by patterns, which there are no rules for")
         for key, value in values.items():
             builds = (type(value) is int and _HEAD.search(key)) or (
-                value is True and _BIAS.search(key)
+                value is True and (self.alone or _BIAS.search(key))
             )
-            if self.keys and builds and key not in self.keys:
-                raise NotSimulated(
-                    f"config.json states {key}, and its class was recorded without it"
-                )
-        return Sizes(values, self.defaults, self.also)
+            block = self.alone and key in DRAFT_BLOCKS and isinstance(value, Mapping)
+            inner = [f"{key}.{name}" for name in value] if block else []
+            for one in (*([key] if builds else []), *inner):
+                if self.keys and one not in self.keys:
+                    raise NotSimulated(
+                        f"config.json states {one}, and its class was recorded without it"
+                    )
+        return Sizes(values, self.defaults, self.also, self.instead)
 
     def under(self, sizes: Sizes) -> Record:
         """The table for the settings of a config."""
@@ -333,7 +342,8 @@ def record_of(table: Mapping[str, Any]) -> Record:
         also=table.get("attribute_map", {}), keys=frozenset(table.get("keys", ())),
         refused=frozenset(table.get("refused", ())), first=table.get("first", {}),
         needs_experts=table.get("needs_experts"), asks=tuple(table.get("asks", ())),
-        caches=table.get("caches", True),
+        caches=table.get("caches", True), alone=table.get("alone", False),
+        instead={text: tuple(others) for text, others in table.get("instead", {}).items()},
     )  # fmt: skip
 
 
@@ -357,12 +367,14 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
         found["tied"] = tuple(map(tuple, table["tied"]))
     if "variants" in table:
         found["variants"] = {
-            key: tuple(
-                Variant(tuple(one["names"]), one.get("key", ""), one.get("value")) for one in kinds
-            )
-            for key, kinds in table["variants"].items()
+            key: tuple(map(_variant, kinds)) for key, kinds in table["variants"].items()
         }
     return found
+
+
+def _variant(table: Mapping[str, Any]) -> Variant:
+    names, recorded = tuple(table["names"]), tuple(table.get("recorded", ()))
+    return Variant(names, table.get("key", ""), table.get("value"), recorded)
 
 
 def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

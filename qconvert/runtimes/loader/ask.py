@@ -211,7 +211,8 @@ class RuntimeLoader:
         if not at.last:
             spare |= _BUILT_EVERYWHERE
         if draft and self.runtime == "sglang":
-            spare |= {name for name in unwritten if name.endswith(_OF_ITS_MODEL)}
+            ends = _OF_ITS_MODEL[: 1 if _has_own_tokens(config) else None]
+            spare |= {name for name in unwritten if name.endswith(ends)}
         misread = _in_another_order(self.runtime, config, tensors, groups)
         return SimulatedLoad(
             at, None, unwritten,
@@ -294,6 +295,12 @@ def _refusal(said: Mapping[str, Any]) -> LoadRefused | None:
     inside = said.get("at", ())
     at = f" ({inside[-1]})" if inside else ""
     return LoadRefused(kind, text, where, f"{kind}: {shortened(text, 300)}{at}")
+
+
+def _has_own_tokens(config: Config) -> bool:
+    """Tell whether a draft has a vocabulary of its own, whose head is not the model's."""
+    settings = text_config(config)
+    return settings.get("draft_vocab_size") not in (None, settings.get("vocab_size"))
 
 
 def _is_padded(scheme: str) -> bool:

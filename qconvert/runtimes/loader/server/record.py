@@ -439,7 +439,7 @@ def probes(
     draft: bool = False,
 ) -> Any:
     """Answers of a loader to names that lead nowhere, by the place where they stand; those of a `draft`
-    stand in its own layer. `head`: the answer to a head."""
+    stand in its own layer, if it has a model's behind it. `head`: the answer to a head."""
     found: dict[str, dict[str, str]] = {}
     for place, base in at.items():
         leaves = (leaf for leaf in _LEAVES if f"{base}.{leaf}" not in names)
@@ -448,7 +448,7 @@ def probes(
     single = {"top": "nothing.weight", "draft": "mtp.layers.0.nothing.weight"}
     inner = next((name for name in names if ".0." in name and "layers" in name), None)
     own = [name for name in names if name.startswith("mtp.layers.") or ".enorm." in name]
-    if draft:
+    if draft and own:
         single, layer = {}, re.sub(r"(layers\.[0-9]+)\..*", r"\1", own[0])
     elif inner is not None:
         before, _, after = inner.partition(".0.")
