@@ -397,6 +397,18 @@ _GPTQ = {
     "checkpoint_format": "gptq",
 }  # fmt: skip
 
+
+def with_cache() -> Model:
+    """FP8 weights, and a scale of 1 for keys and values of each layer of full attention."""
+    model = gdn_models.model(scale="F32")
+    one = Tensor("F32", (), np.float32(1).tobytes())
+    for name in [name for name in model.tensors if name.endswith("self_attn.k_proj.weight")]:
+        layer = name.removesuffix(".k_proj.weight")
+        if "mtp" not in layer:
+            model.tensors |= {f"{layer}.{part}_proj.{part}_scale": one for part in "kv"}
+    return model
+
+
 SOURCES: Mapping[str, Callable[[], Model | Saved | Tiles | RankFiles]] = {
     "experts": lambda: moe(drafts=1),
     "wide experts": lambda: moe(intermediate=3712, experts=1),
@@ -420,6 +432,7 @@ SOURCES: Mapping[str, Callable[[], Model | Saved | Tiles | RankFiles]] = {
     "bf16 stacks": lambda: gdn_models.model(stacked=True),
     "fp8": lambda: gdn_models.model(scale="F32"),
     "fp8, bf16 scales": lambda: gdn_models.model(scale="BF16"),
+    "fp8, scales of a cache": with_cache,
     "fp8, listed apart": listed_apart,
     "exponents": lambda: gdn_models.model(scale="U8"),
     "mxfp4": mxfp4,
@@ -472,6 +485,8 @@ CASES: Mapping[str, Case] = {
     "amx of turned stacks": Case("turned stacks", "amx --method int8 --numa 1"),
     "dequant": Case("fp8", "dequant"),
     "dequant exponents": Case("exponents", "dequant"),
+    "dequant beside a cache": Case("fp8, scales of a cache", "dequant"),
+    "w4a16 beside a cache": Case("fp8, scales of a cache", "recipe w4a16: {group_size: 16}"),
     "dequant bf16 scales": Case("fp8, bf16 scales", "dequant"),
     "fuse, listed apart": Case("fp8, listed apart", "fuse --for sglang"),
     "fuse": Case("fp8", "fuse --for sglang"),

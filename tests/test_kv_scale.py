@@ -16,6 +16,8 @@ from sampled import sampled
 from qconvert import api
 from qconvert.core.errors import PlanError
 from qconvert.passes.kv_scale import KvScale
+from qconvert.passes.replace_weights import OF_CACHE_RULE, replace_weights
+from qconvert.plan.plan import LogEntry, Plan
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 COMMANDS = {
@@ -109,11 +111,30 @@ def test_another_quantization_still_states_them(tmp_path: Path) -> None:
     assert (done.code, "QC111" in done.out) == (0, False), done.out
 
 
-def test_dequant_keeps_them(tmp_path: Path) -> None:
-    _, out = made(tmp_path, "fp8")
-    ran("dequant", out, tmp_path / "back", "--jobs", "1")
-    kept = read_tensors(tmp_path / "back")
-    assert len([name for name in kept if name.endswith((".k_scale", ".v_scale"))]) == 4
+def test_a_gain_of_a_name_like_theirs_stays(tmp_path: Path) -> None:
+    """A vector may be the model's own."""
+    names = "model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"
+    model = bf16_moe()
+    model.tensors |= {names[0]: tensor("F32", 8), names[1]: tensor("F32")}
+    plan = Plan.identity(api.open_checkpoint(model.write(tmp_path / "source")))
+    entry = LogEntry("any", {}, 1, None)
+    done = replace_weights(plan, entry, plan.tensors, dropped={})
+    assert [name in done.tensors for name in names] == [True, False]
+    assert done.dropped == {names[1]: OF_CACHE_RULE}
+
+
+def test_dequant_leaves_them_out(tmp_path: Path) -> None:
+    """vLLM ends the load of an unquantized folder that has them, and sglang passes over them."""
+    _, out = made(tmp_path, "fp8", "--channel")
+    back = tmp_path / "back"
+    said = ran("dequant", out, back, "--dry-run").out
+    ran("dequant", out, back, "--jobs", "1")
+    assert not [name for name in read_tensors(back) if name.endswith((".k_scale", ".v_scale"))]
+    assert "loads   vllm 0.33.0 (H200) at tp 1" in said, said
+    (names,) = json.loads((back / "qconvert.json").read_bytes())["dropped"].values()
+    assert len(names) == 4
+    done = run_cli("validate", back, "--against", out, "--level", "full")
+    assert "0 errors, 0 warnings" in done.out, done.out
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])

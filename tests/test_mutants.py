@@ -790,6 +790,15 @@ MUTANTS = (
         "kept[key] = 0", "kept[key] = value",
     ),
     Mutant(
+        "scales of a cache left out beside a block", "w4a16 beside a cache",
+        "passes.replace_weights", "replace_weights", "if block is None:", "if True:",
+    ),
+    Mutant(
+        "scales of other tensors left out as a cache's", "dequant beside a cache",
+        "passes.replace_weights", "_is_of_cache", "name.endswith(KV_SCALES) and output.type.numel == 1",
+        "name.endswith((*KV_SCALES, 'input_layernorm.weight'))",
+    ),
+    Mutant(
         "no quantization block left out", "dequant", "passes.replace_weights",
         "replace_weights", "config = without_quantization(plan.config)", "config = dict(plan.config)",
     ),

@@ -2,8 +2,7 @@
 quantization block goes.
 
 The block size of FP8 comes from the config and is never inferred from shapes: dividing rows by scale
-rows is silently wrong for hundreds of ragged row counts. Scales of a KV cache stay: they say nothing
-about weights.
+rows is silently wrong for hundreds of ragged row counts.
 """
 
 from __future__ import annotations

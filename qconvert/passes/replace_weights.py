@@ -2,12 +2,15 @@
 ones, and what is stale is dropped.
 
 Stale is what describes the old weights alone: the config blocks and side files of an earlier
-quantization.
+quantization, and where none follows the scales of a KV cache. Runtimes have a place for those in layers
+of attention that a quantization config is asked about: in a folder without one sglang 0.5.23 passes
+over them, and vLLM 0.33 ends the load (AutoWeightsLoader looks for them in the fused projection).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import ASCEND, DESCRIPTION, HF_QUANT_CONFIG, is_description
@@ -15,12 +18,14 @@ from qconvert.checkpoint.quantization_config import complete_ignore_lists
 from qconvert.core.errors import PlanError
 from qconvert.core.family import without_quantization
 from qconvert.core.graph import Output, Source
+from qconvert.core.names import KV_SCALES
 from qconvert.formats.nvfp4.format import hf_quant_config
 from qconvert.plan.plan import Calibrating, LogEntry, Plan
 
 if TYPE_CHECKING:
     from qconvert.samples.request import Calibration
 
+OF_CACHE_RULE = "elsewhere: scales of a KV cache, which no runtime reads beside unquantized weights"
 # What modelopt and GPTQ write beside config.json about the weights of a folder.
 _STALE_FILES = (HF_QUANT_CONFIG, "quantize_config.json")
 
@@ -40,8 +45,9 @@ def replace_weights(
     linears: bool = False,
 ) -> Plan:
     """The plan with these `tensors` and the quantization `block` that describes them (None: none), less
-    every block and side file that described the old weights; modelopt's own file beside a block in its
-    dialect, and msmodelslim's description in place of its. `dropped` are rules by source tensor,
+    every block and side file that described the old weights, and scales of a KV cache where no block
+    follows; modelopt's own file beside a block in its dialect, and msmodelslim's description in place of
+    its. `dropped` are rules by source tensor,
     `dropped_files` rules by side file, of which only those count that exist. `digest` is that of the
     calibration `calibrate`, which runs the model of `plan`, and solves `linears` beside the routed
     experts. Raises PlanError for a second calibration."""
@@ -53,6 +59,10 @@ def replace_weights(
     rules |= dict.fromkeys(filter(is_description, plan.side_files), stale)
     rules = {name: rule for name, rule in rules.items() if name in plan.side_files}
     config = without_quantization(plan.config)
+    if block is None:
+        unread = [name for name, output in tensors.items() if _is_of_cache(name, output)]
+        dropped = {**dropped, **sources_of(replace(plan, tensors=tensors), unread, OF_CACHE_RULE)}
+        tensors = {name: output for name, output in tensors.items() if name not in {*unread}}
     files = {**plan.new_files, **(new_files or {})}
     if block is not None and block["quant_method"] == ASCEND:
         from qconvert.formats.ascend.format import description_of
@@ -83,6 +93,12 @@ def replace_weights(
         facts=facts,
         calibration=calibration,
     )
+
+
+def _is_of_cache(name: str, output: Output) -> bool:
+    """Tell whether a tensor is a scale of keys or values; of several numbers it may be a gain of the
+    model's own."""
+    return name.endswith(KV_SCALES) and output.type.numel == 1
 
 
 def sources_of(plan: Plan, names: Iterable[str], rule: str) -> dict[str, str]:

@@ -32,6 +32,7 @@ _NOTED = (
     r"\.weight_shape|\.weight\.quant_state\.bitsandbytes__(nf4|fp4)|\.weight_format"
     r"|\.(quant_bias|scale_bias|input_offset|deq_scale)"
 )
+_OF_CACHE = "elsewhere: scales of a KV cache, which no runtime reads beside unquantized weights"
 # Rules by their whole text: the names that each may take.
 _NAMES: Mapping[str, re.Pattern[str]] = {
     "derived: it follows from the scales that stay": re.compile(
@@ -46,6 +47,7 @@ _NAMES: Mapping[str, re.Pattern[str]] = {
     "merge: shapes and activation scales beside weights that are numbers now": re.compile(
         rf".*({_NOTED}|{_SCALES_OF_INPUTS})$"
     ),
+    _OF_CACHE: re.compile(r".*\.[kv]_scale$"),
     "fuse: equal to the per-tensor scale kept for all parts": re.compile(
         rf".*(\.weight_scale(_inv|_2)?|\.weight_global_scale|{_SCALES_OF_INPUTS})$"
     ),
@@ -96,6 +98,8 @@ def _takes(rule: str, manifest: Mapping[str, Any], folder: Folder) -> Takes | No
     begins = rule.partition(":")[0]
     of_passes = {str(step.get("name")) for step in passes}
     if begins not in _SHARED and of_passes.isdisjoint((begins, _ALSO_OF.get(begins, begins))):
+        return _none
+    if rule == _OF_CACHE and folder.checkpoint.quantization_configs:
         return _none
     if rule in _NAMES:
         return partial(_fits, _NAMES[rule])
