@@ -491,6 +491,7 @@ def test_experts_beside_fp8(tmp_path: Path) -> None:
         (lambda: models.kimi(), "compressed-tensors", "already: use it as it is"),
         (lambda: encoded("qwen3_moe", "mxfp4")[0], "modelopt", "it becomes NVFP4 (--to nvfp4)"),
         (lambda: encoded("qwen3_moe", "int8")[0], "gptq", "INT8 does not become gptq"),
+        (lambda: encoded("qwen3_moe", "mxfp8")[0], "fp8", "scales are exponents, as of MXFP8"),
         (lambda: gpt_oss()[0], "fp8", "is a stack of MXFP4 matrices of gpt-oss"),
     ],
 )

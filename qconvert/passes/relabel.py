@@ -45,6 +45,7 @@ from qconvert.formats.int_packed.format import (
 )
 from qconvert.formats.int_packed.packers import Packing, RepackInts, packer
 from qconvert.formats.mx import format as mx
+from qconvert.formats.mx.decode import EXPONENTS
 from qconvert.formats.nvfp4.format import group_config as nvfp4_group
 from qconvert.formats.nvfp4.format import modelopt_config
 from qconvert.formats.nvfp4.relabel import Reciprocal
@@ -335,6 +336,13 @@ class Relabel:
             raise PlanError(
                 f"{missing!r} is missing: its scales have the names of DeepSeek and Qwen already, or "
                 "others than compressed-tensors'"
+            )
+        exponents = next((s for s in scales if plan.tensors[s].type.dtype in EXPONENTS), None)
+        if exponents is not None:
+            raise PlanError(
+                f"{exponents!r} is {plan.tensors[exponents].type}: scales are exponents, as of MXFP8, "
+                "and runtimes read floats beside block FP8; dequantize and quantize anew (a recipe of "
+                "`dequant` and `fp8`)"
             )
         activations = ((n, activations_of(n)) for n in plan.tensors)
         static = next((n for n, of in activations if of and f"{of[0]}.weight" in weights), None)
