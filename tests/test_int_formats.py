@@ -327,3 +327,22 @@ def test_schemes_that_contradict_themselves_are_refused() -> None:
         encoder(IntScheme(actorder="static"), PackQuantized(IntScheme(actorder="static")))
     with pytest.raises(PlanError, match="rows in whole words, found 12"):
         PackGptq(IntScheme()).infer(TensorType("BF16", (12, 128)))
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("scales", ["amax", "search"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_below_any_scale_are_counted(
+    symmetric: bool, scales: encode.Scales, limit: int | None
+) -> None:
+    """Half of F16's least number is 2^-25: where the step of a group's largest weight is below it, all
+    codes are 0, and what a group of zeros has for a scale says nothing of that."""
+    scheme = IntScheme(4, 32, symmetric, scale_dtype="F16")
+    step = 2.0**-25 * (7.5 if symmetric else 15)  # of weights above 0 alone
+    # The last but one has the scale of a group of zeros as its own.
+    largest = [0.0, 0.9 * step, 2.0 * step, 2.0**-8, 2.0**15 * step, 1.0]
+    weights = np.zeros((8, 32 * len(largest)), np.float32)
+    weights[:, ::32] = largest
+    source = buffer(TensorType("BF16", weights.shape), bf16_bits(weights).tobytes())
+    _, remarks = run_op(encoder(scheme, packer("gptq-v2", scheme), scales), [source], limit)
+    assert remarks == {f"{encode.LOST} F16": 8}

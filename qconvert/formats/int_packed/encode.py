@@ -45,6 +45,10 @@ _SEARCH_ELEMENTS = 1 << 22
 _SHORT_GROUP = 128
 
 
+# Of a group of weights, in what is told of a run.
+LOST = "groups of weights written as 0, each too small for a scale in"
+# 2^-11 in BF16, half the scale of a group of zeros in F16.
+_HALF_OF_EPS = (127 - 11) << 7
 Scales = Literal["amax", "search"]
 
 
@@ -149,7 +153,7 @@ class RoundToNearest(EachRow):
         rows, columns = weight.shape
         groups, height = scheme.groups(columns), self._height(rows, columns)
         tall = self._tall(rows, columns)
-        at = 0
+        at = lost = 0
 
         def cut(nbytes: int) -> memoryview:
             nonlocal at
@@ -176,11 +180,13 @@ class RoundToNearest(EachRow):
                 source[top:bottom], scheme, made, signed=self.signed
             ):
                 self._in_tiles(source[top:bottom], top, made, (values, spare, third))
+            if scheme.scale_dtype == "F16":
+                lost += _lost(source[top:bottom], made.scale)
             self.packer.pack(
                 replace(made, zero=None if scheme.symmetric else made.zero),
                 self._cut(outs, top, bottom, rows),
             )
-        return {}
+        return {f"{LOST} {scheme.scale_dtype}": lost} if lost else {}
 
     def _packed_at_once(self, source: UInt16s, outs: Sequence[Buffer]) -> bool:
         """Return whether one compiled loop rounded and packed: INT4 in compressed-tensors' form."""
@@ -234,6 +240,20 @@ class RoundToNearest(EachRow):
             at = start // step * kind.row_nbytes
             found.append(Buffer(kind, out.data[at : at + kind.nbytes]))
         return found
+
+
+def _lost(weight: UInt16s, scale: Float32s) -> int:
+    """Count groups of rows [n, K] of BF16 bits, of scales [n, groups] in F16, whose weights are too
+    small for any scale, so that theirs is the epsilon that a group of zeros has."""
+    import numpy as np
+
+    at = np.argwhere(scale == EPS["F16"])
+    if not at.size:
+        return 0
+    grouped = weight.reshape(*scale.shape, -1)[at[:, 0], at[:, 1]]
+    largest = (grouped & 0x7FFF).max(axis=1)  # in the order of the numbers' sizes
+    # Half of the epsilon's bits: a group whose largest weight is near it has a scale of its own.
+    return int(np.count_nonzero((largest > 0) & (largest < _HALF_OF_EPS)))
 
 
 def _is_plain(scheme: IntScheme) -> bool:
