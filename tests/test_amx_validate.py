@@ -20,7 +20,7 @@ import amx_rows
 import numpy as np
 import pytest
 from broken_repos import sealed_again
-from checkpoints import Model, Tensor, copied, edit_header, edit_json
+from checkpoints import Model, Tensor, copied, edit_header, edit_json, ran
 from checkpoints import tensor as any_tensor
 from kt_experts import gaussian, made, moe, student
 from kt_machine import needs_avx512
@@ -783,3 +783,21 @@ def test_another_numa_count_is_found_out(
     print(first.message)
     assert first.where == "blk.0"
     assert "layer 0" in first.message
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("int4", "--rounding", "search"), True), (("int4",), False),
+        (("int8", "--rounding", "search"), False),
+    ],
+)  # fmt: skip
+def test_a_plan_says_that_searched_scales_were_measured_worse(
+    words: tuple[str, ...], told: bool, tmp_path: Path
+) -> None:
+    source = moe().write(tmp_path / "source")
+    method, *more = words
+    said = ran(
+        "amx", source, tmp_path / "out", "--method", method, "--numa", "1", *more, "--dry-run"
+    )
+    assert ("measured worse than the reference's" in said.out) is told

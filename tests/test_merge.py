@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapters import f32, lora, of_experts, write
-from checkpoints import edit_json, ran, read_tensors, refused, write_shard
+from checkpoints import Tensor, edit_json, ran, read_tensors, refused, write_shard
 from loaders.published import published
 from made_once import made_once
 from models import qwen3_moe
@@ -135,6 +136,16 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
         ),
         f"{QUERY}.lora_B is missing",
     ),
+    "a bias where the base has none": (
+        lambda base, at: write(
+            at, {
+                f"base_model.model.{QUERY}.lora_A.weight": np.ones((4, 256)),
+                f"base_model.model.{QUERY}.lora_B.weight": np.ones((256, 4)),
+                f"base_model.model.{QUERY}.lora_B.bias": np.ones(256),
+            }, r=4, lora_bias=True,
+        ),
+        "has not: serve the adapter beside the model, or train it without one (lora_bias)",
+    ),
     "no tensor of LoRA": (
         lambda base, at: write(at, {f"base_model.model.{QUERY}.hada_w1": np.ones((4, 4))}, r=4),
         "is no part of a LoRA adapter",
@@ -146,6 +157,38 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
 def test_what_is_refused(what: str, base: Path, tmp_path: Path) -> None:
     make, said = REFUSED[what]
     assert said in refused("merge", base, make(base, tmp_path / "adapter"), tmp_path / "out")
+
+
+def _with(base: Path, at: Path, tensors: dict[str, Tensor]) -> Path:
+    """The same folder with other tensors."""
+    shutil.copytree(base, at, ignore=shutil.ignore_patterns("*.safetensors*"))
+    write_shard(at / "model.safetensors", tensors)
+    return at
+
+
+def test_a_sum_beyond_the_bases_dtype(base: Path, tmp_path: Path) -> None:
+    """F16 ends at 65504: the words say what may be less, a dtype may not be chosen."""
+    parts = read_tensors(base)
+    numbers_of = np.frombuffer(parts[f"{QUERY}.weight"].data, np.uint16).astype(np.uint32) << 16
+    data = numbers_of.view(np.float32).astype(np.float16).tobytes()
+    parts[f"{QUERY}.weight"] = Tensor("F16", parts[f"{QUERY}.weight"].shape, data)
+    half = _with(base, tmp_path / "half", parts)
+    made = {f"base_model.model.{QUERY}.lora_A.weight": np.full((4, 256), 1e3),
+            f"base_model.model.{QUERY}.lora_B.weight": np.full((512, 4), 1e3)}  # fmt: skip
+    said = refused("merge", half, write(tmp_path / "adapter", made, r=4), tmp_path / "out")
+    assert (
+        "beyond F16 (65504 at most); it is the sum with an adapter: give a smaller --scale" in said
+    )
+
+
+def test_a_head_of_its_own_beside_tied_embeddings(base: Path, tmp_path: Path) -> None:
+    parts = read_tensors(base)
+    head = parts.pop("lm_head.weight")
+    tied = _with(base, tmp_path / "tied", parts)
+    edit_json(tied / "config.json", lambda c: c.update(tie_word_embeddings=True))
+    made = {"base_model.model.lm_head.weight": np.ones(head.shape)}
+    said = refused("merge", tied, write(tmp_path / "adapter", made, r=4), tmp_path / "out")
+    assert "store the head apart first (a copy of the embeddings as 'lm_head.weight'" in said
 
 
 def test_another_adapter_than_was_merged_is_told(base: Path, tmp_path: Path) -> None:

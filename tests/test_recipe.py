@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qconvert.core.errors import RecipeError, UsageError
-from qconvert.core.shown import exact_size, format_size, parse_size
+from qconvert.core.shown import exact_size, format_size, one_of, parse_size
 from qconvert.passes import passes
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
@@ -403,3 +403,19 @@ def test_another_plan_is_refused_in_these_words(tmp_path: Path) -> None:
     assert "pass 1 was `dequant`, now `dequant: {dtype: f32}`" in refused(
         "dequant", source, tmp_path / "out", "--dtype", "f32"
     )
+
+
+@pytest.mark.parametrize("first", ["int8", "fp8"])
+@pytest.mark.parametrize("second", ["dequant", "relabel: {to: compressed-tensors}"])
+def test_codes_of_an_earlier_pass_are_not_read(first: str, second: str, tmp_path: Path) -> None:
+    """The config that would state them is the result's."""
+    source = bf16_moe().write(tmp_path / "source")
+    (tmp_path / "recipe.yaml").write_text(f"passes:\n- {first}\n- {second}\n")
+    said = refused("run", tmp_path / "recipe.yaml", source, tmp_path / "out", "--dry-run")
+    assert "was made by an earlier pass; weights are quantized once: leave out one of" in said
+
+
+def test_a_word_for_one() -> None:
+    for number, words in ((1, "1 matrix, 1 expert matrix, 1 parameter"), (2, "2 matrices, ")):
+        found = (one_of(number, one) for one in ("matrices", "expert matrices", "parameters"))
+        assert ", ".join(f"{number} {one}" for one in found).startswith(words)

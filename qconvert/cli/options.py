@@ -359,7 +359,7 @@ def dialect(
 
 NVFP4_DIALECT: Callable[..., Callable[[F], F]] = partial(
     dialect,
-    "NVFP4's bytes differ too: compressed-tensors divides by the global scale, modelopt multiplies",
+    "sglang and vLLM load either; beside block FP8 vLLM loads compressed-tensors' alone",
     "compressed-tensors", "modelopt",
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from qconvert.checkpoint.prepared import own_role
 from qconvert.core.dtypes import TypesOf
 from qconvert.core.graph import Apply, Output, Source
 from qconvert.core.names import is_scale, parse, split_parameter
-from qconvert.core.shown import count, exact_size, format_size
+from qconvert.core.shown import count, exact_size, format_size, one_of
 from qconvert.formats.base import FolderTensors
 from qconvert.formats.registry import OF_CODES, label
 from qconvert.plan.plan import Plan
@@ -71,8 +71,9 @@ def plan_lines(
     ]
     for entry in plan.log:
         wanted = "" if entry.expected is None else f"of {entry.expected} expected "
+        what = one_of(entry.matched if entry.expected is None else entry.expected, entry.what)
         notes = "".join(f", {note}" for note in entry.notes)
-        lines.append(f"pass    {entry.name}: matched {entry.matched} {wanted}{entry.what}{notes}")
+        lines.append(f"pass    {entry.name}: matched {entry.matched} {wanted}{what}{notes}")
     if not plan.log:
         lines.append("pass    none: a plain copy")
     lines += _calibration_lines(plan)

@@ -68,6 +68,13 @@ def count(number: int, what: str, several: str | None = None) -> str:
     return f"{number:,} {what if number == 1 else several or what + 's'}"
 
 
+def one_of(number: int, several: str) -> str:
+    """A plural word, or the word for one: `matrices`, `tensors`."""
+    if number != 1:
+        return several
+    return several.replace("matrices", "matrix") if "matrices" in several else several[:-1]
+
+
 def several(names: Sequence[str], most: int = 4) -> str:
     """The first names of a list, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""

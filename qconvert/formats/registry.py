@@ -10,7 +10,7 @@ from functools import cache, partial
 from qconvert.checkpoint.quantization_config import described, weights_of
 from qconvert.core.discovery import FORMATS, discover, formats_of, modules_within
 from qconvert.core.errors import PlanError, QConvertError
-from qconvert.core.graph import Output, apply
+from qconvert.core.graph import Output, Value, apply
 from qconvert.core.names import ACTIVATIONS, NOTED, split_parameter
 from qconvert.formats.base import FolderTensors, Format, Read, Stored
 from qconvert.formats.floats.format import DTYPES, plain
@@ -151,6 +151,21 @@ def encoded(plan: Plan) -> Iterator[tuple[str, Read]]:
         if found is None:
             raise PlanError(_why_unread(plan, module, name))
         yield module, found
+
+
+def check_from_source(plan: Plan) -> None:
+    """Raise PlanError for codes that an earlier pass made: what is read here is what the source's config
+    states."""
+    codes = code_parameters()
+    for name, output in plan.tensors.items():
+        kind = output.type.dtype
+        if split_parameter(name)[1] not in codes or (kind in DTYPES and kind not in WEIGHT_DTYPES):
+            continue
+        if any(isinstance(piece.origin, Value) for piece in output.pieces):
+            raise PlanError(
+                f"{name!r} was made by an earlier pass; weights are quantized once: leave out one of "
+                "the two"
+            )
 
 
 def unmixed(plan: Plan) -> Iterator[tuple[str, Read]]:

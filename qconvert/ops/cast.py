@@ -278,10 +278,11 @@ class DequantTo:
                     if not allowed:
                         row = start + int(np.flatnonzero(infinite.any(axis=1))[0])
                         may = ", or write infinities with `dequant --allow-overflow`"
+                        cure = getattr(self.decoder, "cure", "take another dtype")
                         raise RowError(
                             row,
-                            f"has weights beyond {self.dtype} ({_LARGEST[self.dtype]:g} at most); take "
-                            f"another dtype{'' if allowed is None else may}",
+                            f"has weights beyond {self.dtype} ({_LARGEST[self.dtype]:g} at most); "
+                            f"{cure}{'' if allowed is None else may}",
                         )
                     counts[beyond] += int(np.count_nonzero(infinite))
                 counts[nans] += int(np.count_nonzero(np.isnan(values)))

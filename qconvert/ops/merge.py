@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
@@ -121,6 +121,11 @@ class Merge(RoundedTiles):
 
     Raises PlanError where they do not fit, RowError as the decoder does and for a sum beyond bf16.
     """
+
+    # About a sum that the model's own dtype has no room for.
+    cure: ClassVar[str] = (
+        "it is the sum with an adapter: give a smaller --scale, or leave that one out"
+    )
 
     decoder: FloatDecoder | None
     how: How

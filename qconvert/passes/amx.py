@@ -135,6 +135,11 @@ class ExpertsToAmx:
         if known is not None:
             again = ", a second lossy step" if known == "RAWINT4" else ""
             notes.append(f"kt-kernel reads the source itself as {known}{again}")
+        if digest is None and (self.rounding, self.method) == ("search", "int4"):
+            notes.append(
+                "searched scales clip, and were measured worse than the reference's (KL 1.03 against "
+                "0.42, docs/ktransformers.md): compare both by eval, or calibrate (--gptq)"
+            )
         if digest is not None and drafts and self.mtp == "keep":
             notes.append(f"MTP experts are not calibrated: rounded ({self.rounding})")
         fact = {

@@ -19,7 +19,7 @@ from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.format import fp8_reading, fp8_scale_name, fp8_scheme_of
 from qconvert.formats.mx.format import stacks
-from qconvert.formats.registry import encoded, unmixed
+from qconvert.formats.registry import check_from_source, encoded, unmixed
 from qconvert.ops.cast import DequantTo
 from qconvert.ops.rowwise import Decoder, FloatDecoder, with_overflow
 from qconvert.passes.replace_weights import replace_weights, sources_of
@@ -51,6 +51,7 @@ class Dequant:
     dtype: Literal["bf16", "f16", "f32"] = "bf16"
 
     def __call__(self, plan: Plan) -> Plan:
+        check_from_source(plan)
         overflow = self.allow_overflow
         others = {
             names[0]: (f"{module}.weight", stored, names)

@@ -163,6 +163,12 @@ class _Changes:
         tensor, values = self.plan.tensors.get(name), change.values
         if tensor is None and own is None:
             raise PlanError(_unmatched(self.plan, adapter, change))
+        if tensor is None and change.parameter not in ("", "weight"):
+            raise PlanError(
+                f"{adapter.name}: {change.names[0]!r} is for {name!r}, which "
+                f"{self.plan.checkpoint.name} has not: serve the adapter beside the model, or train it "
+                "without one (lora_bias)"
+            )
         kind = values.type
         if tensor is None or len(tensor.type.shape) == 2:  # a matrix, in codes perhaps
             key: _Key = (own or change.module, None)
@@ -418,8 +424,9 @@ def _unmatched(plan: Plan, adapter: Adapter, change: Change) -> str:
     said = "the adapter is of another base, or of another class of it"
     if tied is not None and plan.role_index.dims.tied and change.module.endswith(tied[0]):
         said = (
-            "the config ties it to the embeddings, which are stored alone: untie the model first, or "
-            "leave this tensor out of the adapter"
+            "the config ties it to the embeddings, which alone are stored: leave this tensor out of the "
+            "adapter where both are one, else store the head apart first (a copy of the embeddings as "
+            f"'{change.module}.weight', tie_word_embeddings false)"
         )
     return (
         f"{adapter.name}: {change.names[0]!r} is for {change.module!r}, which "

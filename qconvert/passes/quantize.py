@@ -22,6 +22,7 @@ from qconvert.core.int_scheme import CodePacker
 from qconvert.core.names import KV_SCALES, with_fused_names
 from qconvert.core.parameter_names import MXFP4_PLAIN
 from qconvert.core.roles import SHARED
+from qconvert.core.shown import count
 from qconvert.formats.base import Format, Stored
 from qconvert.formats.fp8.format import fp8_group_config
 from qconvert.formats.mx.format import quark_config
@@ -357,7 +358,7 @@ def rounded_drafts(chosen: Selection, calibrate: Calibration | None) -> list[str
 
 def left_note(chosen: Selection, why: str) -> list[str]:
     """A note on linears that do not fit."""
-    return [f"{len(chosen.left)} linears left as they are{why}"] if chosen.left else []
+    return [f"{count(len(chosen.left), 'linear')} left as stored{why}"] if chosen.left else []
 
 
 def _solved_beside(plan: Plan, chosen: Selection) -> bool:

@@ -49,7 +49,7 @@ from qconvert.formats.mx.decode import EXPONENTS
 from qconvert.formats.nvfp4.format import group_config as nvfp4_group
 from qconvert.formats.nvfp4.format import modelopt_config
 from qconvert.formats.nvfp4.relabel import Reciprocal
-from qconvert.formats.registry import encoded, read_matrix
+from qconvert.formats.registry import check_from_source, encoded, read_matrix
 from qconvert.models.experts import STALE_RULE
 from qconvert.models.linears import linears_and_routers, runtime_linears
 from qconvert.models.unquantized import (
@@ -107,6 +107,7 @@ class Relabel:
             raise PlanError("nearest is of scales between NVFP4's dialects: leave it out")
 
     def __call__(self, plan: Plan) -> Plan:
+        check_from_source(plan)
         found = dict(encoded(plan))
         stacks = mx.stacks(plan)
         if stacks:

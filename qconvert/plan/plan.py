@@ -40,7 +40,7 @@ from qconvert.core.names import (
 )
 from qconvert.core.profiling import phase
 from qconvert.core.roles import Kind
-from qconvert.core.shown import several
+from qconvert.core.shown import one_of, several
 from qconvert.layouts.derived.find import family_for
 
 if TYPE_CHECKING:
@@ -391,8 +391,8 @@ def counted(plan: Plan) -> Plan:
         sides = (("missing", entry.missing), ("not counted by the config", entry.extra))
         named = [f"; {what}: {several(names)}" for what, names in sides if names]
         raise PlanError(
-            f"matched {entry.matched} of {entry.expected} {entry.what} expected from the config"
-            + "".join(named)
+            f"matched {entry.matched} of {entry.expected} {one_of(entry.expected, entry.what)} expected "
+            "from the config" + "".join(named)
         )
     return plan
 
