@@ -1,7 +1,7 @@
 """What codes of the same bytes lose: round to nearest, and `--gptq` by either solver.
 
     python benchmarks/quality.py [--seconds 280] [--model DIR] [--steps] [--peers] [--kt]
-        [--real FOLDER|GGUF] [--variants "as trained" heavy] [--schemes "W4A16 g128"]
+        [--real FOLDER|GGUF] [--fit] [--variants "as trained" heavy] [--schemes "W4A16 g128"]
 
 Trains a small Qwen3-MoE (larger where there is a GPU; --model keeps it, and takes it up again),
 calibrates it as `qconvert w4a16 --gptq`, `amx` and `nvfp4` do, and compares what it then answers with
@@ -11,7 +11,8 @@ forms of the model compute the same function, two of them with outlier channels.
 refinements of `--solver best` one by one, and each left out, without what corrects propagated errors,
 `--signs` searched scales with and without those below 0, `--peers` AutoRound and GPTQModel where they
 are installed (quality_peers.py); `--kt` shows what kt-kernel's client answers instead (quality_kt.py);
-`--real` compares what commands make of a published model (quality_real.py).
+`--real` compares what commands make of a published model (quality_real.py), `--fit` mixtures of formats
+(quality_fit.py; --model is a folder of its models).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import quality_fit
 import quality_kt
 import quality_model
 import quality_peers
@@ -132,12 +134,17 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="those of quality_peers.py")
     parser.add_argument("--kt", action="store_true", help="kt-kernel's client instead")
     parser.add_argument("--real", type=Path, help="a published model instead, a folder or GGUF")
+    parser.add_argument("--fit", action="store_true", help="mixtures of formats instead")
     parser.add_argument("--ways", nargs="+", choices=list(quality_real.WAYS), help="of --real")
     parser.add_argument("--variants", nargs="+", default=quality_model.VARIANTS)
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     asked = parser.parse_args()
     silence_llm_compressor()
     silence_transformers()
+    if asked.fit:
+        with tempfile.TemporaryDirectory(prefix="qconvert-quality-") as where:
+            quality_fit.compare(asked.model, Path(where), asked.seconds, asked.held_out or 128)
+        return
     if asked.real is not None:
         with tempfile.TemporaryDirectory(prefix="qconvert-quality-") as where:
             quality_real.compare(

@@ -32,7 +32,8 @@ _OUTLIERS = {
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model and its training; `batch` samples of `length` bytes a step."""
+    """Of a model and its training; `batch` samples of `length` bytes a step. Without experts it is a
+    dense Qwen3."""
 
     hidden: int
     middle: int
@@ -47,6 +48,9 @@ class Size:
 
 SMALL = Size(256, 128, 2, 8, 2, 4, 128, 8, 12_000_000)
 LARGE = Size(512, 256, 4, 16, 4, 8, 512, 64, 80_000_000)
+# Of four layers, for mixtures of formats: every matrix in whole blocks of 128.
+MOE = Size(256, 256, 4, 8, 2, 4, 128, 8, 12_000_000)
+DENSE = Size(256, 512, 4, 0, 0, 4, 128, 8, 12_000_000)
 
 
 def corpus(limit: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,19 +93,12 @@ def trained(size: Size, seconds: float, device: str, folder: Path) -> tuple[int,
     """Train for some seconds and save as BF16. Returns steps, and held-out cross entropy in nats."""
     torch.manual_seed(0)
     train, held = corpus(size.corpus)
-    config = hf.Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=size.hidden, moe_intermediate_size=size.middle,
-        intermediate_size=size.middle, num_hidden_layers=size.layers, num_experts=size.experts,
-        num_experts_per_tok=size.top_k, num_attention_heads=size.heads,
-        num_key_value_heads=size.heads // 2, head_dim=64, norm_topk_prob=True,
-        output_router_logits=True, router_aux_loss_coef=0.01, tie_word_embeddings=True,
-        max_position_embeddings=size.length, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+    config = _config(size)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0, betas=(0.9, 0.95), weight_decay=0.1)
     start, step = time.monotonic(), 0
     while (part := (time.monotonic() - start) / seconds) < 1:
-        rate = 3e-3 if size is SMALL else 1.5e-3
+        rate = 1.5e-3 if size is LARGE else 3e-3
         rate *= min(1, (step + 1) / 50) * (0.05 + 0.475 * (1 + math.cos(math.pi * part)))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -118,12 +115,29 @@ def trained(size: Size, seconds: float, device: str, folder: Path) -> tuple[int,
                 f"  step {step}, {time.monotonic() - start:.0f} s: {float(loss.detach()):.3f}",
                 flush=True,
             )
-    model.config.output_router_logits = False
+    if size.experts:
+        model.config.output_router_logits = False
     model = model.eval().to("cpu", torch.bfloat16)
     model.save_pretrained(folder)
     with torch.no_grad():
         test = samples_of(held, 32, size.length, 2)
         return step, float(model.float()(test, labels=test).loss)
+
+
+def _config(size: Size) -> Any:
+    given = {
+        "vocab_size": VOCAB, "hidden_size": size.hidden, "intermediate_size": size.middle,
+        "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads // 2, "head_dim": 64, "tie_word_embeddings": True,
+        "max_position_embeddings": size.length, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    if not size.experts:
+        return hf.Qwen3Config(**given)
+    return hf.Qwen3MoeConfig(
+        **given, moe_intermediate_size=size.middle, num_experts=size.experts,
+        num_experts_per_tok=size.top_k, norm_topk_prob=True, output_router_logits=True,
+        router_aux_loss_coef=0.01,
+    )  # fmt: skip
 
 
 def variant(model: Any, kind: str) -> float:

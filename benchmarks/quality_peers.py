@@ -75,7 +75,7 @@ def _autoround(iterations: int) -> Peer:
     def quantized(asked: Asked) -> Done:
         """Version 0.15: `quantize` leaves in each linear what its codes mean."""
         rounder = import_module("auto_round").AutoRound(
-            _model(asked.model), tokenizer=_tokenizer(), scheme="W4A16", iters=iterations,
+            _model(asked.model), tokenizer=byte_tokenizer(), scheme="W4A16", iters=iterations,
             dataset=[sample[None] for sample in asked.samples], nsamples=len(asked.samples),
             seqlen=asked.samples.shape[1], group_size=asked.group_size, sym=True,
             ignore_layers="self_attn,mlp.gate", device_map=asked.device,
@@ -98,7 +98,7 @@ def _gptqmodel(asked: Asked) -> Done:
     peer = import_module("gptqmodel")
     with tempfile.TemporaryDirectory() as where:
         # It takes a folder with a tokenizer alone.
-        tokenizer = _tokenizer()
+        tokenizer = byte_tokenizer()
         tokenizer.save_pretrained(where)
         for file in asked.model.iterdir():
             (Path(where) / file.name).symlink_to(file)
@@ -127,7 +127,7 @@ def _model(folder: Path) -> Any:
     return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
 
-def _tokenizer() -> Any:
+def byte_tokenizer() -> Any:
     """Of bytes: neither project works without one, and none of these samples needs one."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -226,7 +226,8 @@ def test_time_that_is_over_ends_the_processes_of_all_hosts(folder: Path, tmp_pat
         tmp_path, 8 << 30, "k", until=Until(0.001, time.monotonic()),
     )  # fmt: skip
     packed = (PackQuantized(SCHEME),)
-    packers = Packers(dict.fromkeys(("gate_proj", "up_proj", "down_proj"), packed), {})
+    places = [(layer, kind) for layer in range(3) for kind in ("gate_proj", "up_proj", "down_proj")]
+    packers = Packers(dict.fromkeys(places, packed), {})
     port = free_port()
     pools = [WorkerPool(("cpu",), Launched(n, 2, 0, 1, ADDRESS, port), 1) for n in range(2)]
     try:

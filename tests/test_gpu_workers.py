@@ -29,9 +29,8 @@ from qconvert.formats.int_packed.packers import PackQuantized
 TOKENS = samples(4, 30)
 TWO = ("cpu", "cpu")
 SCHEME = IntScheme(4, 32)
-PACKERS = Packers(
-    dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (PackQuantized(SCHEME),)), {}
-)
+PLACES = [(layer, kind) for layer in range(2) for kind in ("gate_proj", "up_proj", "down_proj")]
+PACKERS = Packers(dict.fromkeys(PLACES, (PackQuantized(SCHEME),)), {})
 
 # Each starts processes that import torch and transformers, 6 s of a core each.
 pytestmark = pytest.mark.crash

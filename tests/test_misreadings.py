@@ -84,8 +84,9 @@ def test_experts_in_gptq_packing_have_scales_of_another_type(
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
 def test_experts_of_which_a_rank_has_one_group(form: str) -> None:
-    """Their first scales are put into another order, with four ranks and with no others."""
-    at = "model.layers.0.mlp.experts.0"
+    """Their first scales are put into another order, with four ranks and with no others; those of a
+    layer whose experts have other groups are not."""
+    at, other = (f"model.layers.{layer}.mlp.experts.0" for layer in (0, 1))
     packed = form == "compressed-tensors"
     codes, scales = ("weight_packed", "weight_scale") if packed else ("qweight", "scales")
     tensors = {}
@@ -93,6 +94,9 @@ def test_experts_of_which_a_rank_has_one_group(form: str) -> None:
         shape = (512, groups) if packed else (groups, 512)
         tensors[f"{at}.{part}.{codes}"] = TensorType("I32", (512, 64))
         tensors[f"{at}.{part}.{scales}"] = TensorType("BF16", shape)
+        finer = (512, 4 * groups) if packed else (4 * groups, 512)
+        tensors[f"{other}.{part}.{codes}"] = TensorType("I32", (512, 64))
+        tensors[f"{other}.{part}.{scales}"] = TensorType("BF16", finer)
     config: dict[str, Any] = {"dtype": "float16"}
     for runtime, concerned in (("vllm", True), ("sglang", not packed)):
         for ranks in (1, 2, 4, 8):

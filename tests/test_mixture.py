@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,13 @@ from checkpoints import Tensor, edit_json, ran, read_tensors, refused, run_cli
 from loaders.published import published
 from made_once import made_once
 from sampled import sampled
+
+from qconvert import api
+from qconvert.core.graph import nodes
+from qconvert.models.calibrated import calibrated_op
+from qconvert.passes.w4a16 import ExpertsToW4A16
+from qconvert.plan.plan import Plan, run_passes
+from qconvert.samples.request import Calibration
 
 ATTENTION = "re:.*self_attn.*"
 # Options of commands that take the attention, and what their group states.
@@ -93,6 +101,25 @@ def test_steps_of_one_recipe(source: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/qconvert.json").read_bytes())["tp_sizes"] == [1, 2, 4, 8]
 
 
+def test_steps_share_a_calibration(source: Path) -> None:
+    """Where they ask for the same: each matrix is solved as its own step says, in one run."""
+    same = Calibration(synthetic=True, samples=2, length=8)
+    steps = (
+        ExpertsToW4A16(group_size=64, targets=("o_proj",), calibrate=same),
+        ExpertsToW4A16(group_size=32, calibrate=same),
+    )
+    plan = run_passes(Plan.identity(api.open_checkpoint(source)), steps)
+    assert plan.calibration is not None
+    assert plan.calibration.linears
+    assert plan.calibration.request == replace(same, propagated_error="ignore")
+    assert plan.facts["calibration"]["propagated_error"] == "ignore"
+    found = [calibrated_op(node) for node in nodes(plan.tensors.values())]
+    ops = [op for op in found if op is not None]
+    groups = {op.kind.rpartition(".")[2]: op.packers[0].scheme_of(128).groups(128) for op in ops}
+    assert groups == {"o_proj": 2, "gate_proj": 4, "up_proj": 4, "down_proj": 4}
+    assert len({op.request for op in ops}) == 1
+
+
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
@@ -119,9 +146,16 @@ def test_steps_of_one_recipe(source: Path, tmp_path: Path) -> None:
         (
             [
                 "w4a16: {bits: 8, targets: [o_proj], calibrate: {synthetic: true}}",
-                "w4a16: {group_size: 32, calibrate: {synthetic: true}}",
+                "w4a16: {group_size: 32, calibrate: {synthetic: true, samples: 9}}",
             ],
-            ["one calibration"],
+            ["one calibration", "samples 512 there, 9 here"],
+        ),
+        (
+            [
+                "w4a16: {group_size: 32, calibrate: {synthetic: true}}",
+                "w4a16: {bits: 8, targets: [o_proj], calibrate: {synthetic: true}}",
+            ],
+            ["one calibration", "propagated_error 'correct' there, 'ignore' here"],
         ),
         (["fp8: {targets: [o_proj]}"], ["'o_proj'", "dialect compressed-tensors"]),
     ],

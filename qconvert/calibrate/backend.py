@@ -101,7 +101,7 @@ def backend_for(plans: Sequence[Plan]) -> GptqBackend | None:
     # Of all there are: an interrupted run may want no matrix of some kind any more.
     found = [calibrated_op(node) for plan in plans for node in nodes(plan.tensors.values())]
     ops = [op for op in found if op is not None]
-    packers = {op.kind: op.packers for op in ops if op.expert is not None}
+    packers = {(op.layer, op.kind): op.packers for op in ops if op.expert is not None}
     linears = {op.kind: op.packers for op in ops if op.expert is None and not op.of_cache}
     caches = {op.layer: op for op in ops if op.of_cache}
     return GptqBackend(first, packers, linears, caches)
@@ -109,13 +109,13 @@ def backend_for(plans: Sequence[Plan]) -> GptqBackend | None:
 
 @dataclass(frozen=True)
 class GptqBackend:
-    """A `run.backend.Backend`; `packers` are those of each kind of an expert's matrices (gate_proj,
-    up_proj, down_proj), the same in all layers, `linears` those of each module beside the experts,
-    `caches` ask for scales of a KV cache, by layer.
+    """A `run.backend.Backend`; `packers` are by layer those of each kind of an expert's matrices
+    (gate_proj, up_proj, down_proj), `linears` those of each module beside the experts, `caches` ask for
+    scales of a KV cache, by layer.
     `watches`: nothing is solved, and all layers are run for statistics."""
 
     calibration: Calibrating
-    packers: Mapping[str, tuple[CodePacker, ...]]
+    packers: Mapping[tuple[int, str], tuple[CodePacker, ...]]
     linears: Mapping[str, tuple[CodePacker, ...]] = field(default_factory=dict)
     caches: Mapping[int, Calibrated] = field(default_factory=dict)
     watches: bool = False
@@ -132,7 +132,7 @@ class GptqBackend:
         dims, memory = self.calibration.model.role_index.dims, 0
         # What there is where no device was named, only torch knows: too slow to import for this.
         if self.packers and "cpu" in self.calibration.request.devices:
-            schemes = len(self.packers["gate_proj"])
+            schemes = max(map(len, self.packers.values()))
             solver = self.calibration.request.solver
             memory = least_bytes(
                 dims.hidden_size, dims.moe_intermediate_size, schemes, solver,
@@ -322,7 +322,7 @@ class GptqBackend:
         given = CalibrationArgs(
             checkpoint=model.checkpoint,
             tokens=samples,
-            schemes=_targets(self.packers, model) if self.packers else [],
+            schemes=_targets(self.packers, model),
             settings=Settings.of(request),
             work_dir=job.work_dir,
             memory=(job.memory or free_bytes() // 2 // here) // len(devices),
@@ -388,8 +388,10 @@ class GptqBackend:
             "model_type": checkpoint.config.get("model_type"),
             "source": checkpoint.header_digest,
             "source_sample": checkpoint.sample_digest,
-            "packers": {kind: repr(packers) for kind, packers in self.packers.items()},
-            **({"linears": _named(self.linears)} if self.linears else {}),
+            "packers": _by_packers(
+                {f"layer {layer} {kind}": some for (layer, kind), some in self.packers.items()}
+            ),
+            **({"linears": _by_packers(self.linears)} if self.linears else {}),
             **fact(request, digest_of(request, checkpoint.root)),
         }
 
@@ -438,11 +440,11 @@ def work_dir_bytes(calibration: Calibrating) -> int:
     return disk_bytes(tokens, dims.hidden_size, linears=twice, corrects=corrects)
 
 
-def _named(linears: Mapping[str, tuple[CodePacker, ...]]) -> dict[str, list[str]]:
-    """Modules by their packers."""
+def _by_packers(matrices: Mapping[str, tuple[CodePacker, ...]]) -> dict[str, list[str]]:
+    """Names of matrices by their packers."""
     found: dict[str, list[str]] = {}
-    for module, packers in linears.items():
-        found.setdefault(repr(packers), []).append(module)
+    for name, packers in matrices.items():
+        found.setdefault(repr(packers), []).append(name)
     return found
 
 
@@ -492,11 +494,18 @@ def _integers(module: str, scheme: Scheme) -> IntScheme:
     return scheme
 
 
-def _targets(packers: Mapping[str, tuple[CodePacker, ...]], model: Plan) -> list[ExpertSchemes]:
-    """Return what to solve for, in the order of the packers, which all matrices of a kind share."""
+def _targets(
+    packers: Mapping[tuple[int, str], tuple[CodePacker, ...]], model: Plan
+) -> dict[int, list[ExpertSchemes]]:
+    """What to solve for by layer, in the order of the packers, which a layer's experts share."""
     dims = model.role_index.dims
-    columns = {"gate_proj": dims.hidden_size, "down_proj": dims.moe_intermediate_size}
-    return [
-        ExpertSchemes(gate.scheme_of(columns["gate_proj"]), down.scheme_of(columns["down_proj"]))
-        for gate, down in zip(packers["gate_proj"], packers["down_proj"], strict=True)
-    ]
+    hidden, middle = dims.hidden_size, dims.moe_intermediate_size
+    return {
+        layer: [
+            ExpertSchemes(gate.scheme_of(hidden), down.scheme_of(middle))
+            for gate, down in zip(
+                packers[layer, "gate_proj"], packers[layer, "down_proj"], strict=True
+            )
+        ]
+        for layer in dict.fromkeys(layer for layer, _ in packers)
+    }

@@ -29,7 +29,7 @@ from qconvert.calibrate.distributed import (
     divided,
     shares,
 )
-from qconvert.calibrate.layers import Layers, Matrices
+from qconvert.calibrate.layers import Layers, Matrices, Targets
 from qconvert.calibrate.linears import linears_of
 from qconvert.calibrate.memory import Budget, keep_nothing_freed, together_on
 from qconvert.calibrate.model import Model
@@ -41,11 +41,12 @@ from qconvert.calibrate.settings import (
     LayerDone,
     LayerStats,
     Matrix,
+    Schemes,
     Settings,
 )
 from qconvert.calibrate.work_dir import CalibrationDir
 from qconvert.core.errors import PlanError
-from qconvert.core.int_scheme import IntScheme, Scheme
+from qconvert.core.int_scheme import IntScheme
 from qconvert.core.shown import count
 from qconvert.models.experts import Projection, routed_experts
 from qconvert.plan.plan import Plan
@@ -69,7 +70,7 @@ Event = Matrix | LayerDone | Phase | Remark | PausedAt
 def calibrate(
     plan: Plan,
     tokens: Sequence[Tokens],
-    schemes: Sequence[Scheme | ExpertSchemes],
+    schemes: Schemes | Mapping[int, Schemes],
     settings: Settings,
     *,
     work_dir: Path,
@@ -87,12 +88,12 @@ def calibrate(
     comm: Communicator = SINGLE_PROCESS,
 ) -> Generator[Event]:
     """Solve for every routed expert of the plan's source but those of draft (MTP) layers, and yield
-    their codes, one `Codes` a scheme; the first scheme's weights go on to the next layer. No scheme:
-    experts run as they are, and only statistics of them are yielded, or not even these without
-    `statistics`. `linears` are schemes for modules of the source beside routed experts, such as
-    `model.layers.0.self_attn.q_proj`: each is solved for what the layer gives it before any of its
-    matrices is quantized. `caches` are modules of attention by layer, whose largest key and value are
-    yielded as the scales of a matrix [2, 1].
+    their codes, one `Codes` a scheme; the first scheme's weights go on to the next layer. `schemes` are
+    those of all layers, or of each by its number. Where there is none experts run as they are, and only
+    statistics of them are yielded, or not even these without `statistics`. `linears` are schemes for
+    modules of the source beside routed experts, such as `model.layers.0.self_attn.q_proj`: each is
+    solved for what the layer gives it before any of its matrices is quantized. `caches` are modules of
+    attention by layer, whose largest key and value are yielded as the scales of a matrix [2, 1].
 
     `tokens` are samples of token ids, each int64 [length]. `work_dir` keeps what an interrupted
     calibration needs, `memory` is what this process may take (None: three quarters of the machine).
@@ -107,12 +108,13 @@ def calibrate(
     """
     if not tokens or any(sample.ndim != 1 or not sample.size for sample in tokens):
         raise PlanError("calibration takes one or more samples of one or more token ids each")
-    targets = [s if isinstance(s, ExpertSchemes) else ExpertSchemes(s, s) for s in schemes]
     keep_nothing_freed()
     PAGE_LOCKED.clear()  # of a calibration before, in this process
     source = Plan.identity(plan.checkpoint)
     sparse = bool(source.role_index.dims.num_experts)
     found = routed_experts(source).projections if sparse else ()
+    matrices = _by_layer(found)
+    targets = _targets(schemes, matrices)
     clock = clock or Clock()
     reader = Weights(source, clock)
     model = Model(source, settings.attention)
@@ -122,7 +124,7 @@ def calibrate(
     lengths = [sample.size for sample in tokens]
     layers = Layers(
         model=model,
-        matrices=_by_layer(found),
+        matrices=matrices,
         lengths=lengths,
         targets=targets,
         settings=settings,
@@ -138,7 +140,7 @@ def calibrate(
         statistics=statistics,
         comm=comm,
     )
-    _check_shapes(layers.matrices, targets)
+    _check_shapes(matrices, targets)
     layers = _solving_together(layers)
     # What is left is known to the process that writes.
     stop = broadcast_from_rank0(comm, model.layers if last is None else last + 1)
@@ -177,7 +179,7 @@ def _solving_together(layers: Layers) -> Layers:
         return layers
     together = together_on(
         layers.budget.device, layers.settings.together,
-        hidden=down.weight.rows, middle=down.weight.columns, schemes=len(layers.targets),
+        hidden=down.weight.rows, middle=down.weight.columns, schemes=layers.most_targets,
         solver=layers.settings.solver, corrects=layers.corrects,
     )  # fmt: skip
     least = min(layers.comm.gathered(together))
@@ -229,10 +231,23 @@ def _by_layer(projections: Sequence[Projection]) -> Matrices:
     return found
 
 
-def _check_shapes(matrices: Matrices, targets: Sequence[ExpertSchemes]) -> None:
-    for layer in matrices.values():
-        for (_, kind), one in layer.items():
-            for target in targets:
+def _targets(schemes: Schemes | Mapping[int, Schemes], matrices: Matrices) -> Targets:
+    """What to solve for, by layer: of those with experts that have any."""
+    given = schemes if isinstance(schemes, Mapping) else dict.fromkeys(matrices, schemes)
+    found = {
+        layer: tuple(
+            s if isinstance(s, ExpertSchemes) else ExpertSchemes(s, s) for s in given[layer]
+        )
+        for layer in matrices
+        if layer in given
+    }
+    return {layer: some for layer, some in found.items() if some}
+
+
+def _check_shapes(matrices: Matrices, targets: Targets) -> None:
+    for number, some in targets.items():
+        for (_, kind), one in matrices[number].items():
+            for target in some:
                 try:
                     target.scheme(kind).groups(one.weight.columns)
                 except PlanError as error:
@@ -264,7 +279,7 @@ def _run(
             finally:
                 kept.let_go(states)
                 states = following
-            if stats is not None and layers.targets:
+            if stats is not None and number in layers.targets:
                 yield from map(Remark, _remarks(number, stats, layers.settings))
             if stats is not None or number in layers.linears or number in layers.caches:
                 yield LayerDone(number, stats)

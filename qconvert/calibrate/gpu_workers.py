@@ -43,11 +43,11 @@ from qconvert.calibrate.devices import Machine, each_once, guessed_devices, kind
 from qconvert.calibrate.distributed import Launched, LostError
 from qconvert.calibrate.packing import Packed, Packers, run_in_thread
 from qconvert.calibrate.progress import Clock, Work, added
-from qconvert.calibrate.settings import ExpertSchemes, LayerDone, Matrix, Settings
+from qconvert.calibrate.settings import LayerDone, Matrix, Schemes, Settings
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core import errors, own_process
 from qconvert.core.errors import QConvertError, RunError
-from qconvert.core.int_scheme import IntScheme, Scheme
+from qconvert.core.int_scheme import IntScheme
 from qconvert.plan.plan import Plan
 from qconvert.run.work.backend import Phase
 from qconvert.run.work.forkserver import cannot_start, undisturbed
@@ -73,7 +73,7 @@ class CalibrationArgs:
 
     checkpoint: Checkpoint
     tokens: Sequence[Ids]
-    schemes: Sequence[Scheme | ExpertSchemes]
+    schemes: Schemes | Mapping[int, Schemes]
     settings: Settings
     work_dir: Path
     memory: int | None

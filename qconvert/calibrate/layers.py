@@ -61,6 +61,7 @@ _ATTEND, _ATTEND_MOST, _ATTEND_NUMBERS = 16_384, 65_536, 1 << 27
 
 T = TypeVar("T")
 Matrices = Mapping[int, Mapping[tuple[int, str], Projection]]
+Targets = Mapping[int, Sequence[ExpertSchemes]]  # of layers in which there are any
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,15 +84,15 @@ class LoadedExperts:
 class Layers:
     """Works on layers, one at a time. `matrices` are the routed experts by layer, `lengths` those of the
     samples, `folder` is for what does not fit in memory; `linears` are what is solved beside the
-    experts, by layer, `caches` modules of attention whose keys and values are looked at. Experts
-    for which there is no target are looked at for `statistics`, or only answer. `read_order`
+    experts, by layer, `caches` modules of attention whose keys and values are looked at. Experts of
+    a layer without `targets` are looked at for `statistics`, or only answer. `read_order`
     experts are read before they are asked for. A process of `comm` has hidden states of its own
     samples, and its part of each group of experts."""
 
     model: Model
     matrices: Matrices
     lengths: Sequence[int]
-    targets: Sequence[ExpertSchemes]
+    targets: Targets
     settings: Settings
     folder: Path
     budget: Budget
@@ -158,6 +159,11 @@ class Layers:
         """Return whether hidden states of the unquantized model are kept too: where experts alone are
         quantized, because the rest of a layer then is the unquantized model's as well."""
         return bool(self.targets) and self.settings.corrects and not self.linears
+
+    @property
+    def most_targets(self) -> int:
+        """Formats that a layer's experts are solved for at once, at the most."""
+        return max(map(len, self.targets.values()), default=0)
 
     def run(
         self, number: int, states: HiddenStates, following: HiddenStates
@@ -261,7 +267,8 @@ class Layers:
 
         where = self._where(layer)
         yield Phase(f"{where}: attention")
-        looks = bool(self.targets) or self.statistics
+        targets = self.targets.get(layer.number, ())
+        looks = bool(targets) or self.statistics
         kept: list[RoutedInputs] = []
 
         def attend() -> None:
@@ -305,7 +312,7 @@ class Layers:
         else:
             found.rounded += few
         quantizer = ExpertQuantizer(
-            self.device, layer, layer.middle(self.device), self.targets, self.settings, self.reader,
+            self.device, layer, layer.middle(self.device), targets, self.settings, self.reader,
             self.clock, self.statistics,
         )  # fmt: skip
         common = quantizer.accumulate_all(routed, self.hidden, plain) if every else None
@@ -327,6 +334,7 @@ class Layers:
                 )
             elif mine:
                 loaded.experts.extend(quantizer.take(mine, matrices, every))
+                loaded.plain.extend(loaded.experts)  # for both streams alike
                 quantizer.check(loaded.experts[0], routed)
             self._answer(quantizer, group, loaded, streams, matrices, first=group is groups[0])
             del loaded
@@ -450,7 +458,7 @@ class Layers:
             most = min(chunk, tokens_together(down.rows))
         size = experts_together(
             self.budget, self.device, hidden=down.rows, middle=down.columns,
-            own_hessians=len(every) < self.experts, schemes=len(self.targets),
+            own_hessians=len(every) < self.experts, schemes=self.most_targets,
             solver=self.settings.solver,
             together=self.settings.together,
             layer_bytes=sum(p.nbytes for p in layer.module.parameters()),

@@ -38,14 +38,15 @@ class Packed:
 
 @dataclass(frozen=True)
 class Packers:
-    """Packers of codes: of each kind of an expert's matrices (gate_proj, up_proj, down_proj), the
-    same in all layers, and of each module beside the experts."""
+    """Packers of codes: by layer of each kind of an expert's matrices (gate_proj, up_proj, down_proj),
+    and of each module beside the experts."""
 
-    experts: Mapping[str, tuple[CodePacker, ...]]
+    experts: Mapping[tuple[int, str], tuple[CodePacker, ...]]
     linears: Mapping[str, tuple[CodePacker, ...]]
 
     def pack(self, matrix: Matrix) -> Packed:
-        packers = (self.linears if matrix.expert is None else self.experts)[matrix.kind]
+        own = matrix.layer, matrix.kind
+        packers = self.linears[matrix.kind] if matrix.expert is None else self.experts[own]
         types: list[TensorType] = []
         made: list[bytearray] = []
         for packer, codes in zip(packers, matrix.codes, strict=True):

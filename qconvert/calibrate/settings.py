@@ -74,6 +74,9 @@ class ExpertSchemes:
         return self.down if kind == "down_proj" else self.gate_up
 
 
+Schemes = Sequence[Scheme | ExpertSchemes]
+
+
 @dataclass(frozen=True, eq=False)
 class LayerStats:
     """Statistics of a layer's routed experts, in numpy.

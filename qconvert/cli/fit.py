@@ -60,7 +60,7 @@ _BUDGET: Callable[[Any], Any] = stacked(
 @option_of(DataSpec, "data")
 @click.option(
     "--rtn", is_flag=True,
-    help="Round to nearest, without data. [random token ids show what matters]",
+    help="Round to nearest. [without --data random token ids show what matters]",
 )  # fmt: skip
 @option_of(DataSpec, "samples", given=True, default="16")
 @options_of(DataSpec, "length", "seed", "column", given=True)
@@ -106,8 +106,8 @@ def fit(
 
     A few samples run through the model, a decoder layer in memory at a time: what each format costs each
     group of matrices that a runtime loads as one. The best choice under the budget is then exact, is run
-    as a whole for its own KL, and converted. What was measured is kept: another budget takes no second
-    measurement.
+    as a whole for its own KL, and converted: with --data its INT4 codes, and NVFP4 codes of routed
+    experts, as --gptq finds them. What was measured is kept: another budget takes no second measurement.
 
     \b
     Examples:
@@ -122,13 +122,13 @@ def fit(
 
     spec = {name: given.pop(name) for name in ("data", "samples", "length", "seed", "column")}
     options = CommandOptions(**given)
-    if rtn == (spec["data"] is not None):
+    if not rtn and spec["data"] is None:
         raise click.UsageError("give --data FILE, or --rtn, which runs random token ids")
     with from_options():
         budget = api.Budget(nbytes, bits, gpus, gpu_memory, context)
         checkpoint = api.open_checkpoint(source, follow_links=options.follow_links)
         fitting = api.fitting(
-            checkpoint, runtime=consumer or "vllm", formats=formats, tp=tp or gpus or 1,
+            checkpoint, runtime=consumer or "vllm", formats=formats, rtn=rtn, tp=tp or gpus or 1,
             capability=capability, memory=options.memory, devices=devices,
             loader=options.loader, work_dir=measured, notice=_notice,
             data=spec.pop("data"), **{n: v for n, v in spec.items() if v is not None},
@@ -204,6 +204,12 @@ def lines_of(found: Fit) -> Iterator[str]:
             else f"another choice may be {found.solution.gap:.2%} lower"
         )
     )
+    if found.solved:
+        solved = sum(map(len, found.solved.values()))
+        yield (
+            f"        of codes rounded to nearest; those of {count(solved, 'group')} "
+            f"({', '.join(found.solved)}) are found by calibration as they are written, which loses less"
+        )
     for name, groups in found.chosen.items():
         for number, line in enumerate(said(found.model, groups)):
             yield f"  {name if not number else '':<12} {line}"

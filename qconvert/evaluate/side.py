@@ -262,7 +262,7 @@ class Side:
                 }
                 experts = StoredExperts(found, weights)
             layers = Layers(
-                model=self.model, matrices={}, lengths=lengths, targets=(), settings=Settings(),
+                model=self.model, matrices={}, lengths=lengths, targets={}, settings=Settings(),
                 folder=folder, budget=CalibrationBudget(0, 0, {}, 0), device=devices[0],
                 files=Files(), reader=weights, clock=Clock(),
                 experts=self.stored.role_index.dims.num_experts,

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,13 @@ from qconvert.fit.groups import (
     Encoded,
     Group,
     Model,
+    Solved,
     allowed_forms,
     by_form,
     choices_of,
     encoded_in,
     model_of,
+    solved_steps,
     steps_of,
 )
 from qconvert.fit.measure import STATE, Measured, carried, forwards, measure, mixture_kl
@@ -63,7 +65,7 @@ from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.serving import SIMULATED, launch
 from qconvert.samples.data import digest, load_tokens
-from qconvert.samples.request import DataSpec
+from qconvert.samples.request import Calibration, DataSpec
 
 _FORM = 3  # goes up when the same model and data are to be measured anew
 _MEASURED, _MIXTURES, _LOCK = "measured.json", "mixtures.json", "lock"
@@ -123,9 +125,10 @@ class Uniform:
 class Fit:
     """The best choice under a budget. `solution` numbers the formats of `choices`; `nbytes` are
     those of the weights' files; `predicted` follows from the groups' KL in nats a token, `measured`
-    is that of all of them together, by a second run. `rank_bytes` and `cache_bytes` are those of
-    the fullest rank at `tp` (0: not asked for or not known), `found` what was measured. The rest is
-    as it was asked and found."""
+    is that of all of them together, by a second run, both of codes rounded to nearest. `rank_bytes` and
+    `cache_bytes` are those of the fullest rank at `tp` (0: not asked for or not known), `found` what was
+    measured. `steps` write it, in which a calibration finds the codes of the groups `solved`, by format.
+    The rest is as it was asked and found."""
 
     model: Model
     allowed: Allowed
@@ -146,6 +149,7 @@ class Fit:
     notes: tuple[str, ...] = ()
     steps: tuple[Pass, ...] = ()
     found: Measured | None = None
+    solved: Mapping[str, Sequence[Group]] = field(default_factory=dict)
 
     @cached_property
     def chosen(self) -> dict[str, tuple[Group, ...]]:
@@ -201,7 +205,7 @@ class Fit:
             "groups": [
                 {
                     "layer": group.layer, "part": group.part, "weights": group.weights,
-                    "chosen": forms[number],
+                    "chosen": forms[number], "calibrated": group in self.solved.get(forms[number], ()),
                     "formats": {
                         form: {"nbytes": size, "kl": cost[form], "error": errors.get(form, 0.0)}
                         for form, size in zip(forms, sizes, strict=True)
@@ -232,7 +236,7 @@ class Estimate:
 @dataclass(frozen=True)
 class Fitting:
     """A model ready to be measured for a runtime, on `tp` ranks, with `formats` to choose from; `base`
-    is a folder for what is measured."""
+    is a folder for what is measured. With `calibrates` the samples also find codes of what is chosen."""
 
     checkpoint: Checkpoint
     consumer: Consumer
@@ -245,6 +249,7 @@ class Fitting:
     devices: tuple[str, ...] = ()
     loader: RuntimeLoader | None = None
     notice: Callable[[str], None] | None = None
+    calibrates: bool = False
 
     @cached_property
     def model(self) -> Model:
@@ -430,12 +435,20 @@ class Fitting:
         elif choice is not None:
             answer = choice.answers[self.tp]
             line = launch(self.consumer.name, "OUT", self.tp, option=answer.required_flag)
+        solved = self._solved(by_form(self.model, self.choices, solution.chosen), steps)
         return Fit(
             self.model, self.allowed, self.choices, tuple(costs), measured.errors, solution, budget,
             self.consumer, self.tp, held.nbytes, measured.joint(predicted),
             self.mixture_kl(solution.chosen, events), sum(one.size for one in self.tokens),
-            held.rank_bytes, limit.cache, line, tuple(notes), steps, measured,
+            held.rank_bytes, limit.cache, line, tuple(notes), solved.steps, measured, solved.groups,
         )  # fmt: skip
+
+    def _solved(self, chosen: Mapping[str, Sequence[Group]], steps: tuple[Pass, ...]) -> Solved:
+        """The steps that write a choice, `steps` where codes are rounded."""
+        if not self.calibrates:
+            return Solved(steps, {})
+        asked = {one.name: getattr(self.data, one.name) for one in fields(DataSpec)}
+        return solved_steps(self.model, chosen, Calibration(**asked, devices=self.devices))
 
     def _notes(self) -> Iterator[str]:
         if self.allowed.unknown:

@@ -24,41 +24,71 @@ from qconvert.core.names import layer_in, split_parameter
 from qconvert.core.roles import SHARED, Kind, joined_with
 from qconvert.core.shown import count
 from qconvert.evaluate.activations import Inputs
-from qconvert.fit import ACTIVATIONS, NAMES
+from qconvert.fit import ACTIVATIONS
 from qconvert.fit.solve import Option
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import encoded, read_matrix
-from qconvert.models.experts import Experts, check_described, routed_experts
+from qconvert.models.experts import (
+    Experts,
+    Projection,
+    check_described,
+    of_checkpoint,
+    routed_experts,
+)
 from qconvert.models.linears import quantizable
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fp8 import ToFp8
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.quantize import ToInt8, ToMx
-from qconvert.passes.selection import by_tables
+from qconvert.passes.selection import SharedExperts, by_tables
 from qconvert.passes.w4a16 import ExpertsToW4A16
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.shared_experts import would_fuse
+from qconvert.samples.request import Calibration
 from qconvert.validation.judgement import planned_checkpoint
 
 STAY = "bf16"
-Make = Callable[[tuple[str, ...]], Pass]
+Targets = tuple[str, ...]
+Make = Callable[[Targets], Pass]
+Solve = Callable[[Targets, Calibration], Pass]
 
 
 @dataclass(frozen=True)
 class Form:
-    """A format that a group may have: its name in options and reports, and the step that writes it for
-    some targets."""
+    """A format that a group may have: its name in options and reports, the step that writes it for some
+    targets, and the one whose codes a calibration finds (None: none does, or it changes next to
+    nothing); `solves_linears`: those of linears beside the routed experts, too."""
 
     name: str
     make: Make
+    solve: Solve | None = None
+    solves_linears: bool = True
+
+    def solves(self, group: Group) -> bool:
+        """Return whether a calibration finds the codes of all of a group's matrices."""
+        return self.solve is not None and (self.solves_linears or not group.modules)
 
 
-def _packed(group: int | None, bits: int = 4) -> Make:
-    return lambda targets: ExpertsToW4A16(
-        group_size=group, bits=8 if bits == 8 else 4, targets=targets, shared_experts="named"
+def _w8a16(targets: Targets) -> Pass:
+    return ExpertsToW4A16(group_size=128, bits=8, targets=targets, shared_experts="named")
+
+
+def _w4a16(name: str, group: int) -> Form:
+    def step(targets: Targets, calibrate: Calibration | None = None) -> Pass:
+        named: SharedExperts = "named"
+        return ExpertsToW4A16(
+            group_size=group, targets=targets, shared_experts=named, calibrate=calibrate
+        )
+
+    return Form(name, step, step)
+
+
+def _nvfp4(targets: Targets, calibrate: Calibration | None = None) -> Pass:
+    return ToNvfp4(
+        "compressed-tensors", targets=targets, shared_experts="named", calibrate=calibrate
     )
 
 
@@ -68,18 +98,17 @@ def _fp8(block: int | None) -> Make:
     )
 
 
-_MAKES: Mapping[str, Make] = {
-    "fp8": _fp8(128),
-    "fp8-channel": _fp8(None),
-    "int8": lambda t: ToInt8(targets=t, shared_experts="named"),
-    "w8a16": _packed(128, 8),
-    "nvfp4": lambda t: ToNvfp4("compressed-tensors", targets=t, shared_experts="named"),
-    "mxfp4": lambda t: ToMx("mxfp4", targets=t, shared_experts="named"),
-    "w4a16-g32": _packed(32),
-    "w4a16-g64": _packed(64),
-    "w4a16-g128": _packed(128),
-}
-FORMS = tuple(Form(name, _MAKES[name]) for name in NAMES)
+FORMS = (
+    Form("fp8", _fp8(128)),
+    Form("fp8-channel", _fp8(None)),
+    Form("int8", lambda t: ToInt8(targets=t, shared_experts="named")),
+    Form("w8a16", _w8a16),
+    Form("nvfp4", _nvfp4, _nvfp4, solves_linears=False),
+    Form("mxfp4", lambda t: ToMx("mxfp4", targets=t, shared_experts="named")),
+    _w4a16("w4a16-g32", 32),
+    _w4a16("w4a16-g64", 64),
+    _w4a16("w4a16-g128", 128),
+)
 
 
 @dataclass(frozen=True)
@@ -122,6 +151,16 @@ class Model:
         for group in self.groups:
             found[group.part].append(group)
         return dict(found)
+
+    @cached_property
+    def experts(self) -> Mapping[int, Sequence[Projection]]:
+        """Each layer's routed experts, but those of draft layers."""
+        found = defaultdict[int, list[Projection]](list)
+        if self.plan.role_index.dims.num_experts:
+            for one in routed_experts(self.plan).projections:
+                if not one.draft:
+                    found[one.layer].append(one)
+        return found
 
     @cached_property
     def expert_paths(self) -> Mapping[int, Collection[tuple[str, str]]]:
@@ -236,13 +275,59 @@ def targets_of(model: Model, groups: Iterable[Group]) -> tuple[str, ...]:
 
 
 def steps_of(model: Model, chosen: Mapping[str, Sequence[Group]]) -> tuple[Pass, ...]:
-    """The steps that write groups in formats, by the format's name."""
+    """The steps that write groups in formats, by the format's name, rounded to nearest."""
     steps = [
-        form.make(targets_of(model, groups))
-        for form in FORMS
-        if (groups := [one for one in chosen.get(form.name, ()) if one])
+        form.make(targets_of(model, chosen[form.name])) for form in FORMS if chosen.get(form.name)
     ]
     return (*model.before, *steps)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The steps that write a choice where a calibration finds codes, and the groups whose codes it
+    finds, by format."""
+
+    steps: tuple[Pass, ...]
+    groups: Mapping[str, Sequence[Group]]
+
+
+def solved_steps(
+    model: Model, chosen: Mapping[str, Sequence[Group]], calibration: Calibration
+) -> Solved:
+    """The same groups in the same formats; codes that a calibration of the samples finds wherever it
+    can, and rounded ones elsewhere. What layers before lost is corrected where it solves experts
+    alone."""
+    solved: dict[str, list[Group]] = {}
+    for form in FORMS:
+        own = [
+            one for one in chosen.get(form.name, ()) if form.solves(one) and _as_stored(model, one)
+        ]
+        if own:
+            solved[form.name] = own
+    if any(group.modules for groups in solved.values() for group in groups):
+        calibration = replace(calibration, propagated_error="ignore")
+    steps = list(model.before)
+    for form in FORMS:
+        own = solved.get(form.name, [])
+        if own and form.solve is not None:
+            steps.append(form.solve(targets_of(model, own), calibration))
+        if rest := [one for one in chosen.get(form.name, ()) if one not in own]:
+            steps.append(form.make(targets_of(model, rest)))
+    return Solved(tuple(steps), solved)
+
+
+def _as_stored(model: Model, group: Group) -> bool:
+    """Return whether a calibration reads all of a group's matrices of the checkpoint: stacks that were
+    decoded first it does not."""
+    matrices = [(module, read_matrix(model.plan, module)[0]) for module in group.modules]
+    if group.experts:
+        matrices += [(one.module, one.weight) for one in model.experts[group.layer]]
+    try:
+        for module, weight in matrices:
+            of_checkpoint(module, weight)
+    except PlanError:
+        return False
+    return True
 
 
 # --- What may be chosen ---------------------------------------------------------------------------

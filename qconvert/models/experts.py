@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.family import Place, expert_inputs
-from qconvert.core.graph import Output, Value, apply
+from qconvert.core.graph import Output, Source, Value, apply
 from qconvert.core.int_scheme import CodePacker
 from qconvert.core.names import ACTIVATIONS, NOTED, apart_experts, split_parameter
 from qconvert.core.roles import Kind
@@ -16,6 +16,7 @@ from qconvert.formats.base import Stored
 from qconvert.formats.registry import code_parameters, read_matrix, read_of_stack
 from qconvert.models.calibrated import Calibrated
 from qconvert.models.skip_reasons import DESCRIBE, check_experts
+from qconvert.ops.rowwise import FloatDecoder
 from qconvert.plan.plan import ELSEWHERE, Plan, check_names
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -240,18 +241,37 @@ def calibrated(
     """A matrix whose codes a calibration finds: the results of each packer. Raises PlanError where the
     matrix is of no size that one takes."""
     p = projection
-    check_not_computed(p.module, p.weight)
-    op = Calibrated(p.weight.decoder, packers, p.layer, p.expert, p.kind, digest)
-    return solved_by(op, p.module, p.weight)
+    weight = of_checkpoint(p.module, p.weight)
+    op = Calibrated(weight.decoder, packers, p.layer, p.expert, p.kind, digest)
+    return solved_by(op, p.module, weight)
 
 
-def check_not_computed(module: str, weight: Stored) -> None:
-    """Raise PlanError for a matrix that a calibration cannot read from the checkpoint."""
-    if any(isinstance(piece.origin, Value) for arg in weight.args for piece in arg.pieces):
+def of_checkpoint(module: str, weight: Stored) -> Stored:
+    """A matrix as the checkpoint has it, from which a calibration reads: one that an earlier pass only
+    decoded, as it was before. Raises PlanError for one that was computed otherwise."""
+    found = _before_decoding(weight)
+    if any(isinstance(piece.origin, Value) for arg in found.args for piece in arg.pieces):
         raise PlanError(
             f"{module} is computed by an earlier pass, and a calibration reads the checkpoint itself: "
             "make that pass a conversion of its own, or leave it out (FP8 and INT4 are decoded here too)"
         )
+    return found
+
+
+def _before_decoding(weight: Stored) -> Stored:
+    """A matrix that is the whole result of a decoder, in BF16, of the tensors of one module."""
+    (origin, start, stop), *more = weight.args[0].pieces
+    if weight.decoder is not None or more or not isinstance(origin, Value):
+        return weight
+    op, args = origin.node.op, origin.node.args
+    pieces = [piece.origin for arg in args for piece in arg.pieces]
+    modules = {split_parameter(one.name)[0] for one in pieces if isinstance(one, Source)}
+    whole = (start, stop) == (0, origin.type.nbytes) and origin.type.dtype == "BF16"
+    if not (
+        isinstance(op, FloatDecoder) and whole and origin.node.reads_sources and len(modules) == 1
+    ):
+        return weight
+    return Stored(op, args, weight.rows, weight.columns)
 
 
 def solved_by(op: Calibrated, module: str, weight: Stored) -> tuple[tuple[Output, ...], ...]:

@@ -21,7 +21,7 @@ from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import code_parameters
 from qconvert.models.calibrated import Calibrated
-from qconvert.models.experts import check_not_computed, solved_by
+from qconvert.models.experts import of_checkpoint, solved_by
 from qconvert.ops.cast import FLOAT_DTYPES
 from qconvert.plan.plan import Plan
 
@@ -41,7 +41,7 @@ def calibrated_linear(
 
     Raises PlanError where the matrix is of no size that a packer takes, is in no decoder layer, or is
     not one of the checkpoint, from which a calibration reads the model."""
-    check_not_computed(module, weight)
+    weight = of_checkpoint(module, weight)
     places = plan.role_index.places
     layers = {places[name].layer for name in names if name in places}
     layer = layers.pop() if len(layers) == 1 else None

@@ -267,11 +267,13 @@ class Quantizing(_WithoutData):
 
     def request(self, plan: Plan, chosen: Selection) -> Calibration | None:
         """The calibration that is run. What layers before lost is corrected in experts alone: where
-        other linears are solved too, no part of a layer is the unquantized model's any more."""
-        asked = self.calibrate
-        if asked is None or asked.solver != "best" or not _solved_beside(plan, chosen):
+        other linears are solved too, here or by an earlier step, no part of a layer is the unquantized
+        model's any more."""
+        asked, before = self.calibrate, plan.calibration
+        if asked is None or asked.solver != "best":
             return asked
-        return replace(asked, propagated_error="ignore")
+        beside = _solved_beside(plan, chosen) or (before is not None and before.linears)
+        return replace(asked, propagated_error="ignore") if beside else asked
 
     def encoded(
         self, plan: Plan, chosen: Selection, inputs: InputScales, digest: str | None

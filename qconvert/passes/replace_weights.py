@@ -10,7 +10,7 @@ over them, and vLLM 0.33 ends the load (AutoWeightsLoader looks for them in the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from qconvert.checkpoint.checkpoint import ASCEND, DESCRIPTION, HF_QUANT_CONFIG, is_description
@@ -50,10 +50,7 @@ def replace_weights(
     its. `dropped` are rules by source tensor,
     `dropped_files` rules by side file, of which only those count that exist. `digest` is that of the
     calibration `calibrate`, which runs the model of `plan`, and solves `linears` beside the routed
-    experts. Raises PlanError for a second calibration."""
-    from qconvert.samples.request import FACT as CALIBRATION
-    from qconvert.samples.request import fact as calibration_fact
-
+    experts. Raises PlanError for another calibration than an earlier step's."""
     stale = f"{entry.name}: its quantization block no longer holds"
     rules = {**dict.fromkeys(_STALE_FILES, stale), **(dropped_files or {})}
     rules |= dict.fromkeys(filter(is_description, plan.side_files), stale)
@@ -75,13 +72,8 @@ def replace_weights(
     facts = {**plan.facts, **(facts or {})}
     calibration = plan.calibration
     if calibrate is not None and digest is not None:
-        if calibration is not None:
-            raise PlanError(
-                "an earlier step calibrates, and a run has one calibration: round in one of the two, or "
-                "convert the first's result"
-            )
-        calibration = Calibrating(plan, calibrate, linears)
-        facts[CALIBRATION] = calibration_fact(calibrate, digest)
+        calibration, stated = _calibrating(plan, calibrate, digest, linears=linears)
+        facts |= stated
     return plan.logged(
         entry,
         tensors=tensors,
@@ -99,6 +91,31 @@ def _is_of_cache(name: str, output: Output) -> bool:
     """Tell whether a tensor is a scale of keys or values; of several numbers it may be a gain of the
     model's own."""
     return name.endswith(KV_SCALES) and output.type.numel == 1
+
+
+def _calibrating(
+    plan: Plan, asked: Calibration, digest: str, *, linears: bool
+) -> tuple[Calibrating, dict[str, Any]]:
+    """The calibration of a plan, and the fact that states it: steps that ask for the same one have one
+    together. Raises PlanError for another than an earlier step's."""
+    from qconvert.samples.request import FACT, fact
+
+    stated = {FACT: fact(asked, digest)}
+    before = plan.calibration
+    if before is None:
+        return Calibrating(plan, asked, linears), stated
+    if before.request != asked or plan.facts.get(FACT) != stated[FACT]:
+        differ = [
+            f"{one.name} {getattr(before.request, one.name)!r} there, {getattr(asked, one.name)!r} here"
+            for one in fields(asked)
+            if getattr(before.request, one.name) != getattr(asked, one.name)
+        ]
+        raise PlanError(
+            f"an earlier step calibrates otherwise ({'; '.join(differ) or 'on other data'}), and a run "
+            "has one calibration: give both steps the same one, round in one of the two, or convert the "
+            "first's result"
+        )
+    return replace(before, linears=before.linears or linears), stated
 
 
 def sources_of(plan: Plan, names: Iterable[str], rule: str) -> dict[str, str]:

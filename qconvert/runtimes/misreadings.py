@@ -27,7 +27,8 @@ scales where they do not belong (`layers/linear.py`, adjust_block_scale_shard).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,15 +91,14 @@ def misread(runtime: str, config: Config, tensors: Tensors) -> Misread:
     return Misread()
 
 
-def misread_of_ranks(groups: tuple[tuple[str, ...], frozenset[int]], ranks: int) -> Misread:
+def misread_of_ranks(groups: Mapping[int, Sequence[str]], ranks: int) -> Misread:
     """The same where each expert is divided among `ranks`, of what `integer_groups` found: scales of
     integer codes of w1 and w3, which are put into the order of a single group where a rank has a single
     group of the columns of w2: the sizes of w2 are handed over for those of w1 and w3 (vLLM,
     `fused_moe/oracle/int_wna16.py`, pull request 50196; sglang,
     `hardware_backend/gpu/quantization/gptq_kernels.py`, `awq_kernels.py`). Seen with vLLM on two H200: a
     KL of 1.0 of the next token."""
-    each, of_w2 = groups
-    if ranks not in of_w2:
+    if not (each := groups.get(ranks, ())):
         return Misread()
     why = "where a rank has one group of w2, its scales are put into the order of one group"
     cure = "choose a smaller --tp or --group-size, or keep experts whole (expert parallel)"
@@ -131,12 +131,10 @@ def refused_by_gpu(
     return LoadRefused("", "", experts[0], why)
 
 
-def integer_groups(
-    runtime: str, config: Config, tensors: Tensors
-) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Scales of integer codes of routed w1 and w3 with several groups a row, and the numbers of groups
-    that rows of w2 have."""
-    scales, of_w2 = [], set()
+def integer_groups(runtime: str, config: Config, tensors: Tensors) -> dict[int, list[str]]:
+    """Scales of integer codes of routed w1 and w3 with several groups a row, by the number of groups
+    that rows of w2 have in their layer."""
+    scales, of_w2 = defaultdict[str, list[str]](list), dict[str, int]()
     for name, type in tensors.items():
         if not name.endswith(_SCALES) or f"{_ROUTED}." not in name or len(type.shape) != 2:
             continue
@@ -145,11 +143,15 @@ def integer_groups(
         if beside is None or beside.dtype != "I32" or (runtime, leaf) == ("sglang", "weight_scale"):
             continue
         groups = type.shape[1 if leaf == "weight_scale" else 0]
+        layer = name.partition(f"{_ROUTED}.")[0]
         if module.endswith((".down_proj", ".w2")):
-            of_w2.add(groups)
+            of_w2[layer] = groups
         elif groups > 1:
-            scales.append(name)
-    return tuple(scales), frozenset(of_w2)
+            scales[layer].append(name)
+    found = defaultdict[int, list[str]](list)
+    for layer, groups in of_w2.items():
+        found[groups] += scales[layer]
+    return dict(found)
 
 
 # Scales of integer codes, and their codes.

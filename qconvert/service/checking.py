@@ -151,6 +151,7 @@ def fitting(
     runtime: str = "vllm",
     *,
     formats: Sequence[str] = (),
+    rtn: bool = False,
     tp: int = 1,
     samples: int = 16,
     length: int = 512,
@@ -168,7 +169,8 @@ def fitting(
     one by itself. The first choice measures what each of `formats` (none: all that the runtime loads on
     `tp` ranks) costs each group, in KL divergence of the output over samples of `data` (None: random
     token ids), a decoder layer in memory at a time, and keeps that below `work_dir` (None: the user's
-    cache); further ones take no measurement.
+    cache); further ones take no measurement. With data the steps of a choice then find INT4 codes, and
+    NVFP4 codes of routed experts, by a calibration with the same samples, unless `rtn`: all are rounded.
 
         >>> ready = api.fitting(sample, None, samples=1, length=8, formats=["fp8", "w4a16-g32"],
         ...     devices=["cpu"], work_dir=folder / "measured")
@@ -201,6 +203,7 @@ def fitting(
         cache_root() / "fit" if work_dir is None else Path(work_dir),
         None if memory is None else parse_size(memory), tuple(devices),
         None if loader is None else loader_of(loader, consumer), notice,
+        calibrates=data is not None and not rtn,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from qconvert.validators.formats.nvfp4 import NVFP4
 from qconvert.validators.headers.manifest_claims import CALIBRATION
 from qconvert.validators.reading.adapters import Added, Additions, additions_to, nbytes
 from qconvert.validators.reading.decode import FLOATS, as_bf16
-from qconvert.validators.reading.forms import RAW
+from qconvert.validators.reading.forms import RAW, Encoding
 from qconvert.validators.reading.matrices import Key, Matrix, matrices
 from qconvert.validators.reading.prepared import bases, prepared_tensors
 from qconvert.validators.reading.pruned import of_each, pruned
@@ -304,8 +304,9 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     manifest = folder.checkpoint.manifest or {}
     if mine.format == NVFP4 and yours.format == "mxfp4":
         return "equal"  # the same codes, under other scales
-    steps = {step.get("name") for step in manifest.get("passes", [])}
-    anew, calibrated = not steps.isdisjoint(encoding.passes), CALIBRATION in manifest
+    steps = [step for step in manifest.get("passes", []) if step.get("name") in encoding.passes]
+    anew = bool(steps)
+    calibrated = CALIBRATION in manifest and any(_calibrates(step, encoding) for step in steps)
     if anew and calibrated and mine.format == NVFP4 and mine.key[0].startswith("experts."):
         return "solved"
     if anew and calibrated and codes is not None and not _of_draft(folder, mine):
@@ -314,6 +315,13 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
     # A nibble is stored in one type or another.
     alike = encoding.bits == 4 or mine.form.weight.type.dtype == yours.form.weight.type.dtype
     return "equal" if mine.format == yours.format and alike and not anew else "nearest"
+
+
+def _calibrates(step: Mapping[str, Any], encoding: Encoding) -> bool:
+    """Tell whether a pass says that a calibration finds codes of this encoding. Of several that write
+    one, in a mixture, some may round."""
+    options = step.get("options", {})
+    return bool(options.get("calibrate")) and options.get("bits", encoding.bits) == encoding.bits
 
 
 def _with_added(additions: Additions, task: Compare) -> Compare:

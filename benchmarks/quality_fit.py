@@ -1,0 +1,290 @@
+"""What `qconvert fit` chooses for small trained models, for `quality.py --fit`: beside the best uniform
+format of no more bits, and beside what AutoRound's AutoScheme chooses of the same formats, on the same
+samples, at the same bytes.
+
+    python benchmarks/quality.py --fit [--model DIR] [--seconds 280] [--held-out 128]
+    PYTHONPATH=DIR python benchmarks/quality.py --fit   # with another AutoRound than is installed
+
+Three models: a Qwen3-MoE as it was trained, the same function with outlier channels, and a dense Qwen3.
+KL is in nats a byte, of codes rounded to nearest but in the column `calibrated`, on text held out; what
+predictions are compared with is that of the samples that were chosen by. Both choose for groups that a
+runtime loads as one. Seconds are those of finding a choice, in processes with a thread each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import quality_model
+import torch
+import transformers
+from quality_peers import byte_tokenizer
+
+from qconvert import api
+from qconvert.fit.fitting import Fitting
+from qconvert.fit.groups import STAY, Group, steps_of
+
+hf: Any = transformers
+BITS = (4.25, 4.51, 5.0, 6.0)
+SAMPLES, LENGTH = 32, 128
+# Formats that AutoScheme knows, too: bits, columns of a group.
+SHARED = {"w8a16": (8, 128), "w4a16-g32": (4, 32), "w4a16-g64": (4, 64), "w4a16-g128": (4, 128)}
+# Modules that runtimes load as one, as AutoScheme is told of them.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), (r"mlp\.gate_proj", r"mlp\.up_proj"))
+_AUTOSCHEME = "auto_round.auto_scheme.gen_auto_scheme"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model, and where its samples and results are."""
+
+    model: Path
+    room: Path
+
+    @property
+    def chosen_by(self) -> Path:
+        return self.room / "calibration.jsonl"
+
+    @property
+    def held(self) -> Path:
+        return self.room / "held.jsonl"
+
+    def fitting(self, formats: Sequence[str] = ()) -> Fitting:
+        return api.fitting(
+            self.model, self.chosen_by, formats=formats, samples=SAMPLES, length=LENGTH,
+            devices=["cpu"], work_dir=self.room / "measured",
+        )  # fmt: skip
+
+
+def compare(given: Path | None, work: Path, seconds: float, held_out: int) -> None:
+    """Print a table for each model; `given` keeps the models."""
+    torch.set_num_threads(1)
+    train, held = quality_model.corpus(quality_model.MOE.corpus)
+    for name, model in _models(given or work / "models", seconds).items():
+        at = Place(model, work / name)
+        at.room.mkdir()
+        for file, text, count, seed in (
+            (at.chosen_by, train, SAMPLES, 1),
+            (at.held, held, held_out, 3),
+        ):
+            rows = quality_model.samples_of(text, count, LENGTH, seed).tolist()
+            file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+        print(f"\n{name}", flush=True)
+        _budgets(at, held_out)
+        _beside_autoscheme(at, held_out)
+
+
+def _models(folder: Path, seconds: float) -> dict[str, Path]:
+    sizes = {"moe": quality_model.MOE, "dense": quality_model.DENSE}
+    for name, size in sizes.items():
+        if not (folder / name / "config.json").exists():
+            steps, loss = quality_model.trained(size, seconds, "cpu", folder / name)
+            print(f"trained {name}: {steps} steps, held-out cross entropy {loss:.3f} nats a byte")
+    outliers = folder / "moe-outliers"
+    if not outliers.exists():
+        changed = hf.AutoModelForCausalLM.from_pretrained(folder / "moe", dtype=torch.bfloat16)
+        print(f"outliers: kurtosis {quality_model.variant(changed, 'heavy'):.1f}")
+        changed.save_pretrained(outliers)
+    return {
+        "MoE": folder / "moe", "MoE with outliers": outliers, "dense": folder / "dense"
+    }  # fmt: skip
+
+
+def _budgets(at: Place, held_out: int) -> None:
+    """Of all formats: choices, and uniform formats."""
+    start = time.monotonic()
+    fitting = at.fitting()
+    fitting.measured()
+    print(f"  measured in {time.monotonic() - start:.0f} s", flush=True)
+    found = {bits: fitting.fit(api.Budget(bits=bits)) for bits in BITS}
+    uniform = next(iter(found.values())).uniform
+    folders = {
+        one.form: _made(at, steps_of(fitting.model, _all_in(fitting, one.form)), one.form)
+        for one in uniform
+    }
+    for bits, one in found.items():
+        plain = steps_of(fitting.model, one.chosen)
+        folders[f"{bits}"] = _made(at, plain, f"{bits}")
+        folders[f"{bits} calibrated"] = _made(at, one.steps, f"{bits} calibrated")
+    kl = _kl(at, folders, held_out)
+    for form in uniform:
+        print(f"  {form.form:12} {form.bits:.3f} bits  KL {kl[form.form]:.3g}", flush=True)
+    for bits, one in found.items():
+        best = min((o for o in uniform if o.bits <= bits), key=lambda o: kl[o.form])
+        mixed, solved = kl[f"{bits}"], kl[f"{bits} calibrated"]
+        of = f"{mixed / kl[best.form]:.2f} of {best.form}"
+        print(
+            f"  fit {bits:<5} {one.bits:.3f} bits  KL {mixed:.3g}, {of}  predicted/measured "
+            f"{one.predicted / one.measured:.2f}  calibrated {solved:.3g}, {solved / mixed:.2f} of it",
+            flush=True,
+        )
+
+
+def _beside_autoscheme(at: Place, held_out: int) -> None:
+    """Of the formats of both, at the bytes of what AutoScheme chooses."""
+    if find_spec("auto_round") is None:
+        print("  AutoScheme: not installed")
+        return
+    start = time.monotonic()
+    fitting = at.fitting(tuple(SHARED))
+    fitting.measured()
+    took = time.monotonic() - start
+    for bits in BITS:
+        theirs = autoscheme(at, bits)
+        numbers = _numbers(fitting, theirs.layers)
+        nbytes = sum(sizes[n] for sizes, n in zip(fitting.choices.nbytes, numbers, strict=True))
+        start = time.monotonic()
+        held = 8 * nbytes / fitting.model.weights
+        ours = fitting.fit(api.Budget(bits=held))
+        chosen = _by_form(fitting, numbers)
+        kl = _kl(at, {
+            "theirs": _made(at, steps_of(fitting.model, chosen), f"theirs {bits}"),
+            "ours": _made(at, steps_of(fitting.model, ours.chosen), f"ours {bits}"),
+        }, held_out)  # fmt: skip
+        print(
+            f"  AutoScheme {theirs.version} of {bits}: {held:.3f} bits, KL {kl['theirs']:.3g} in "
+            f"{theirs.seconds:.0f} s; fit {ours.bits:.3f} bits, KL {kl['ours']:.3g}, "
+            f"{kl['ours'] / kl['theirs']:.2f} of it, in {took + time.monotonic() - start:.0f} s",
+            flush=True,
+        )
+        took = 0.0  # what was measured is kept
+
+
+def _all_in(fitting: Fitting, form: str) -> dict[str, list[Group]]:
+    """All groups that may have a format."""
+    pairs = zip(fitting.model.groups, fitting.choices.forms, strict=True)
+    return {form: [group for group, forms in pairs if form in forms]}
+
+
+def _by_form(fitting: Fitting, numbers: Sequence[int]) -> dict[str, list[Group]]:
+    found: dict[str, list[Group]] = {}
+    for group, forms, number in zip(
+        fitting.model.groups, fitting.choices.forms, numbers, strict=True
+    ):
+        found.setdefault(forms[number], []).append(group)
+    return found
+
+
+def _made(at: Place, steps: Sequence[Any], name: str) -> Path:
+    out = at.room / name.replace(" ", "-")
+    api.run(api.Recipe("fit", tuple(steps)), at.model, out, jobs=1)
+    return out
+
+
+def _kl(at: Place, folders: Mapping[str, Path], held_out: int) -> dict[str, float]:
+    first, *others = folders.values()
+    found = api.evaluate(
+        first, at.model, at.held, beside=others, samples=held_out, length=LENGTH, devices=["cpu"]
+    )
+    logits = [one.logits for one in (found, *found.beside)]
+    return {name: one.kl for name, one in zip(folders, logits, strict=True) if one is not None}
+
+
+# --- AutoScheme ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Bits and columns of a group of each linear, by its module; seconds of finding them."""
+
+    layers: Mapping[str, tuple[int, int]]
+    seconds: float
+    version: str
+
+
+def autoscheme(at: Place, bits: float) -> Chosen:
+    """What AutoScheme chooses, in a process of its own. Raises RuntimeError, with what that printed
+    last, where it fails."""
+    result = at.room / f"autoscheme-{bits}.json"
+    words = [sys.executable, __file__, str(at.model), str(at.chosen_by), str(bits), str(result)]
+    environment = {**os.environ, "AR_DISABLE_DATASET_SUBPROCESS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        words, env=environment, cwd=at.room, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"AutoScheme failed:\n{done.stdout[-4000:]}")
+    said = json.loads(result.read_text())
+    layers = {name: (one[0], one[1]) for name, one in said["layers"].items()}
+    return Chosen(layers, said["seconds"], said["version"])
+
+
+def _numbers(fitting: Fitting, layers: Mapping[str, tuple[int, int]]) -> list[int]:
+    """The choice by the number of each group's format. Raises ValueError where a group has several."""
+    names = {sizes: name for name, sizes in SHARED.items()}
+    found = []
+    for group, forms in zip(fitting.model.groups, fitting.choices.forms, strict=True):
+        experts = f"model.layers.{group.layer}.mlp.experts."
+        own = {
+            sizes if sizes[0] < 16 else STAY
+            for module, sizes in layers.items()
+            if module in group.modules or (group.experts and module.startswith(experts))
+        }
+        if len(own) != 1:
+            raise ValueError(f"{group.name}: expected one format, AutoScheme gives {own}")
+        (one,) = own
+        found.append(forms.index(one if isinstance(one, str) else names[one]))
+    return found
+
+
+def _child(model: Path, samples: Path, bits: float, result: Path) -> None:
+    """Let AutoRound choose, and write what it has chosen."""
+    peer, made = import_module("auto_round"), import_module(_AUTOSCHEME)
+    schemes, data = import_module("auto_round.schemes"), import_module("auto_round.calib_dataset")
+    rows = [json.loads(line)["input_ids"] for line in samples.read_text().splitlines()]
+
+    @data.register_dataset("qconvert-samples")  # type: ignore[untyped-decorator]
+    def _samples(**_: Any) -> Any:
+        from_list = import_module("datasets").Dataset.from_list
+        return from_list([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows])
+
+    four, plain = (schemes.preset_name_to_scheme(name) for name in ("W4A16", "BF16"))
+    options = [replace(four, bits=b, group_size=columns) for b, columns in SHARED.values()]
+    asked = made.AutoScheme(
+        avg_bits=bits, options=[*options, plain], shared_layers=_TOGETHER, nsamples=len(rows),
+        seqlen=len(rows[0]), dataset="qconvert-samples", device_map="cpu",
+    )  # fmt: skip
+    seconds: list[float] = []
+    find = made.GenScheme.get_layer_config
+
+    def timed(self: Any) -> Any:
+        start = time.monotonic()
+        found = find(self)
+        seconds.append(time.monotonic() - start)
+        return found
+
+    made.GenScheme.get_layer_config = timed
+    loaded = hf.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    # Names are parts of names there: a router's is one of a gate projection's.
+    left = "mlp.gate,lm_head" if hasattr(loaded.config, "num_experts") else "lm_head"
+    rounder = peer.AutoRound(
+        loaded, tokenizer=byte_tokenizer(), scheme=asked, iters=0, dataset="qconvert-samples",
+        nsamples=len(rows), seqlen=len(rows[0]), ignore_layers=left, device_map="cpu",
+    )  # fmt: skip
+    rounder.post_init()  # chooses; it rounds nothing here
+    layers = {
+        name: (one.get("bits", 16), one.get("group_size", 0))
+        for name, one in rounder.layer_config.items()
+        if ".layers." in name and not name.endswith("mlp.gate")
+    }
+    said = asdict(Chosen(layers, sum(seconds), peer.__version__))
+    result.write_text(json.dumps(said))
+
+
+def main(words: Iterable[str]) -> None:
+    model, samples, bits, result = words
+    _child(Path(model), Path(samples), float(bits), Path(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
