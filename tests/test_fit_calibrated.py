@@ -16,8 +16,9 @@ import torch
 from calibrate_models import Kept, calibrated, hf, meant, same, saved
 from checkpoints import ran, read_tensors
 from faults import differing, tree
+from layer_models import stacked_fp8
+from loaders.published import published
 from made_once import made_once
-from models import qwen3_moe as published_moe
 from safetensors.torch import load_file, save_file
 
 from qconvert import api
@@ -174,7 +175,8 @@ def test_what_is_rounded_beside_calibrated_codes_is_judged_so(tmp_path: Path) ->
         ExpertsToW4A16(group_size=32, targets=("down_proj",), calibrate=request),
     )
     api.run(api.Recipe("mixture", steps), _source("dense"), tmp_path / "out", jobs=1)
-    said = ran("validate", tmp_path / "out", "--against", _source("dense"), "--level", "full").out
+    words: list[str | Path] = ["--against", _source("dense"), "--level", "full", "-v"]
+    said = ran("validate", tmp_path / "out", *words).out
     assert "how good the codes of 3 calibrated matrices are" in said
 
 
@@ -186,19 +188,11 @@ def test_formats_are_those_that_options_name() -> None:
 def test_what_was_decoded_is_solved_as_it_was_stored(stacked: bool, tmp_path: Path) -> None:
     """A quantized source is decoded first; stacks that were are rounded, because a calibration reads one
     matrix at a time."""
-    model = published_moe("fp8", hidden=128, intermediate=128)
-    model.config["vocab_size"] = 8
-    source = model.write(tmp_path / "source")
+    made = stacked_fp8() if stacked else published("qwen3_moe", inner=256, fp8=True)
+    source = made.write(tmp_path / "source")
     fitted = model_of(api.open_checkpoint(source), Consumer("vllm"))
-    chosen = {"w4a16-g32": fitted.groups, "nvfp4": ()}
+    chosen = {"w4a16-g32": fitted.groups}
     request = Calibration(synthetic=True, samples=1, length=8)
-    if stacked:
-        experts = fitted.experts
-        cut = {
-            layer: [replace(one, weight=one.weight.cut(0, one.weight.rows // 2)) for one in some]
-            for layer, some in experts.items()
-        }
-        object.__setattr__(fitted, "experts", cut)
     found = solved_steps(fitted, chosen, request)
     solved = [group for groups in found.groups.values() for group in groups]
     assert {group.experts for group in solved} == ({False} if stacked else {False, True})

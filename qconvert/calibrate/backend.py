@@ -497,7 +497,7 @@ def _integers(module: str, scheme: Scheme) -> IntScheme:
 def _targets(
     packers: Mapping[tuple[int, str], tuple[CodePacker, ...]], model: Plan
 ) -> dict[int, list[ExpertSchemes]]:
-    """What to solve for by layer, in the order of the packers, which a layer's experts share."""
+    """Schemes to solve for by layer, in the order of the packers, which a layer's experts share."""
     dims = model.role_index.dims
     hidden, middle = dims.hidden_size, dims.moe_intermediate_size
     return {

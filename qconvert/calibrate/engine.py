@@ -232,7 +232,7 @@ def _by_layer(projections: Sequence[Projection]) -> Matrices:
 
 
 def _targets(schemes: Schemes | Mapping[int, Schemes], matrices: Matrices) -> Targets:
-    """What to solve for, by layer: of those with experts that have any."""
+    """Schemes to solve for, by layer: of those with experts that have any."""
     given = schemes if isinstance(schemes, Mapping) else dict.fromkeys(matrices, schemes)
     found = {
         layer: tuple(
