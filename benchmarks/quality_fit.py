@@ -6,20 +6,22 @@ samples, at the same bytes.
     PYTHONPATH=DIR python benchmarks/quality.py --fit   # with another AutoRound than is installed
 
 Three models: a Qwen3-MoE as it was trained, the same function with outlier channels, and a dense Qwen3.
-KL is in nats a byte, of codes rounded to nearest but in the column `calibrated`, on text held out; what
-predictions are compared with is that of the samples that were chosen by. Both choose for groups that a
-runtime loads as one. Seconds are those of finding a choice, in processes with a thread each.
+KL is in nats a byte, on text held out; what predictions are compared with is that of the samples that
+were chosen by. Codes are rounded to nearest, or, each by its own project, calibrated: `fit --data`, and
+AutoRound's 200 iterations for what AutoScheme chose. Both choose for groups that a runtime loads as one.
+Seconds are those of finding a choice, in processes with a thread each.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,13 +31,15 @@ import quality_model
 import torch
 import transformers
 from quality_peers import byte_tokenizer
+from safetensors.torch import load_file, save_file
 
 from qconvert import api
 from qconvert.fit.fitting import Fitting
-from qconvert.fit.groups import STAY, Group, steps_of
+from qconvert.fit.groups import STAY, Group, solved_steps, steps_of
 
 hf: Any = transformers
 BITS = (4.25, 4.51, 5.0, 6.0)
+TUNED = (4.51,)  # budgets for which AutoRound tunes what AutoScheme chose, minutes each
 SAMPLES, LENGTH = 32, 128
 # Formats that AutoScheme knows, too: bits, columns of a group.
 SHARED = {"w8a16": (8, 128), "w4a16-g32": (4, 32), "w4a16-g64": (4, 64), "w4a16-g128": (4, 128)}
@@ -108,24 +112,33 @@ def _budgets(at: Place, held_out: int) -> None:
     print(f"  measured in {time.monotonic() - start:.0f} s", flush=True)
     found = {bits: fitting.fit(api.Budget(bits=bits)) for bits in BITS}
     uniform = next(iter(found.values())).uniform
-    folders = {
-        one.form: _made(at, steps_of(fitting.model, _all_in(fitting, one.form)), one.form)
-        for one in uniform
-    }
+    folders: dict[str, Path] = {}
+    for form in uniform:
+        every = _all_in(fitting, form.form)
+        folders[form.form] = _made(at, steps_of(fitting.model, every), form.form)
+        alone = solved_steps(fitting.model, every, fitting.calibration)
+        if alone.groups:
+            name = f"{form.form} calibrated"
+            folders[name] = _made(at, alone.steps, name)
     for bits, one in found.items():
         plain = steps_of(fitting.model, one.chosen)
         folders[f"{bits}"] = _made(at, plain, f"{bits}")
         folders[f"{bits} calibrated"] = _made(at, one.steps, f"{bits} calibrated")
     kl = _kl(at, folders, held_out)
     for form in uniform:
-        print(f"  {form.form:12} {form.bits:.3f} bits  KL {kl[form.form]:.3g}", flush=True)
+        solved = kl.get(f"{form.form} calibrated")
+        told = "" if solved is None else f"  calibrated {solved:.3g}"
+        print(f"  {form.form:12} {form.bits:.3f} bits  KL {kl[form.form]:.3g}{told}", flush=True)
     for bits, one in found.items():
         best = min((o for o in uniform if o.bits <= bits), key=lambda o: kl[o.form])
         mixed, solved = kl[f"{bits}"], kl[f"{bits} calibrated"]
         of = f"{mixed / kl[best.form]:.2f} of {best.form}"
+        alike = min(kl[f"{o.form} calibrated"] for o in uniform
+                    if o.bits <= bits and f"{o.form} calibrated" in kl)  # fmt: skip
         print(
             f"  fit {bits:<5} {one.bits:.3f} bits  KL {mixed:.3g}, {of}  predicted/measured "
-            f"{one.predicted / one.measured:.2f}  calibrated {solved:.3g}, {solved / mixed:.2f} of it",
+            f"{one.predicted / one.measured:.2f}  calibrated {solved:.3g}, {solved / mixed:.2f} of it, "
+            f"{solved / alike:.2f} of the best uniform calibrated one",
             flush=True,
         )
 
@@ -140,21 +153,29 @@ def _beside_autoscheme(at: Place, held_out: int) -> None:
     fitting.measured()
     took = time.monotonic() - start
     for bits in BITS:
-        theirs = autoscheme(at, bits)
+        theirs = autoscheme(at, bits, 200 if bits in TUNED else 0)
         numbers = _numbers(fitting, theirs.layers)
         nbytes = sum(sizes[n] for sizes, n in zip(fitting.choices.nbytes, numbers, strict=True))
         start = time.monotonic()
         held = 8 * nbytes / fitting.model.weights
         ours = fitting.fit(api.Budget(bits=held))
+        took += time.monotonic() - start
         chosen = _by_form(fitting, numbers)
-        kl = _kl(at, {
+        folders = {
             "theirs": _made(at, steps_of(fitting.model, chosen), f"theirs {bits}"),
             "ours": _made(at, steps_of(fitting.model, ours.chosen), f"ours {bits}"),
-        }, held_out)  # fmt: skip
+            "calibrated": _made(at, ours.steps, f"ours {bits} calibrated"),
+        }
+        if bits in TUNED:
+            folders["tuned"] = _with(at, theirs.tuned, f"theirs {bits} tuned")
+        kl = _kl(at, folders, held_out)
+        tuned = ""
+        if bits in TUNED:
+            tuned = f", {kl['calibrated'] / kl['tuned']:.2f} of AutoRound's {kl['tuned']:.3g}"
         print(
-            f"  AutoScheme {theirs.version} of {bits}: {held:.3f} bits, KL {kl['theirs']:.3g} in "
-            f"{theirs.seconds:.0f} s; fit {ours.bits:.3f} bits, KL {kl['ours']:.3g}, "
-            f"{kl['ours'] / kl['theirs']:.2f} of it, in {took + time.monotonic() - start:.0f} s",
+            f"  AutoScheme {theirs.version} of {bits}: {held:.3f} bits in {theirs.seconds:.0f} s, KL "
+            f"{kl['theirs']:.3g}; fit {ours.bits:.3f} bits in {took:.0f} s, {kl['ours']:.3g}, "
+            f"{kl['ours'] / kl['theirs']:.2f} of it; calibrated {kl['calibrated']:.3g}{tuned}",
             flush=True,
         )
         took = 0.0  # what was measured is kept
@@ -181,6 +202,18 @@ def _made(at: Place, steps: Sequence[Any], name: str) -> Path:
     return out
 
 
+def _with(at: Place, weights: Path, name: str) -> Path:
+    """The model with other weights, by name."""
+    out = at.room / name.replace(" ", "-")
+    shutil.copytree(at.model, out)
+    tensors = load_file(out / "model.safetensors")
+    changed = load_file(weights)
+    if not changed.keys() <= tensors.keys():
+        raise ValueError(f"no such weights: {sorted(changed.keys() - tensors.keys())[:3]}")
+    save_file({**tensors, **changed}, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
 def _kl(at: Place, folders: Mapping[str, Path], held_out: int) -> dict[str, float]:
     first, *others = folders.values()
     found = api.evaluate(
@@ -195,28 +228,30 @@ def _kl(at: Place, folders: Mapping[str, Path], held_out: int) -> dict[str, floa
 
 @dataclass(frozen=True)
 class Chosen:
-    """Bits and columns of a group of each linear, by its module; seconds of finding them."""
+    """Bits and columns of a group of each linear, by its module; seconds of finding them; the file of
+    weights that AutoRound then tunes, BF16."""
 
     layers: Mapping[str, tuple[int, int]]
     seconds: float
     version: str
+    tuned: Path
 
 
-def autoscheme(at: Place, bits: float) -> Chosen:
+def autoscheme(at: Place, bits: float, iterations: int) -> Chosen:
     """What AutoScheme chooses, in a process of its own. Raises RuntimeError, with what that printed
     last, where it fails."""
     result = at.room / f"autoscheme-{bits}.json"
-    words = [sys.executable, __file__, str(at.model), str(at.chosen_by), str(bits), str(result)]
+    words = [sys.executable, __file__, at.model, at.chosen_by, bits, iterations, result]
     environment = {**os.environ, "AR_DISABLE_DATASET_SUBPROCESS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        words, env=environment, cwd=at.room, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace",
+        list(map(str, words)), env=environment, cwd=at.room, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"AutoScheme failed:\n{done.stdout[-4000:]}")
     said = json.loads(result.read_text())
     layers = {name: (one[0], one[1]) for name, one in said["layers"].items()}
-    return Chosen(layers, said["seconds"], said["version"])
+    return Chosen(layers, said["seconds"], said["version"], result.with_suffix(".safetensors"))
 
 
 def _numbers(fitting: Fitting, layers: Mapping[str, tuple[int, int]]) -> list[int]:
@@ -237,8 +272,8 @@ def _numbers(fitting: Fitting, layers: Mapping[str, tuple[int, int]]) -> list[in
     return found
 
 
-def _child(model: Path, samples: Path, bits: float, result: Path) -> None:
-    """Let AutoRound choose, and write what it has chosen."""
+def _child(model: Path, samples: Path, bits: float, iterations: int, result: Path) -> None:
+    """Let AutoRound choose and tune, and write both."""
     peer, made = import_module("auto_round"), import_module(_AUTOSCHEME)
     schemes, data = import_module("auto_round.schemes"), import_module("auto_round.calib_dataset")
     rows = [json.loads(line)["input_ids"] for line in samples.read_text().splitlines()]
@@ -268,22 +303,32 @@ def _child(model: Path, samples: Path, bits: float, result: Path) -> None:
     # Names are parts of names there: a router's is one of a gate projection's.
     left = "mlp.gate,lm_head" if hasattr(loaded.config, "num_experts") else "lm_head"
     rounder = peer.AutoRound(
-        loaded, tokenizer=byte_tokenizer(), scheme=asked, iters=0, dataset="qconvert-samples",
+        loaded, tokenizer=byte_tokenizer(), scheme=asked, iters=iterations, dataset="qconvert-samples",
         nsamples=len(rows), seqlen=len(rows[0]), ignore_layers=left, device_map="cpu",
+        enable_torch_compile=False,
     )  # fmt: skip
-    rounder.post_init()  # chooses; it rounds nothing here
+    if iterations:
+        tuned, _ = rounder.quantize()
+        weights = {
+            f"{name}.weight": part.weight.detach().bfloat16().contiguous()
+            for name, part in tuned.named_modules()
+            if isinstance(part, torch.nn.Linear) and ".layers." in name
+        }
+        save_file(weights, result.with_suffix(".safetensors"))
+    else:
+        rounder.post_init()  # chooses
     layers = {
         name: (one.get("bits", 16), one.get("group_size", 0))
         for name, one in rounder.layer_config.items()
         if ".layers." in name and not name.endswith("mlp.gate")
     }
-    said = asdict(Chosen(layers, sum(seconds), peer.__version__))
+    said = {"layers": layers, "seconds": sum(seconds), "version": peer.__version__}
     result.write_text(json.dumps(said))
 
 
 def main(words: Iterable[str]) -> None:
-    model, samples, bits, result = words
-    _child(Path(model), Path(samples), float(bits), Path(result))
+    model, samples, bits, iterations, result = words
+    _child(Path(model), Path(samples), float(bits), int(iterations), Path(result))
 
 
 if __name__ == "__main__":

@@ -164,7 +164,8 @@ def _data(folder: Path) -> Path:
 def _fitting(name: str, room: Path, **more: Any) -> Fitting:
     room.mkdir(exist_ok=True)
     options: dict[str, Any] = {
-        "samples": SAMPLES, "length": LENGTH, "devices": ["cpu"], "work_dir": room / "measured",
+        "rtn": True, "samples": SAMPLES, "length": LENGTH, "devices": ["cpu"],
+        "work_dir": room / "measured",
         **more,
     }  # fmt: skip
     return api.fitting(_source(name), _data(room), **options)
@@ -430,7 +431,7 @@ def test_the_command(measured: Mapping[str, Fitting], tmp_path: Path) -> None:
     source, base = _source("moe"), measured["moe"].base
     words: list[str | Path] = [
         "--bits", "4.6", "--data", _data(tmp_path), "--samples", str(SAMPLES), "--length", str(LENGTH),
-        "--device", "cpu", "--measured", base, "--jobs", "1",
+        "--device", "cpu", "--measured", base, "--jobs", "1", "--rtn",
     ]  # fmt: skip
     told = json.loads(ran("fit", source, tmp_path / "out", *words, "--choose-only", "--json").out)
     assert told["bits"] <= 4.6

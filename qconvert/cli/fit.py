@@ -106,8 +106,8 @@ def fit(
 
     A few samples run through the model, a decoder layer in memory at a time: what each format costs each
     group of matrices that a runtime loads as one. The best choice under the budget is then exact, is run
-    as a whole for its own KL, and converted: with --data its INT4 codes, and NVFP4 codes of routed
-    experts, as --gptq finds them. What was measured is kept: another budget takes no second measurement.
+    as a whole for its own KL, and converted. With --data INT4 codes, and NVFP4 codes of routed experts,
+    are those that --gptq finds. What was measured is kept: another budget takes no second measurement.
 
     \b
     Examples:
@@ -174,7 +174,11 @@ def _say_estimate(found: Estimate, *, as_json: bool) -> None:
     say(
         f"to measure: {count(found.forwards, 'run')} of a layer over all samples, "
         f"{found.operations:.3g} operations, {took}; {format_size(found.disk)} of disk for hidden "
-        "states",
+        + (
+            f"states and codes, after {count(found.calibrations, 'calibration')}"
+            if found.calibrations
+            else "states"
+        ),
         "measure and show the choice with --choose-only, or convert without --dry-run",
     )
 
@@ -207,8 +211,8 @@ def lines_of(found: Fit) -> Iterator[str]:
     if found.solved:
         solved = sum(map(len, found.solved.values()))
         yield (
-            f"        of codes rounded to nearest; those of {count(solved, 'group')} "
-            f"({', '.join(found.solved)}) are found by calibration as they are written, which loses less"
+            f"        codes of {count(solved, 'group')} ({', '.join(found.solved)}) are calibrated, for "
+            "these figures in each format alone, and anew as the mixture is written"
         )
     for name, groups in found.chosen.items():
         for number, line in enumerate(said(found.model, groups)):

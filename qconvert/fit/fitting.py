@@ -25,7 +25,7 @@ from qconvert.advise.options import (
     considered_plan,
     few_experts,
 )
-from qconvert.calibrate.backend import silence_transformers
+from qconvert.calibrate.backend import backend_for, silence_transformers
 from qconvert.calibrate.devices import check_devices, count_gpus, found_devices
 from qconvert.calibrate.progress import sizes_of
 from qconvert.checkpoint.checkpoint import Checkpoint
@@ -57,21 +57,25 @@ from qconvert.fit.groups import (
 from qconvert.fit.measure import STATE, Measured, carried, forwards, measure, mixture_kl
 from qconvert.fit.solve import Solution, solve
 from qconvert.models.skip_reasons import check_runs
-from qconvert.plan.plan import Pass, run_passes
+from qconvert.plan.plan import Pass, Plan, run_passes
+from qconvert.run.executor import execute
 from qconvert.run.folder.leases import take_lock
 from qconvert.run.work.events import Events, NoEvents
 from qconvert.run.work.files import Files, write_whole
+from qconvert.run.work.options import RunOptions
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.serving import SIMULATED, launch
 from qconvert.samples.data import digest, load_tokens
-from qconvert.samples.request import Calibration, DataSpec
+from qconvert.samples.request import Calibration, DataSpec, digest_of
 
-_FORM = 3  # goes up when the same model and data are to be measured anew
+_FORM = 4  # goes up when the same model and data are to be measured anew
 _MEASURED, _MIXTURES, _LOCK = "measured.json", "mixtures.json", "lock"
 # Of a GPU's memory for weights and KV cache together: vLLM takes 0.9 by default
 # (`--gpu-memory-utilization`) and keeps what a step needs out of it, sglang 0.8 to 0.9.
 FOR_SERVING = 0.85
+# Samples of a calibration for one of the measurement: codes take more than errors do.
+_SAMPLES = 8
 _ATTEMPTS = (
     12  # to meet a budget of files or ranks, of which a choice says only nearly how large they are
 )
@@ -222,12 +226,15 @@ class Fit:
 @dataclass(frozen=True)
 class Estimate:
     """Cost of a measurement that has not been made: layers run over all samples, their operations, and
-    seconds where they are computed on this machine's CPU (None: not known); bytes of disk."""
+    seconds where they are computed on this machine's CPU (None: not known); bytes of disk. Before
+    it come `calibrations`, of formats whose codes are found as --gptq does: neither operations nor
+    seconds count them, and disk counts what they write."""
 
     forwards: int
     operations: float
     seconds: float | None
     disk: int
+    calibrations: int = 0
 
     def as_object(self) -> dict[str, Any]:
         return asdict(self)
@@ -290,6 +297,7 @@ class Fitting:
                 [shard.path.name, shard.size, _time_of(shard.path)] for shard in checkpoint.shards
             ],
             "data": digest(self.data, checkpoint.root),
+            "calibrates": digest_of(self.calibration, checkpoint.root) if self.calibrates else None,
             "groups": [
                 [group.name, *forms]
                 for group, forms in zip(self.model.groups, self.choices.forms, strict=True)
@@ -321,7 +329,9 @@ class Fitting:
         streams = 1 + len(carried(self.model, self.made))
         on_cpu = not count_gpus() if not self.devices else set(self.devices) == {"cpu"}
         seconds = total / _rate() if on_cpu else None
-        return Estimate(runs, total, seconds, 8 * streams * tokens * dims.hidden_size)
+        solved = [plan.bytes_out for plan in self._solved_plans.values()]
+        disk = 8 * streams * tokens * dims.hidden_size + sum(solved)
+        return Estimate(runs, total, seconds, disk, len(solved))
 
     def measured(self, events: Events | None = None) -> Measured:
         """Raises PlanError for a model that cannot be run a layer at a time, DataError for the data,
@@ -331,7 +341,7 @@ class Fitting:
         with self._locked():
             if (found := self.kept()) is not None:
                 return found
-            given = self._side, self.model, self.made
+            given = self._side, self.model, self._with_codes(events or NoEvents())
             more: dict[str, Any] = {
                 "memory": self.memory, "devices": self._devices, "events": events or NoEvents(),
             }  # fmt: skip
@@ -363,8 +373,9 @@ class Fitting:
             if file.is_file():
                 known = parse_object(read_regular(file, error=RunError), file, error=RunError)
             if key not in known:
+                made = self._with_codes(events or NoEvents())
                 known[key] = mixture_kl(
-                    self._side, self.model, self.made, names, self.tokens, self.folder,
+                    self._side, self.model, made, names, self.tokens, self.folder,
                     memory=self.memory, devices=self._devices, events=events or NoEvents(),
                 )  # fmt: skip
                 write_whole(file, [json.dumps(known).encode()], Files())
@@ -447,8 +458,41 @@ class Fitting:
         """The steps that write a choice, `steps` where codes are rounded."""
         if not self.calibrates:
             return Solved(steps, {})
+        return solved_steps(self.model, chosen, self.calibration)
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """A calibration with other samples of the same data than those of the measurement, and more."""
         asked = {one.name: getattr(self.data, one.name) for one in fields(DataSpec)}
-        return solved_steps(self.model, chosen, Calibration(**asked, devices=self.devices))
+        asked |= {"samples": _SAMPLES * self.data.samples, "seed": (self.data.seed + 1) % 2**32}
+        return Calibration(**asked, devices=self.devices)
+
+    @cached_property
+    def _solved_plans(self) -> dict[str, Plan]:
+        """Conversions to each format of all groups, of formats for which a calibration finds codes."""
+        found = {}
+        for form in FORMS if self.calibrates else ():
+            if form.name in self.made:
+                numbers = self.made[form.name].nbytes
+                groups = {form.name: [self.model.groups[number] for number in numbers]}
+                solved = solved_steps(self.model, groups, self.calibration)
+                if solved.groups:
+                    found[form.name] = run_passes(
+                        Plan.identity(self.checkpoint), solved.steps
+                    ).check()
+        return found
+
+    def _with_codes(self, events: Events) -> dict[str, Encoded]:
+        """The model in each format, with calibrated codes where there are some: in folders that are
+        kept, and that an interrupted run goes on with."""
+        found = dict(self.made)
+        for name, plan in self._solved_plans.items():
+            at = self.folder / name
+            events.phase(f"calibrating {name}")
+            options = RunOptions(memory=self.memory)
+            execute(plan, at, options, events=events, backend=backend_for([plan]))
+            found[name] = replace(found[name], codes=Plan.identity(Checkpoint.open(at)))
+        return found
 
     def _notes(self) -> Iterator[str]:
         if self.allowed.unknown:

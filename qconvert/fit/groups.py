@@ -404,16 +404,20 @@ def _refusal(choice: Choice, tp: int) -> str:
 class Encoded:
     """The model with every group that allows it in one format: the plan, the bytes of each such group by
     its number, the folder that the plan would make, as its headers will describe it, and activations
-    that a runtime quantizes."""
+    that a runtime quantizes. `codes` is a folder that has been made of it, with codes that a calibration
+    has found."""
 
     plan: Plan
     nbytes: Mapping[int, int]
     folder: Plan | None = None
     inputs: Inputs | None = None
+    codes: Plan | None = None
 
     def stored(self, module: str) -> Stored:
         """Return how a module's weight is read of that folder, out of what the plan makes of it: weights
-        so go through the encoder and the decoder of their format, and no file."""
+        so go through the encoder and the decoder of their format, and no file; or of what was made."""
+        if self.codes is not None:
+            return read_matrix(self.codes, module)[0]
         assert self.folder is not None
         found, _ = read_matrix(self.folder, module)
         return replace(found, args=tuple(self._made(arg) for arg in found.args))

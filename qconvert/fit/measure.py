@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from qconvert.calibrate.activation_store import InFile, Rows
 from qconvert.calibrate.memory import keep_nothing_freed, trim
 from qconvert.calibrate.model import Layer
+from qconvert.calibrate.reading import Weights
 from qconvert.core.errors import RunError
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import read_regular
@@ -181,16 +182,19 @@ class _OtherExperts:
     base: Experts
     opened: LoadedSide
     made: Encoded
+    weights: Weights
 
     def matrix(self, layer: int, expert: int, kind: str) -> torch.Tensor:
         module = self.opened.projections[layer, expert, kind].module
-        return self.opened.weights.matrix(module, self.made.stored(module))[0]
+        return self.weights.matrix(module, self.made.stored(module))[0]
 
 
 @contextmanager
-def _changed(opened: LoadedSide, layer: Layer, group: Group, made: Encoded) -> Iterator[LoadedSide]:
-    """Within this, a group of a layer is in a format: its linears are replaced, with what goes into
-    them, and the side that is given has its experts."""
+def _changed(
+    opened: LoadedSide, layer: Layer, group: Group, made: Encoded, weights: Weights
+) -> Iterator[LoadedSide]:
+    """Within this, a group of a layer is in a format, read by `weights`: its linears are replaced, with
+    what goes into them, and the side that is given has its experts."""
     import torch
 
     model, rounds = opened.layers.model, rounding(made.inputs)
@@ -198,13 +202,13 @@ def _changed(opened: LoadedSide, layer: Layer, group: Group, made: Encoded) -> I
     try:
         for module in group.modules:
             linear = layer.module.get_submodule(model.inside(layer.number, module))
-            weight = opened.weights.matrix(module, made.stored(module))[0]
+            weight = weights.matrix(module, made.stored(module))[0]
             held.append((linear, linear.weight))
             linear.weight = torch.nn.Parameter(weight.to(linear.weight), False)
         with before((linear, rounds) for linear, _ in held):
             if group.experts:
                 assert opened.experts is not None
-                experts = _OtherExperts(opened.experts, opened, made)
+                experts = _OtherExperts(opened.experts, opened, made, weights)
                 yield replace(opened, experts=experts, rounds=rounds)
             else:
                 yield opened
@@ -227,6 +231,10 @@ class _Run:
     together: Sequence[int]
     events: Events
     budget: Budget
+    codes: Mapping[str, Weights]  # readers of what was made of formats
+
+    def weights(self, form: str) -> Weights:
+        return self.codes.get(form, self.opened.weights)
 
     @property
     def lengths(self) -> list[int]:
@@ -377,7 +385,8 @@ def _all_changed(run: _Run, layer: Layer, chosen: Mapping[int, str]) -> Iterator
         for number, name in chosen.items():
             group = run.model.groups[number]
             if group.layer == layer.number and name != STAY:
-                opened = stack.enter_context(_changed(opened, layer, group, run.made[name]))
+                made, weights = run.made[name], run.weights(name)
+                opened = stack.enter_context(_changed(opened, layer, group, made, weights))
         yield opened
 
 
@@ -396,8 +405,14 @@ def _running(
     )  # fmt: skip
     budget = Budget.of(memory, sizes)
     together = [budget.experts(device) for device in devices]
-    with side.opened(lengths, folder, devices) as opened:
-        yield _Run(opened, model, made, tokens, together, events, budget)
+    with ExitStack() as stack:
+        opened = stack.enter_context(side.opened(lengths, folder, devices))
+        codes = {
+            name: stack.enter_context(closing(Weights(one.codes)))
+            for name, one in made.items()
+            if one.codes is not None
+        }
+        yield _Run(opened, model, made, tokens, together, events, budget, codes)
 
 
 def _one_layer(
@@ -426,7 +441,7 @@ def _one_layer(
                 target = _Part(following, place * run.total)
                 place += 1
             group, made = run.model.groups[pair[0]], run.made[pair[1]]
-            with _changed(run.opened, layer, group, made) as opened:
+            with _changed(run.opened, layer, group, made, run.weights(pair[1])) as opened:
                 run.through(opened, layer, states, target)
             error = _apart(following, target, run.total)
             if not isfinite(error):
