@@ -1,10 +1,10 @@
 """DeepSeek-V4 (Flash and Pro): compressed attention with an indexer, hyper-connections, experts in FP4.
 
-Names: left sides of conversion_mapping.py, "deepseek_v4", in transformers, and of the draft
-layers, which transformers ignores, sglang (models/deepseek_v4_nextn.py: `mtp.0.`). Which layers
-have what: `compress_ratios` (a compressor where it is above 0, an indexer where it is 4) and
-`num_hash_layers`, whose router looks experts up by token (`tid2eid`) and has no bias. What transformers
-itself saves begins with `model.`.
+Names: as vLLM (models/deepseek_v4/nvidia/model.py) and sglang (models/deepseek_v4.py, and
+deepseek_v4_nextn.py of the draft layers, `mtp.0.`) read them. Which layers have what: `compress_ratios`
+(a compressor where it is above 0, an indexer where it is 4) and `num_hash_layers`, whose router looks
+experts up by token (`tid2eid`) and has no bias. transformers 5.17 saves `kv_norm` as `norm`, behind
+`model.`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from qconvert.layouts._blocks import deepseek_dims, parts
 
 _NORMS = {"attn_norm": Kind.NORM, "ffn_norm": Kind.NORM}
 _ATTENTION = {
-    "wq_a": Kind.QUERY_DOWN, "wq_b": Kind.QUERY_UP, "wkv": Kind.LINEAR, "wo_a": Kind.LINEAR,
-    "wo_b": Kind.LINEAR, "norm": Kind.NORM, "attn_sink": Kind.BUFFER,
+    "wq_a": Kind.QUERY_DOWN, "wq_b": Kind.QUERY_UP, "wkv": Kind.KV_DOWN, "wo_a": Kind.LINEAR,
+    "wo_b": Kind.LINEAR, "kv_norm": Kind.NORM, "attn_sink": Kind.BUFFER,
 }  # fmt: skip
 # sglang builds compressors in BF16, whatever the quantization config says (models/deepseek_v4.py), as it
 # does the weights of an indexer.
