@@ -289,9 +289,9 @@ def test_every_code_at_every_distance(code: int) -> None:
         held = sizes[code & 7] * 2.0 ** (6 - distance) % 2.0**-9 == 0
         if not held:
             with pytest.raises(RowError, match="row 1 has MXFP4 exponents"):
-                run_op(MxToBlockFp8("F32"), ins)
+                run_op(MxToBlockFp8(), ins)
             continue
-        (codes, scale), _ = run_op(MxToBlockFp8("F32"), ins)
+        (codes, scale), _ = run_op(MxToBlockFp8(), ins)
         back = [
             buffer(TensorType("F8_E4M3", (2, 32)), codes),
             buffer(TensorType("F32", (1, 1)), scale),
@@ -311,7 +311,7 @@ def test_exponents_too_far_apart_name_the_tensor(tmp_path: Path) -> None:
 
 
 def test_blocks_of_zeros_have_a_scale_of_one() -> None:
-    (codes, scale), _ = run_op(MxToBlockFp8("F32"), _block([0, 254], 0))
+    (codes, scale), _ = run_op(MxToBlockFp8(), _block([0, 254], 0))
     assert set(codes) == {0}
     assert struct.unpack("<f", scale) == (1.0,)
 

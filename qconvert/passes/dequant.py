@@ -22,14 +22,11 @@ from qconvert.formats.mx.format import stacks
 from qconvert.formats.registry import check_from_source, encoded, unmixed
 from qconvert.ops.cast import DequantTo
 from qconvert.ops.rowwise import Decoder, FloatDecoder, with_overflow
-from qconvert.passes.replace_weights import replace_weights, sources_of
+from qconvert.passes.replace_weights import replace_weights, sources_of, with_experts_in
 from qconvert.plan.pass_options import options_of
 from qconvert.plan.plan import LogEntry, Plan
 
 STALE_RULE = "dequant: activation scales and shapes beside quantized weights"
-# DeepSeek-V4's own statement of what its experts are stored in; without it vLLM takes FP4
-# (models/deepseek_v41/amd/model.py).
-_EXPERTS = "expert_dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +92,7 @@ class Dequant:
         dropped = sources_of(plan, sorted(stale), STALE_RULE)
         entry = _counted(LogEntry(self.name, options_of(self), len(made), None), decoded, made)
         done = replace_weights(plan, entry, tensors, dropped=dropped)
-        if done.config.get(_EXPERTS) == "fp4":
-            done = replace(done, config={**done.config, _EXPERTS: "bf16"})
+        done = replace(done, config=with_experts_in(done.config, "bf16"))
         return done.sorted_as(decoded)
 
     def _decoded(self, name: str, stored: Stored, shape: Shape) -> Output:

@@ -387,7 +387,7 @@ class Relabel:
     def _fp8_of_mxfp4(self, plan: Plan, found: Mapping[str, Read]) -> Plan:
         """MXFP4 codes as E4M3 codes: beside DeepSeek-V4's FP8 layers under the same names, or alone."""
         beside = all(names[1].endswith(f".{MXFP4_BESIDE[1]}") for _, names in found.values())
-        op = MxToBlockFp8("F8_E8M0" if beside else "F32")
+        op = MxToBlockFp8()
         made: dict[str, Output] = {}
         taken = {name for _, names in found.values() for name in names}
         for module, (stored, _) in found.items():
@@ -407,10 +407,7 @@ class Relabel:
             left = with_fused_names(with_draft_names(plan, ignored_linears(plan, others)))
             config = fp8_config((_SIDE, _SIDE), left, exponents=False)
         note = "MXFP4 codes as the same numbers in E4M3"
-        done = self._planned(plan, {**others, **made}, config, len(found), note)
-        if done.config.get("expert_dtype") == "fp4":
-            done = replace(done, config={**done.config, "expert_dtype": "fp8"})
-        return done
+        return self._planned(plan, {**others, **made}, config, len(found), note)
 
 
 def _beside(plan: Plan, fp8: list[str]) -> dict[str, Fp8Block]:

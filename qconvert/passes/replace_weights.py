@@ -30,6 +30,17 @@ OF_CACHE_RULE = "elsewhere: scales of a KV cache, which no runtime reads beside 
 _STALE_FILES = (HF_QUANT_CONFIG, "quantize_config.json")
 
 
+# What DeepSeek-V4's experts are stored in; vLLM takes FP4 where nothing is stated
+# (models/deepseek_v4/quant_config.py).
+_EXPERTS, _STATED_IN = "expert_dtype", "deepseek_v4"
+
+
+def with_experts_in(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config that states what the experts are in, if its class asks for that."""
+    asked = _EXPERTS in config or config.get("model_type") == _STATED_IN
+    return {**config, **({_EXPERTS: dtype} if asked else {})}
+
+
 def replace_weights(
     plan: Plan,
     entry: LogEntry,
@@ -67,6 +78,9 @@ def replace_weights(
         files[f"{DESCRIPTION}.json"], block = description_of(tensors), None
     if block is not None:
         config = complete_ignore_lists({**config, "quantization_config": block}, ())
+        packed = any(output.type.dtype in ("I8", "U8") for output in tensors.values())
+        if block["quant_method"] == "fp8" and not packed:
+            config = with_experts_in(config, "fp8")
     if block is not None and block["quant_method"] == "modelopt":
         files[HF_QUANT_CONFIG] = hf_quant_config(config["quantization_config"])
     facts = {**plan.facts, **(facts or {})}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.errors import RowError
@@ -38,20 +38,19 @@ _INEXACT = 0x7F  # E4M3's NaN: no code becomes it
 
 @dataclass(frozen=True, slots=True)
 class MxToBlockFp8(EachRow, Exact):
-    """packed U8 or I8 [N, K/2] and exponents U8 or F8_E8M0 [N, K/32] -> F8_E4M3 [N, K] and scales
-    [ceil(N/128), ceil(K/128)] that multiply, in F32 or F8_E8M0.
+    """packed U8 or I8 [N, K/2] and exponents U8 or F8_E8M0 [N, K/32] -> F8_E4M3 [N, K] and scales F32
+    [ceil(N/128), ceil(K/128)] that multiply. Exponents would be smaller, and vLLM takes those of
+    DeepSeek-V4's FP8 experts for numbers (models/deepseek_v4/nvidia/model.py, load_weights).
 
     Raises PlanError where types do not fit, RowError for a NaN exponent, for exponents in a block that
     spread too far, and for a scale that is no normal number.
     """
 
-    scale: Literal["F32", "F8_E8M0"]
-
     def infer(self, *args: TensorType) -> tuple[TensorType, ...]:
         (decoded,) = DequantMxfp4().infer(*args)
         rows, columns = decoded.shape
         grid = ceil_div(rows, _SIDE), ceil_div(columns, _SIDE)
-        return TensorType("F8_E4M3", decoded.shape), TensorType(self.scale, grid)
+        return TensorType("F8_E4M3", decoded.shape), TensorType("F32", grid)
 
     def row_step(self, *args: TensorType) -> int:
         return _SIDE
@@ -102,10 +101,7 @@ class MxToBlockFp8(EachRow, Exact):
 
         if not 1 <= exponent <= 254:
             raise RowError(row, f"needs a scale of 2^{exponent - 127}, which is no normal float32")
-        if self.scale == "F8_E8M0":
-            array(out.data, np.uint8, (out.type.numel,))[at] = exponent
-        else:
-            array(out.data, np.float32, (out.type.numel,))[at] = 2.0 ** (exponent - 127)
+        array(out.data, np.float32, (out.type.numel,))[at] = 2.0 ** (exponent - 127)
 
 
 @cache
