@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from loaders.recorded_tables import (
 )
 
 from qconvert.runtimes.classes.expressions import Sizes
+from qconvert.runtimes.classes.record import record_of
 from qconvert.runtimes.loader.server.record import (
     Shapes,
     code_of,
@@ -100,6 +101,7 @@ def test_sizes_become_expressions() -> None:
     assert find((32, 32, 90)) == "hidden_size+num_attention_heads*head_dim"
     assert find((1, 1, 1)) == 1
     assert find((17, 3, 1)) == ""
+    assert find((12, 60, 56)) == "hidden_size*head_dim//num_attention_heads"
     assert Expressions(keys).split((14, 22, 34), (8, 6)) == ["hidden_size", "head_dim"]
 
 
@@ -198,7 +200,7 @@ def test_stacks_of_experts_under_other_names_have_another_form(tmp_path: Path) -
     assert f"{at}.input_linear.weight" not in shapes
 
 
-def _facts(config: dict[str, int], *, bias: bool = False) -> dict[str, Any]:
+def _facts(config: Mapping[str, Any], *, bias: bool = False) -> dict[str, Any]:
     """A class of two layers, each with a linear, and a norm before and a head behind them."""
     hidden, rows = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
     modules: list[dict[str, Any]] = [{"name": "layers", "kind": "list", "length": 2}]
@@ -248,6 +250,52 @@ def test_a_table_has_an_entry_for_each_kind_of_module() -> None:
     assert found["layers"] == {"layers": "num_hidden_layers"}
     assert found["unknown"] == {"top": {"": "error"}, "linear": {"": "warn", "bias": "silent"}}
     assert json.loads(written(found)) == found
+
+
+def test_a_size_of_each_layer_is_a_list_of_the_config() -> None:
+    """Of what the layers have in it, whatever else the list holds."""
+    configs: list[dict[str, Any]] = [
+        {**config, "ratios": [at, 9, 0]} for at, config in zip((5, 7, 3), _CONFIGS, strict=True)
+    ]
+    sets = []
+    for config in configs:
+        facts = _facts(config)
+        facts["parameters"]["layers.0.ape"] = {"shape": [config["ratios"][0]], "pieces": []}
+        sets.append((config, facts))
+    found = table(Recorded(sets, None, []))["modules"]
+    assert [one["shape"] for one in found if one["name"].endswith("ape")] == [["ratios[layer]"]]
+    assert Sizes(configs[1], {}).of("ratios[layer]", 0) == 7
+
+
+def test_a_parameter_larger_than_its_tensor_is_padded() -> None:
+    """Of heads that two ranks divide, each in a parameter of 64."""
+    sets, halves = list[Any](), list[Any]()
+    for config in _CONFIGS:
+        heads, facts = config["num_attention_heads"], _facts(config)
+        facts["stored"] = {"sink": [heads]}
+        for count, kept in ((heads, sets), (heads // 2, halves)):
+            piece = {"tensor": "sink", "into": [[0, count]], "out": [[0, count]], "order": "same"}
+            own = {"shape": [64], "pieces": [piece]}
+            kept.append((config, {**facts, "parameters": {**facts["parameters"], "sink": own}}))
+    sink = table(Recorded(sets, halves[0][1], []))["modules"][-1]
+    assert (sink["name"], sink["shape"], sink["padded"]) == ("sink", ["num_attention_heads"], 64)
+    assert sink["cut"] == 0
+    assert table(Recorded(sets, sets[0][1], []))["modules"][-1]["cut"] is None
+
+
+def test_patterns_of_names_are_those_of_a_setting() -> None:
+    """A class may have others for a word of its config; a name that has none stays."""
+    plain, other = ([[r"\.scale$", f".{leaf}"]] for leaf in ("weight_scale", "weight_scale_inv"))
+    base = Recorded([(c, {**_facts(c), "patterns": plain}) for c in _CONFIGS], None, [])
+    under = Recorded([(_CONFIGS[0], {**_facts(_CONFIGS[0]), "patterns": other})], None, [])
+    found = under_settings(table(base), [({"dtype": "fp8"}, table(under))], {"dtype": "fp4"})
+    assert found["patterns"] == plain
+    assert found["otherwise"] == {'dtype="fp8"': {"patterns": other}}
+    about = {"runtime": "vllm", "version": "1", "architecture": "A", "model_type": "a"}
+    record = record_of({**about, **found, "defaults": {"dtype": None}})
+    assert record.under(Sizes({"dtype": "fp4"}, {})).leaf("a.scale") == "weight_scale"
+    assert record.under(Sizes({"dtype": "fp8"}, {})).leaf("a.scale") == "weight_scale_inv"
+    assert record.leaf("a.scales") == "scales"
 
 
 def test_what_a_setting_changes_says_when() -> None:

@@ -50,6 +50,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v3": {"head_dim": 32},
     "deepseek_v32": {"head_dim": 32, "num_key_value_heads": 4},
+    "deepseek_v4": {"num_key_value_heads": 1},
     # Its config counts attention and MLP of a layer apart.
     "dory": {
         "num_hidden_layers": 8, "n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2,

@@ -34,14 +34,13 @@ if __name__ == "__main__":  # the tests' modules are found from their folder
 
 from loaders.agreement import config_of, disagreements, headers, once
 from loaders.client import PYTHON, Rank, Server, version_of
-from loaders.published import FAMILIES
+from loaders.published import TYPES
 from loaders.recorded_tables import written
 from loaders.small_models import (
     COMMANDS,
     DRAFT,
     LIKE,
     MODELS,
-    PUBLISHED_IN,
     commands_of,
     is_draft,
     made,
@@ -170,8 +169,7 @@ def tables(runtime: str) -> dict[Path, list[str]]:
             named = own if own in LIKE else model_type
             named += DRAFT if file.stem.endswith(DRAFT) else ""
             others = [one for one, (of, own) in MODELS.items() if own and of == named]
-            types = PUBLISHED_IN if named in FAMILIES else ()
-            found[file] = [named, *others, *(named + one for one in types)]
+            found[file] = [named, *others, *(named + one for one in TYPES.get(named, ()))]
     return found
 
 

@@ -21,7 +21,7 @@ from qconvert.runtimes.vllm import simulator as vllm
 
 _DTYPES = {
     "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int32": "I32",
-    "int64": "I64", "uint8": "U8", "int8": "I8",
+    "int64": "I64", "uint8": "U8", "int8": "I8", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
 # Below these shares the harness takes bytes that no tensor came to for chance (held.py).
 _BY_CHANCE = {"F8_E4M3": 0.05, "U8": 0.05, "I8": 0.05}

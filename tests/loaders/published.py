@@ -42,10 +42,12 @@ def numbers(name: str, *shape: int) -> Array:
 
 @dataclass
 class Parts:
-    """Tensors by name; linears in block FP8, if `fp8`; routed experts of `inner` rows."""
+    """Tensors by name; linears in block FP8, if `fp8`, with scales that are `exponents` as DeepSeek-V4
+    names them; routed experts of `inner` rows."""
 
     fp8: bool
     inner: int = 512
+    exponents: bool = False
     tensors: dict[str, Tensor] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)  # modules of matrices that stay bf16
 
@@ -71,7 +73,22 @@ class Parts:
         grid = -(-rows // BLOCK), -(-columns // BLOCK)
         scales = 0.002 * np.exp(random.standard_normal(grid))
         self.tensors[name] = Tensor("F8_E4M3", (rows, columns), codes.tobytes())
+        if self.exponents:
+            powers = random.integers(116, 120, grid, np.uint8)
+            self.tensors[f"{module}.scale"] = Tensor("F8_E8M0", grid, powers.tobytes())
+            return
         self.tensors[f"{name}_scale_inv"] = Tensor("F32", grid, scales.astype("<f4").tobytes())
+
+    def mxfp4(self, module: str, rows: int, columns: int) -> None:
+        """Experts of DeepSeek-V4, of which there are none in BF16."""
+        if not self.fp8:
+            self.plain(module, rows, columns)
+            return
+        random = np.random.default_rng(zlib.crc32(module.encode()))
+        codes = random.integers(0, 256, (rows, columns // 2), np.uint8)
+        powers = random.integers(116, 120, (rows, columns // 32), np.uint8)
+        self.tensors[f"{module}.weight"] = Tensor("I8", codes.shape, codes.tobytes())
+        self.tensors[f"{module}.scale"] = Tensor("F8_E8M0", powers.shape, powers.tobytes())
 
     def mlp(self, at: str, inner: int = INNER) -> None:
         self.linear(f"{at}.gate_proj", inner, HIDDEN)
@@ -325,15 +342,107 @@ def _glm4_moe(parts: Parts, name: str, experts: int) -> Config:
             "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 1e6}  # fmt: skip
 
 
+def _deepseek_v4(parts: Parts, name: str, experts: int) -> Config:
+    """Two layers without compressed attention and with hashed routers, one of each kind that compresses,
+    and a draft; experts in MXFP4 where linears are FP8."""
+    parts.exponents = True
+    heads, head, low, groups, rank, hyper = HEADS, 512, 128, 2, 128, 4
+    ratios, hashed = (0, 0, 4, 128), 2
+    mixed = (2 + hyper) * hyper
+
+    def scored(at: str, block: str, rows: int, inputs: int) -> None:
+        for end, shape in {"fn": (rows, inputs), "base": (rows,), "scale": (3,)}.items():
+            parts.float32(f"{at}hc_{block}_{end}", *shape)
+
+    def compressor(at: str, ratio: int, size: int) -> None:
+        rows = size * (2 if ratio == 4 else 1)
+        parts.float32(f"{at}.ape", ratio, rows)
+        parts.plain(f"{at}.norm", size)
+        parts.plain(f"{at}.wgate", rows, HIDDEN)
+        parts.plain(f"{at}.wkv", rows, HIDDEN)
+
+    def block(at: str, ratio: int) -> None:
+        for end in ("attn", "ffn"):
+            parts.plain(f"{at}.{end}_norm", HIDDEN)
+            scored(f"{at}.", end, mixed, hyper * HIDDEN)
+        attention = f"{at}.attn"
+        parts.float32(f"{attention}.attn_sink", heads)
+        parts.plain(f"{attention}.q_norm", low)
+        parts.plain(f"{attention}.kv_norm", head)
+        parts.linear(f"{attention}.wq_a", low, HIDDEN)
+        parts.linear(f"{attention}.wq_b", heads * head, low)
+        parts.linear(f"{attention}.wkv", head, HIDDEN)
+        parts.linear(f"{attention}.wo_a", groups * rank, heads * head // groups)
+        parts.linear(f"{attention}.wo_b", HIDDEN, groups * rank)
+        if ratio:
+            compressor(f"{attention}.compressor", ratio, head)
+        if ratio == 4:
+            indexer = f"{attention}.indexer"
+            parts.linear(f"{indexer}.wq_b", 2 * 128, low)
+            parts.plain(f"{indexer}.weights_proj", 2, HIDDEN)
+            compressor(f"{indexer}.compressor", ratio, 128)
+        sizes = {
+            "w1": (parts.inner, HIDDEN),
+            "w2": (HIDDEN, parts.inner),
+            "w3": (parts.inner, HIDDEN),
+        }
+        parts.plain(f"{at}.ffn.gate", experts, HIDDEN)
+        for end, (rows, columns) in sizes.items():
+            parts.linear(f"{at}.ffn.shared_experts.{end}", rows, columns)
+            for expert in range(experts):
+                parts.mxfp4(f"{at}.ffn.experts.{expert}.{end}", rows, columns)
+
+    parts.plain("embed", VOCAB, HIDDEN)
+    parts.plain("head", VOCAB, HIDDEN)
+    parts.plain("norm", HIDDEN)
+    for at in ("", "mtp.0."):
+        parts.float32(f"{at}hc_head_fn", hyper, hyper * HIDDEN)
+        parts.float32(f"{at}hc_head_base", hyper)
+        parts.float32(f"{at}hc_head_scale", 1)
+    for layer, ratio in enumerate(ratios):
+        block(f"layers.{layer}", ratio)
+        if layer < hashed:
+            chosen = np.arange(2 * VOCAB, dtype="<i8") % experts
+            gate = f"layers.{layer}.ffn.gate"
+            parts.tensors[f"{gate}.tid2eid"] = Tensor("I64", (VOCAB, 2), chosen.tobytes())
+        else:
+            parts.float32(f"layers.{layer}.ffn.gate.bias", experts)
+    block("mtp.0", 0)
+    parts.float32("mtp.0.ffn.gate.bias", experts)
+    for norm in ("enorm", "hnorm", "norm"):
+        parts.plain(f"mtp.0.{norm}", HIDDEN)
+    for linear in ("e_proj", "h_proj"):
+        parts.linear(f"mtp.0.{linear}", HIDDEN, HIDDEN)
+    scaling = {"type": "yarn", "rope_type": "yarn", "factor": 16, "rope_theta": 10000, "beta_fast": 32,
+               "beta_slow": 1, "original_max_position_embeddings": 4096}  # fmt: skip
+    return {
+        **_COMMON, "model_type": name, "architectures": ["DeepseekV4ForCausalLM"],
+        "num_key_value_heads": 1, "num_hidden_layers": len(ratios), "num_nextn_predict_layers": 1,
+        "compress_ratios": [*ratios, 0], "num_hash_layers": hashed, "head_dim": head,
+        "qk_rope_head_dim": 64, "q_lora_rank": low, "o_lora_rank": rank, "o_groups": groups,
+        "index_head_dim": 128, "index_n_heads": 2, "index_topk": 16, "sliding_window": 128,
+        "hc_mult": hyper, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20, "expert_dtype": "fp4",
+        "moe_intermediate_size": parts.inner, "n_routed_experts": experts, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "norm_topk_prob": True, "topk_method": "noaux_tc",
+        "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.5, "swiglu_limit": 10.0,
+        "rope_theta": 10000.0, "compress_rope_theta": 160000.0, "rope_scaling": scaling,
+        "attention_bias": False,
+    }  # fmt: skip
+
+
 _FAMILIES: dict[str, Callable[[Parts, str, int], Config]] = {
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _qwen_gdn
     ),
     "qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3, "glm4_moe": _glm4_moe,
-    "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_vl_moe": _qwen3_vl_moe, "deepseek_v4": _deepseek_v4,
 }  # fmt: skip
-# Of which the tests try every form; Qwen3-VL is Qwen3-MoE behind a tower.
-FAMILIES = tuple(name for name in _FAMILIES if name != "qwen3_vl_moe")
+# Of which the tests try every form: Qwen3-VL is Qwen3-MoE behind a tower, and DeepSeek-V4 has one form.
+FAMILIES = tuple(name for name in _FAMILIES if name not in ("qwen3_vl_moe", "deepseek_v4"))
+# What a name of a family adds for the types that it is published in.
+TYPES = {**dict.fromkeys(FAMILIES, (".bf16", ".fp8")), "deepseek_v4": (".fp8",)}
+# Rows of an expert that ranks divide in whole tiles of its kernels.
+_INNER = {"deepseek_v4": 1024}
 
 
 def published(
@@ -342,11 +451,12 @@ def published(
     fp8: bool = False,
     stacked: bool = False,
     experts: int = 4,
-    inner: int = INNER,
+    inner: int = 0,
 ) -> Model:
     """A checkpoint of a family. `fp8`: linears in blocks of 128 x 128, as its authors publish them.
     `stacked`: experts in 3-D tensors, as the bf16 releases of Qwen3.5 have them. `inner`: rows of
     routed experts' gates; Qwen's shared experts keep theirs."""
+    inner = inner or _INNER.get(family, INNER)
     parts = Parts(fp8, inner)
     config = _FAMILIES[family](parts, family, experts)
     for level in (config, config.get("text_config", {})):
@@ -357,7 +467,9 @@ def published(
     if fp8:
         block: Config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                          "weight_block_size": [BLOCK, BLOCK]}  # fmt: skip
-        if family != "deepseek_v3":
+        if family == "deepseek_v4":
+            block["scale_fmt"] = "ue8m0"
+        elif family != "deepseek_v3":
             # sglang asks for its own fused names too.
             fused = [f"{module}a" for module in parts.kept if module.endswith("in_proj_b")]
             block["modules_to_not_convert"] = [*parts.kept, *fused]

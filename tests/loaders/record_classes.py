@@ -53,7 +53,7 @@ from loaders.recorded_tables import (
     unknown_of,
     written,
 )
-from loaders.small_models import AS_PUBLISHED, DRAFTS, GIVEN, LIKE, NAMES, PUBLISHED, SIZES
+from loaders.small_models import AS_PUBLISHED, CHOICES, DRAFTS, GIVEN, LIKE, NAMES, PUBLISHED, SIZES
 from qconvert.core.versions import RELEASES
 from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.record import DRAFT_BLOCKS, what_differs, whole
@@ -129,7 +129,8 @@ class Writer:
         config = sized(self.model_type, given, sizes, number, fixed, head_dim=self.head_dim)
         if changed:
             config = _changed(config, changed)
-        counted = {key: value for key, value in changed.items() if key == _NEXT}
+        choices = (_NEXT, *CHOICES.get(self.model_type, ()))
+        counted = {key: value for key, value in changed.items() if key in choices}
         keys = {**_published(self), **DRAFTS.get(self.model_type, {}), **counted}
         for key in without:
             keys.pop(key, None)
@@ -362,7 +363,7 @@ def _with_sizes(
 
 def settings(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Settings to try beside those of a config: each boolean the other way, also of a draft's own block,
-    what may be null as null."""
+    what may be null as null, other words."""
     text = config.get("text_config", config)
     for key, value in {**text, **config, **_of_blocks(config)}.items():
         if isinstance(value, bool) and key not in _IDLE:
@@ -370,6 +371,8 @@ def settings(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for key in _NULLABLE:
         if isinstance(text.get(key), int):
             yield {key: None}
+    for key, others in CHOICES.get(str(config.get("model_type")), {}).items():
+        yield from ({key: other} for other in others)
 
 
 def _of_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -410,7 +413,9 @@ def _under(
     return made
 
 
-_ALL = ("code", "modules", "parameters", "unread", "aliases", "probes", "renames", "packed")
+_ALL = (
+    "code", "modules", "parameters", "unread", "aliases", "probes", "renames", "patterns", "packed",
+)  # fmt: skip
 
 
 def same_as(writer: Writer, server: Server, runtime: str) -> str:
@@ -459,6 +464,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
     found = under_settings(found, others, values, untied=base.untied)
     found |= _of_next_layers(writer, server, runtime, found, config)
     found |= _of_a_tied_head(writer, server, runtime, found)
+    choices = (_NEXT, *CHOICES.get(writer.model_type, ()))
     return {
         "runtime": runtime, "version": version_of(runtime),
         "architecture": config["architectures"][0], "model_type": config["model_type"],
@@ -466,7 +472,7 @@ def record_of(writer: Writer, server: Server, runtime: str) -> dict[str, Any]:
         **_instead(writer, server, runtime, found), "settings_unbuilt": unbuilt,
         "asks": [*_asked_for(writer, server, runtime, facts)], **found,
         "defaults": {
-            **({_NEXT: None} if _NEXT in found["flags"] else {}),
+            **{key: None for key in choices if key in found["flags"]},
             **defaults(writer.model_type, found), **DRAFTS.get(writer.model_type, {}),
             **_own_defaults(writer, server, runtime, found, facts),
         },
@@ -642,7 +648,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _built(facts: Mapping[str, Any]) -> str:
-    parts = {key: facts[key] for key in ("modules", "parameters", "unread", "aliases")}
+    parts = {key: facts[key] for key in ("modules", "parameters", "unread", "aliases", "patterns")}
     return json.dumps(parts, sort_keys=True)
 
 

@@ -70,8 +70,9 @@ class Expressions:
     keys: Sequence[Mapping[str, int]]
     _known: dict[tuple[int, ...], str] = field(default_factory=dict)
     _products: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
-    # Of keys that differ by set: what sums of three are made of.
+    # Of keys that differ by set: what sums of three are made of, and what products are divided by.
     _telling: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    _single: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     _found: dict[tuple[int, ...], str | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,7 +89,8 @@ class Expressions:
             if len(set(one)) > 1 and len(set(two)) > 1:
                 self._telling.append(pairs[-1])
         self._products = [*single, *pairs]
-        self._telling[:0] = [(values, text) for values, text in single if len(set(values)) > 1]
+        self._single = [(values, text) for values, text in single if len(set(values)) > 1]
+        self._telling[:0] = self._single
         several = [
             (tuple(times * v for v in values), f"{times}*{text}")
             for times in (2, 3, 4)
@@ -135,7 +137,7 @@ class Expressions:
                 return f"{text}+{self._known[rest]}"
             if len(set(rest)) == 1 and 0 < rest[0] <= 4:
                 return f"{text}+{rest[0]}"
-        return self._sum_of_three(wanted)
+        return self._sum_of_three(wanted) or self._part_of_two(wanted)
 
     def _sum_of_three(self, wanted: tuple[int, ...]) -> str:
         """A sum of two telling expressions and a known one: compared as single numbers, of which some
@@ -150,6 +152,15 @@ class Expressions:
                     rest = tuple(w - a - b for w, a, b in zip(wanted, one, two, strict=True))
                     if rest in self._known:
                         return f"{left}+{right}+{self._known[rest]}"
+        return ""
+
+    def _part_of_two(self, wanted: tuple[int, ...]) -> str:
+        """A product that a key divides."""
+        products = {values: text for values, text in reversed(self._products) if "*" in text}
+        for one, text in self._single:
+            whole = tuple(w * a for w, a in zip(wanted, one, strict=True))
+            if whole in products:
+                return f"{products[whole]}//{text}"
         return ""
 
     def split(self, total: Sequence[int], first: Sequence[int]) -> list[str]:
@@ -280,6 +291,13 @@ def _things(facts: Facts) -> dict[str, Entry]:
             "dtype": facts["dtypes"].get(name, "model"), "loads": bool(held["pieces"]),
             **({"buffer": True} if held.get("buffer") else {}),
         }  # fmt: skip
+        whole = [one for one in held["pieces"] if one["tensor"] is not None]
+        if (
+            len(held["shape"]) == 1
+            and len(whole) == 1
+            and whole[0]["into"] != [[0, *held["shape"]]]
+        ):
+            entry["padded"] = held["shape"][0]
         found[name] = entry
     return found
 
@@ -535,6 +553,7 @@ def table(recorded: Recorded) -> dict[str, Any]:
         **({"refused": sorted(refused)} if refused else {}),
         **({} if recorded.needs_experts is None else {"needs_experts": recorded.needs_experts}),
         **({} if facts.get("caches", True) else {"caches": False}),
+        **({"patterns": facts["patterns"]} if facts.get("patterns") else {}),
         **({"first": {base: count_key(base, first, config) for base, first in patterns.firsts.items()}}
            if patterns.firsts else {}),
         "layers": layers, "packed": facts["packed"], "renames": facts["renames"],
@@ -620,9 +639,13 @@ def _entry(
             made[key] = [""] * len(value) if isinstance(value, list) else ""
         elif isinstance(value, list):
             columns = zip(*there, strict=False)
-            made[key] = [expressions.find(column) for column in columns]
+            made[key] = [
+                expressions.find(column) or _listed(column, group, recorded) for column in columns
+            ]
         else:
             made[key] = expressions.find(there)
+    if "padded" in made:
+        made["shape"] = [expressions.find(_filled(group, recorded))]
     made |= _cut(group, recorded) | _under_methods(group, recorded)
     when = recorded.reads.get(starred_name(made.get("asked") or ""))
     made |= {"reads": when} if when else {}
@@ -641,6 +664,32 @@ def _entry(
     made |= _variant_of(base, kinds, [w[0] for w in group.where if w])
     stage = _stage(group, recorded)
     return made | ({"stage": stage} if stage else {})
+
+
+def _filled(group: _Group, recorded: Recorded) -> list[int]:
+    """Numbers of the tensor that fills part of a padded parameter, at each set of sizes."""
+    facts = recorded.sets[0][1]
+    patterns, at = patterns_of(facts), (group.pattern, group.where[0])
+    held = next(held for name, held in facts["parameters"].items() if patterns.of(name) == at)
+    tensor = held["pieces"][0]["tensor"]
+    return [other["stored"][tensor][0] for _, other in recorded.sets]
+
+
+def _listed(sizes: Sequence[int], group: _Group, recorded: Recorded) -> str:
+    """A list of each config that has these sizes for all layers of a group, "" where none has."""
+    layers = {where[0] for where in group.where if where}
+    configs = [config.get("text_config", config) for config, _ in recorded.sets]
+    if not layers or len(configs) < len(sizes) or len(sizes) < 2:
+        return ""
+    for key, value in configs[0].items():
+        there = [config.get(key) for config in configs]
+        if isinstance(value, list) and all(
+            isinstance(values, list)
+            and all(values[layer : layer + 1] == [size] for layer in layers)
+            for values, size in zip(there, sizes, strict=True)
+        ):
+            return f"{key}[layer]"
+    return ""
 
 
 def _variant_of(
@@ -694,6 +743,9 @@ def _cut(group: _Group, recorded: Recorded) -> Entry:
         )
         if name not in two["parameters"]:
             return {"cut": None}
+        if "padded" in group.entry:
+            ends = (facts["parameters"][name]["pieces"][0]["out"] for facts in (whole, two))
+            return {"cut": None if next(ends) == next(ends) else 0}
         pairs = zip(
             whole["parameters"][name]["shape"], two["parameters"][name]["shape"], strict=True
         )
@@ -886,8 +938,8 @@ def under_settings(
         ]
     for changed, other in others:
         ((name, value),) = changed.items()
-        for key in ("passed", "tied", "variants"):
-            if other[key] != base[key]:
+        for key in ("passed", "patterns", "tied", "variants"):
+            if other.get(key) != base.get(key):
                 found.setdefault("otherwise", {}).setdefault(f"{name}={json.dumps(value)}", {})[
                     key
                 ] = other[key]

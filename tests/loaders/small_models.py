@@ -56,6 +56,9 @@ def _sections(share: float, *of_sets: Sequence[int]) -> Mapping[str, Any]:
     return {"rope_parameters": tuple({**rope, "mrope_section": [*one]} for one in of_sets)}
 
 
+_ATTENTIONS = (
+    "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention",
+)  # fmt: skip
 _FIRST_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 _MHA: Mapping[str, Any] = {"num_key_value_heads": None}
 SIZES: Mapping[str, Mapping[str, Any]] = {
@@ -74,6 +77,16 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     },
     "falcon_h1": {"mamba_d_ssm": (256, 384, 480)}, "gptj": {"rotary_dim": 16},
     "hy_v4": {"hc_mult": (4, 2, 3)},
+    # Every kind of attention with each kind of router, the hashed first; sizes that kernels take.
+    "deepseek_v4": {
+        "num_hidden_layers": 6,
+        "layer_types": [*_ATTENTIONS, *reversed(_ATTENTIONS)],
+        "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 3,
+        "head_dim": 512, "partial_rotary_factor": (0.25, 0.125, 0.5), "index_head_dim": 128,
+        "num_key_value_heads": (1, 1, 1),
+        "hc_mult": (4, 2, 3), "o_groups": (4, 2, 2), "o_lora_rank": (40, 88, 72),
+        "num_experts_per_tok": (2, 5, 4),
+    },
     # Other heads in other layers, as published.
     "laguna": {"num_attention_heads_per_layer": ([8, 6] * 2, [6, 9] * 2, [10, 5] * 2)},
     "mamba2": {
@@ -137,6 +150,13 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
     },
     "deepseek_v3": _DEEPSEEK_V3, "deepseek_v32": _DEEPSEEK_V3,
+    "deepseek_v4": {
+        "topk_method": "noaux_tc", "expert_dtype": "fp4",
+        "rope_scaling": {
+            "type": "yarn", "rope_type": "yarn", "factor": 16, "rope_theta": 10000, "beta_fast": 32,
+            "beta_slow": 1, "original_max_position_embeddings": 4096,
+        },
+    },
     "glm_moe_dsa": {**_DEEPSEEK_V3, "num_nextn_predict_layers": 0},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh"}, "glm4_moe": {"head_dim": 64},
     "glm4_moe_lite": {
@@ -215,6 +235,8 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     },
     **{name: {"full_attention_interval": 2} for name in GDN},
 }  # fmt: skip
+# Other words that published configs of a class state for keys of `PUBLISHED`, which it looks at.
+CHOICES: Mapping[str, Mapping[str, Sequence[str]]] = {"deepseek_v4": {"expert_dtype": ("fp8",)}}
 # What published configs of classes with a draft model state of it.
 DRAFTS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"num_nextn_predict_layers": 1} for name in ("deepseek_v3", "glm4_moe")},
@@ -228,6 +250,10 @@ NAMES: Mapping[str, Mapping[str, str | None]] = {
         "llava_onevision", "paligemma",
     ), _TOWER_NAMES),
     "DeepseekForCausalLM": {r"\.e_score_correction_bias$": None},
+    "deepseek_v4": {
+        r"^model\.": "", r"^embed_tokens\.": "embed.", r"^hc_head\.hc_": "hc_head_",
+        r"\.attn\.norm\.": ".attn.kv_norm.",
+    },
     "kimi_k25": {
         r"^language_model\.model\.blocks\.": "language_model.model.layers.",
         r"^lm_head\.": "language_model.lm_head.", r"^model\.mm_projector\.": "mm_projector.",
@@ -264,6 +290,17 @@ def _gemma4(config: dict[str, Any]) -> None:
     text["num_global_key_value_heads"] = layer["num_key_value_heads"]
 
 
+_RATIOS = dict(zip(_ATTENTIONS, (0, 128, 4), strict=True))
+
+
+def _deepseek_v4(config: dict[str, Any]) -> None:
+    """Kinds of layers as a ratio each and a number of hashed routers; the size that is rotated."""
+    config["compress_ratios"] = [_RATIOS[kind] for kind in config.pop("layer_types")]
+    config["num_hash_layers"] = config.pop("mlp_layer_types").count("hash_moe")
+    for key in ("compress_rates", "rope_parameters", "partial_rotary_factor"):
+        del config[key]
+
+
 def _kimi_k25(config: dict[str, Any]) -> None:
     """Names of the model's own code. Its published tower has other keys, and the sizes that the runtimes
     take by default."""
@@ -287,7 +324,7 @@ def _kimi_k25(config: dict[str, Any]) -> None:
 # What a config of transformers 5 becomes in the published form, where it has other keys.
 AS_PUBLISHED: Mapping[str, Callable[[dict[str, Any]], None]] = {
     "exaone4_5": lambda c: c["text_config"].update(sliding_window_pattern="LLLG"),
-    "gemma4": _gemma4, "kimi_k25": _kimi_k25,
+    "deepseek_v4": _deepseek_v4, "gemma4": _gemma4, "kimi_k25": _kimi_k25,
 }  # fmt: skip
 COMMANDS = (
     "as saved", "text", "experts stack", "experts unstack", "fuse --for sglang", "unfuse", "fp8",
@@ -314,6 +351,12 @@ OF_PUBLISHED = (
     "w4a16 --rtn --packing gptq", "w4a16 --rtn --packing gptq --targets Linear",
     "nvfp4 --dialect compressed-tensors --targets Linear", "nvfp4 --dialect modelopt",
     "nvfp4 --dialect modelopt --targets Linear", "nvfp4 --dialect modelopt --kv-scale 1",
+)  # fmt: skip
+# What users do with DeepSeek-V4, FP8 beside MXFP4.
+OF_MIXED = (
+    "as saved", "relabel --to fp8", "relabel --to nvfp4 --dialect modelopt --input-scale 0.5",
+    "dequant", "dequant then w4a16 --rtn", "dequant then fp8",
+    "dequant then nvfp4 --dialect modelopt",
 )  # fmt: skip
 # Commands that refuse a class, each with a part of what it says; any other refusal is an error, and so
 # is one of these that is no more. The first that names a class and a command counts.
@@ -421,6 +464,8 @@ def commands_of(model: str) -> tuple[str, ...]:
     """The commands whose results are compared with the loaders."""
     if model.removesuffix(DRAFT) in DRAFTS_ALONE:
         return tuple(dict.fromkeys((*COMMANDS, *FURTHER, *OF_PUBLISHED)))
+    if model == "deepseek_v4.fp8":
+        return OF_MIXED
     return OF_PUBLISHED if model.endswith(PUBLISHED_IN) else (*COMMANDS, *FURTHER)
 
 

@@ -7,13 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from qconvert.core.dtypes import TensorType
+from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.roles import EXPERT_COUNTS
 from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.record import LINEARS, Module, Record, Variant, holds
 from qconvert.runtimes.loading.building import RankBuild, divided
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
-from qconvert.runtimes.loading.parameters import Convolution, Parameter, Sharded, Whole
+from qconvert.runtimes.loading.parameters import (
+    Convolution,
+    Padded,
+    Parameter,
+    Sharded,
+    Whole,
+)
 from qconvert.runtimes.loading.schemes import Scheme, Unquantized
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated
 
@@ -514,7 +520,13 @@ def _add_parameter(
         return
     setting = build.setting
     dtype = _dtype(build, module)
-    if module.cut is None:
+    if module.padded > 1:
+        share = divided(shape[0], setting.tp, name)
+        held = ceil_div(share, module.padded) * module.padded
+        if held > 2 * module.padded:
+            raise NotSimulated(f"{name}: {share} heads of a rank, for which no kernel is known")
+        made = Parameter(dtype, (held,), Padded(share, setting.tp))
+    elif module.cut is None:
         made = Parameter(dtype, tuple(shape), Whole())
     else:
         shape = [*shape]

@@ -213,7 +213,7 @@ class RecordedNames:
     def _of_module(
         self, name: Name, numbers: Sequence[int], tensor: str, stored: TensorType
     ) -> Found:
-        to, leaf = filled(name.to, numbers), tensor.rpartition(".")[2]
+        to, leaf = filled(name.to, numbers), self.record.leaf(tensor)
         parameter = f"{to}.{leaf}"
         if self._elsewhere(name, numbers, parameter):
             return PASSED

@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 from qconvert.checkpoint.quantization_config import Entries
 from qconvert.core.dtypes import TensorType
 from qconvert.core.names import KV_SCALES
+from qconvert.core.patterns import compiled
 from qconvert.core.shown import count
 from qconvert.core.versions import RELEASES
 from qconvert.runtimes.classes.expressions import Sizes
@@ -71,7 +72,7 @@ class Module:
     parameter, in `parts`. `loads`: a checkpoint has it; `in_parts`: a tensor fills several parts of it,
     which the class takes apart itself; `undivided`: methods of quantization under which every rank has
     all of it; `reads`: the class reads its `weight` while it builds, or once all is loaded; `buffer`: it
-    has a value without a checkpoint."""
+    has a value without a checkpoint; `padded`: to a multiple of so many, which the class fills."""
 
     name: str
     kind: ModuleKind
@@ -92,6 +93,7 @@ class Module:
     undivided: tuple[str, ...] = ()
     reads: Literal["", "build", "load"] = ""
     buffer: bool = False
+    padded: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +134,12 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Mapper:
-    """Replacements in names: `parts` anywhere, `starts` and `ends`."""
+    """Replacements in names: `patterns`, then `parts` anywhere, `starts` and `ends`."""
 
     starts: Pairs = ()
     parts: Pairs = ()
     ends: Pairs = ()
+    patterns: Pairs = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,8 @@ class Record:
     `needs_experts`: it refuses a stage without experts, None where that was not tried;
     `asks`: keys that a config must state; `caches`: it takes scales of a cache that lie beside a
     projection of keys or values; `alone`: it is of a draft in a folder of its own; `instead`: sizes that
-    it takes for those that a config leaves out (`Sizes`)."""
+    it takes for those that a config leaves out (`Sizes`); `patterns`: what it replaces in names of
+    tensors, where that tells which parameter of a module one is."""
 
     runtime: str
     version: str
@@ -186,6 +190,7 @@ class Record:
     caches: bool = True
     alone: bool = False
     instead: Mapping[str, tuple[Size, ...]] = field(default_factory=dict)
+    patterns: Pairs = ()
 
     def sizes(self, values: Mapping[str, Any]) -> Sizes:
         """Values of a config. Raises NotSimulated for one that states a size of heads, or biases, that
@@ -214,6 +219,12 @@ class Record:
                 changed |= other
         kept = tuple(name for name in self.names if holds(name.when, sizes))
         return replace(self, names=kept, **_facts(changed))
+
+    def leaf(self, tensor: str) -> str:
+        """The last part of a tensor's name, as the class's patterns rewrite it."""
+        for pattern, new in self.patterns:
+            tensor = compiled(pattern).sub(new, tensor)
+        return tensor.rpartition(".")[2]
 
     def outcome(self, place: Place, leaf: str) -> Outcome | None:
         """Consequence of a parameter that is not there, None where the class was offered none."""
@@ -363,6 +374,8 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
     if "stages" in table:
         found["one_stage"] = table["stages"] == "one"
         found["unwritten_stages"] = table["stages"] == "unwritten"
+    if "patterns" in table:
+        found["patterns"] = _pairs(table["patterns"])
     if "tied" in table:
         found["tied"] = tuple(map(tuple, table["tied"]))
     if "variants" in table:
@@ -377,15 +390,17 @@ def _variant(table: Mapping[str, Any]) -> Variant:
     return Variant(names, table.get("key", ""), table.get("value"), recorded)
 
 
+_RENAMES = ("prefix", "substr", "suffix", "regex")
+
+
 def _renames(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Rules of a class's mappers, one after another, and whether they do more."""
     stated = [one for one in tables if one]
-    made = [
-        Mapper(*(_pairs(one.get(key, ())) for key in ("prefix", "substr", "suffix")))
-        for one in stated
-    ]
-    known = {"substr", "prefix", "suffix"}
-    return {"mappers": tuple(made), "renames_more": any(not set(one) <= known for one in stated)}
+    made = [Mapper(*(_pairs(one.get(key, ())) for key in _RENAMES)) for one in stated]
+    return {
+        "mappers": tuple(made),
+        "renames_more": any(not set(one) <= {*_RENAMES} for one in stated),
+    }
 
 
 def _pairs(pairs: Sequence[Sequence[str]]) -> Pairs:
@@ -418,7 +433,7 @@ def _module(table: Mapping[str, Any], fused: Collection[str]) -> Module:
         table.get("gated", True), table.get("dtype", "model"), table.get("cut"),
         tuple(table.get("parts", ())), table.get("loads", True), table["name"] in fused,
         tuple(table.get("undivided", ())), table.get("reads", ""),
-        table.get("buffer", False),
+        table.get("buffer", False), table.get("padded", 1),
     )  # fmt: skip
 
 
@@ -435,13 +450,25 @@ def _name(table: Mapping[str, Any]) -> Name:
 def form_of(config: Config, tensors: Mapping[str, TensorType]) -> str:
     """The form of a folder as tables list those that were tried: the quantization that its config
     states, which kinds of modules have codes, and whether experts are in stacks."""
-    scaled = [name for name in tensors if name.rpartition(".")[2] in _SCALES]
+    scaled = [name for name in tensors if _has_scale(name, tensors)]
     held = [
         *(["linears"] if any(_EXPERTS not in name for name in scaled) else []),
         *(["experts"] if any(_EXPERTS in name for name in scaled) else []),
     ]
-    text = _method(block_of(config)) + (f" of {' and '.join(held)}" if held else "")
-    return text + _beside(tensors)
+    block = block_of(config) or {}
+    text = _method(block or None)
+    if block.get("quant_method") == "fp8" and config.get("model_type") == "deepseek_v4":
+        text += f" beside {block.get('moe_quant_algo') or config.get('expert_dtype', 'fp4')}"
+    return text + (f" of {' and '.join(held)}" if held else "") + _beside(tensors)
+
+
+def _has_scale(name: str, tensors: Mapping[str, TensorType]) -> bool:
+    """Tell whether a tensor has a matrix's scales; `scale` is the name of others, too."""
+    module, _, parameter = name.rpartition(".")
+    if parameter != "scale":
+        return parameter in _SCALES
+    weight = tensors.get(f"{module}.weight")
+    return weight is not None and weight.dtype not in ("F16", "BF16", "F32")
 
 
 def parts_of(config: Config, tensors: Mapping[str, TensorType]) -> tuple[tuple[str, ...], ...]:

@@ -102,10 +102,13 @@ class Unquantized16:
 
 
 @dataclass(frozen=True, slots=True)
-class UnderOtherNames:
-    """sglang's MXFP4 experts where compressed-tensors states them: no tensor is named `weight`, but
-    `weight_packed`, and none is a bias."""
+class Matrices:
+    """MXFP4 experts whose matrices are stored apart, in sglang's method or in vLLM's: `bias` is what it
+    calls one that no checkpoint has, "" where it makes none; `tiles`: numbers of columns of a rank, and
+    of the model, whose multiples its kernel takes as they are."""
 
+    bias: str = ""
+    tiles: tuple[int, int] = (_TILE, _TILE)
     experts_name: str = "Mxfp4MoEMethod"
     linear_name: str = ""
 
@@ -113,14 +116,16 @@ class UnderOtherNames:
         raise NotSimulated("a linear in MXFP4 under quant_method mxfp4")
 
     def experts(self, moe: Moe) -> Named:
-        if not moe.gated or moe.columns % _TILE or moe.hidden % _TILE:
+        if not moe.gated or moe.columns % self.tiles[0] or moe.hidden % self.tiles[1]:
             raise NotSimulated("experts in MXFP4 of sizes that are padded")
         slots = moe.slots
         for which, rows, columns in moe.matrices:
             yield f"{which}_weight", moe.parameter("U8", (slots, rows, columns // 2), "weight")
             scales = slots, rows, columns // _BLOCK
             yield f"{which}_weight_scale", moe.parameter("U8", scales, "group")
-            yield f"{which}_weight_bias", moe.parameter("BF16", (slots, rows), "channel")
+            if self.bias:
+                bias = moe.parameter("BF16", (slots, rows), "channel")
+                yield f"{which}_{self.bias}", bias
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Read in `layers/parameter.py` (what quantized linears use), `layers/linear.py`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, Protocol
 
@@ -75,6 +75,8 @@ class Parameter:
 
     def write(self, tensor: TensorType, shard: Shard) -> str | None:
         """Take a tensor. Returns what goes wrong in silence, if anything does."""
+        if tensor.dtype == "F8_E8M0" and getattr(self.slot, "exponents", False):
+            tensor = replace(tensor, dtype="U8")
         filled = self.slot.fill(self.shape, self.dtype, tensor, shard)
         self.parts.update(filled.parts)
         role = getattr(self.slot, "role", "")
@@ -159,6 +161,22 @@ class Sharded:
         if not (prod(into) == 1 and prod(part) == 1):
             asserted(into, tensor, part, "Attempted to load weight")
         stored, whole = tensor.shape[self.dim], size * self.tp
+        silent = None if stored == whole else f"expected {whole} numbers, found {stored}"
+        return Filled({None: prod(into)}, silent)
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A rank's `share` of the numbers of all heads, in a parameter of more whose rest the loader fills
+    (vLLM's load_attention_sink); it takes its part of however many there are."""
+
+    share: int
+    tp: int
+
+    def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
+        stored, whole = tensor.numel, self.share * self.tp
+        if stored % self.tp or stored // self.tp > into[0]:
+            raise refused("ValueError", "", tensor, into, f"expected {whole} numbers")
         silent = None if stored == whole else f"expected {whole} numbers, found {stored}"
         return Filled({None: prod(into)}, silent)
 

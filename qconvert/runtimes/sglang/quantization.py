@@ -15,7 +15,7 @@ from typing import Any
 from qconvert.core.patterns import compiled
 from qconvert.core.versions import comes_before
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group, names_of, pair_of
-from qconvert.runtimes.loading.mxfp4 import Mxfp4, Mxfp4Experts, UnderOtherNames, Unquantized16
+from qconvert.runtimes.loading.mxfp4 import Matrices, Mxfp4, Mxfp4Experts, Unquantized16
 from qconvert.runtimes.loading.parameters import (
     ExpertRole,
     Layout,
@@ -224,7 +224,7 @@ class CompressedTensors:
                 self._names.targets.append(name)
         both = [self._groups.get(name) for name in ("FusedMoE", "Linear")]
         if "mxfp4" in str(self._format) or any(one is not None and one.mx == 4 for one in both):
-            return UnderOtherNames()
+            return Matrices("weight_bias")  # whose codes no tensor has the name of
         projections = [f"{module}.0.{part}_proj" for part in ("gate", "up", "down")]
         found = [self._group(projection, "FusedMoE") for projection in projections]
         if any(group != found[0] for group in found):

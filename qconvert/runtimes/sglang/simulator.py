@@ -150,8 +150,8 @@ def by_table(
     setting = replace(asked, moe_runner=runner_of(record.architecture, config, asked))
     numbers = text_config(config)
     sizes = record.sizes({**config, **numbers.values})
-    if len(record.mappers) > 1:
-        raise NotSimulated("two mappers of names, one after another")
+    if len(record.mappers) > 1 or any(one.patterns for one in record.mappers):
+        raise NotSimulated("two mappers of names, one after another, or one of patterns")
     renames = next((Renames(one.parts, one.starts) for one in record.mappers), Renames())
     shared = 0
     try:

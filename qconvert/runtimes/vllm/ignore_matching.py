@@ -127,15 +127,18 @@ def holds_codes(name: str, quantized: Sequence[str], fused: Fused) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """Replacements of a class's mapper in names: `parts` anywhere, then `starts` and `ends`
+    """Replacements of a class's mapper in names: `patterns`, `parts` anywhere, then `starts` and `ends`
     (models/utils.py, WeightsMapper); `then` those of the class inside it."""
 
     starts: Sequence[tuple[str, str]] = ()
     parts: Sequence[tuple[str, str]] = ()
     ends: Sequence[tuple[str, str]] = ()
+    patterns: Sequence[tuple[str, str]] = ()
     then: Renames | None = None
 
     def of(self, name: str) -> str:
+        for old, new in self.patterns:
+            name = compiled(old).sub(new, name)
         for old, new in self.parts:
             name = name.replace(old, new, 1)
         for old, new in self.starts:

@@ -15,7 +15,7 @@ from qconvert.core.dtypes import TensorType
 from qconvert.core.patterns import compiled
 from qconvert.core.versions import comes_before
 from qconvert.runtimes.loading.config_groups import Group, block_of, is_group, names_of, pair_of
-from qconvert.runtimes.loading.mxfp4 import Mxfp4, Mxfp4Experts
+from qconvert.runtimes.loading.mxfp4 import Matrices, Mxfp4, Mxfp4Experts
 from qconvert.runtimes.loading.schemes import (
     CompressedFp8,
     NoQuantization,
@@ -37,7 +37,17 @@ from qconvert.runtimes.vllm.ignore_matching import (
     skipped,
     target,
 )
-from qconvert.runtimes.vllm.schemes import Fp4, Fp8, Gptq, Integers, ModelFp4, ModelFp8, Mx
+from qconvert.runtimes.vllm.schemes import (
+    Fp4,
+    Fp8,
+    Gptq,
+    Integers,
+    ModelFp4,
+    ModelFp8,
+    Mx,
+    SharedFp8,
+    WithExponents,
+)
 
 # Formats of compressed-tensors whose activations may be quantized too.
 _ACTIVATIONS = (
@@ -89,6 +99,33 @@ class Fp8Blocks(_Base):
 
     def experts(self, module: str) -> Scheme:
         return self.linear(module, "")
+
+
+class DeepseekV4Fp8(Fp8Blocks):
+    """DeepSeek-V4's method (models/deepseek_v4/quant_config.py): FP8 beside `experts` in MXFP4, or by
+    `moe_quant_algo` in NVFP4, or in FP8. Scales of linears beside FP4 are exponents."""
+
+    def __init__(self, block: Mapping[str, Any], stated: ModelFacts, experts: object) -> None:
+        Fp8Blocks.__init__(self, block, stated)
+        plain, four = stated.plain.dtype, experts == "fp4"
+        size = pair_of(block.get("weight_block_size"))
+        assert size is not None  # as Fp8Blocks found
+        scale = "F8_E8M0" if four else "F32"
+        self._scheme, self._shared = Fp8(*size, scale=scale), SharedFp8(*size, scale=scale)
+        made: Scheme = self._scheme
+        if four and str(block.get("moe_quant_algo") or "").upper() == "NVFP4":
+            made = ModelFp4(False, 16, False, dtype=plain)
+        elif four:
+            made = Matrices(tiles=(128, 256))
+        self._experts = WithExponents(made)
+
+    def linear(self, module: str, kind: str) -> Scheme:
+        found = Fp8Blocks.linear(self, module, kind)
+        shared = found is self._scheme and ".shared_experts." in module
+        return self._shared if shared else found
+
+    def experts(self, module: str) -> Scheme:
+        return self._experts if self.linear(module, "") is self._scheme else self._stated.plain
 
 
 class CompressedTensors(_Base):
@@ -345,10 +382,25 @@ def refuse_forms(config: Mapping[str, Any], tensors: Mapping[str, TensorType]) -
     method = str(block.get("quant_method"))
     if method == "compressed-tensors":
         _refuse_groups(block, tensors)
+    elif _is_deepseek_v4(config) and _experts_of(config) not in ("fp4", "fp8"):
+        raise LoadRefused(
+            "ValueError", "Unsupported DeepSeek V4 expert_dtype", "config.json",
+            f"expert_dtype is {_experts_of(config)!r}, and vLLM knows fp4 and fp8",
+        )  # fmt: skip
     elif method in _BITS:
         _refuse_bits(block, _BITS[method])
         if method == "gptq":
             _refuse_gptq(block, tensors)
+
+
+def _is_deepseek_v4(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config's FP8 is read by DeepSeek-V4's own method."""
+    block = block_of(config) or {}
+    return config.get("model_type") == "deepseek_v4" and block.get("quant_method") == "fp8"
+
+
+def _experts_of(config: Mapping[str, Any]) -> object:
+    return config.get("expert_dtype", "fp4")
 
 
 # Bits of codes that each method's class has a type for (TYPE_MAP of auto_gptq.py and auto_awq.py).
@@ -495,13 +547,17 @@ def quantization_of(config: Mapping[str, Any], stated: ModelFacts) -> Quantizati
     if block is None:
         return NoQuantization(stated.plain)
     try:
-        return _quantization(block, stated)
+        return _quantization(config, block, stated)
     except re.error as error:
         raise NotSimulated(f"a pattern of the quantization config: {error}") from None
 
 
-def _quantization(block: Mapping[str, Any], stated: ModelFacts) -> Quantization:
+def _quantization(
+    config: Mapping[str, Any], block: Mapping[str, Any], stated: ModelFacts
+) -> Quantization:
     method = block.get("quant_method")
+    if _is_deepseek_v4(config):
+        return DeepseekV4Fp8(block, stated, _experts_of(config))
     if method == "fp8":
         return Fp8Blocks(block, stated)
     if method == "compressed-tensors":

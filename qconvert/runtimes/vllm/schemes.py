@@ -37,6 +37,7 @@ from qconvert.runtimes.loading.schemes import (
     Named,
     PackedFp4,
     PackedIntegers,
+    Scheme,
     check_columns,
     check_rows,
     stacked,
@@ -142,9 +143,10 @@ class LinearPart(Linear):
 @dataclass(frozen=True, slots=True)
 class ExpertPart(Experts):
     """A parameter of all experts of a rank. `finer`: how often a scale of a block is repeated along rows
-    and columns, where ranks would cut the block."""
+    and columns, where ranks would cut the block; `exponents`: bytes of F8_E8M0 are taken as numbers."""
 
     finer: tuple[int, int] = (1, 1)
+    exponents: bool = False
 
     def fill(self, into: Shape, dtype: str, tensor: TensorType, shard: Shard) -> Filled:
         assert isinstance(shard, tuple)
@@ -178,7 +180,9 @@ _SMALLEST_GROUP = 16
 @dataclass(frozen=True, slots=True)
 class Fp8(BlockFp8):
     """FP8 in blocks. Parts of a fused projection may cut blocks, others may not; blocks of experts that
-    ranks cut are taken for smaller ones."""
+    ranks cut are taken for smaller ones. `scale`: the type of a linear's scales."""
+
+    scale: str = "F32"
 
     def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
         check_columns(layout, self.columns)
@@ -188,7 +192,8 @@ class Fp8(BlockFp8):
         shape = layout.rows, layout.columns
         scales = ceil_div(layout.rows, self.rows), ceil_div(layout.columns, self.columns)
         yield "weight", Parameter("F8_E4M3", shape, LinearPart(layout, "matrix"))
-        yield "weight_scale_inv", Parameter("F32", scales, LinearPart(layout, "block", self.rows))
+        slot = LinearPart(layout, "block", self.rows)
+        yield "weight_scale_inv", Parameter(self.scale, scales, slot)
 
     def experts(self, moe: Moe) -> Named:
         size, rows, columns = moe.columns, self.rows, self.columns
@@ -200,6 +205,40 @@ class Fp8(BlockFp8):
         for name, parameter in BlockFp8.experts(BlockFp8(rows, columns), moe):
             if name.endswith("_inv"):
                 parameter.slot = expert_part(parameter, finer)
+            yield name, parameter
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFp8(Fp8):
+    """FP8 in blocks of DeepSeek-V4's shared experts, which its class makes larger where ranks would not
+    have as many blocks each (models/deepseek_v4/nvidia/model.py, DeepseekV4MLP)."""
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        for size in (layout.inputs,) if layout.kind == "row" else layout.outputs:
+            if size % (self.rows * layout.tp):
+                raise NotSimulated(f"shared experts of {size} rows, which its class pads")
+        yield from Fp8.linear(self, layout, wrapped)
+
+
+@dataclass(frozen=True, slots=True)
+class WithExponents:
+    """Experts of DeepSeek-V4's class, which hands their scales over as bytes where those are F8_E8M0
+    (models/deepseek_v4/nvidia/model.py, load_weights)."""
+
+    scheme: Scheme
+    linear_name: str = ""
+
+    @property
+    def experts_name(self) -> str:
+        return self.scheme.experts_name
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        return self.scheme.linear(layout, wrapped)
+
+    def experts(self, moe: Moe) -> Named:
+        for name, parameter in self.scheme.experts(moe):
+            if "weight_scale" in name:
+                parameter.slot = replace(expert_part(parameter), exponents=True)
             yield name, parameter
 
 

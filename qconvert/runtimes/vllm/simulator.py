@@ -172,7 +172,7 @@ def built_rank(
     plain, sizes = Unquantized(numbers.dtype), record.sizes({**config, **numbers.values})
     renames = Renames()
     for mapper in reversed(record.mappers):
-        renames = Renames(mapper.starts, mapper.parts, mapper.ends, renames)
+        renames = Renames(mapper.starts, mapper.parts, mapper.ends, mapper.patterns, renames)
     facts = ModelFacts(record.packed, renames, plain, tensors, record.version)
     layers = next((sizes.of(size) for size in record.layers.values()), 0)
     rank = Rank(_in_stages(asked, layers), quantization_of(config, facts), numbers.dtype)

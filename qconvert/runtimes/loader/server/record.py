@@ -239,7 +239,7 @@ def _held(values: Array, last: int) -> _Held:
     negative = values < 0
     if negative.any():
         undone[negative] = np.log(-values[negative])
-    tensor = np.nan_to_num(undone / _STEP).astype(np.int64)
+    tensor = np.clip(np.nan_to_num(undone / _STEP), 0, last + 1).astype(np.int64)
     tensor[(tensor < 1) | (tensor > last) | np.isnan(values)] = 0
     return _Held(values, undone, tensor)
 
@@ -488,8 +488,10 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
     told("passes_on", not _PASSED_ON.isdisjoint(signature(model.forward).parameters))
     found = [*modules(model, config.asked)]
     told("modules", found)
-    told("stored", [*shapes])
+    told("stored", shapes)
     told("renames", [_renames(mapper) for mapper in config.mappers])
+    own = getattr(model, "hf_to_vllm_mapper", None)
+    told("patterns", [] if own is None else _renames(own).get("regex", []))
     told("packed", {key: list(value) for key, value in _packed(model, config).items()})
     told("dtypes", _dtypes(model))
     same: dict[int, list[str]] = {}

@@ -18,6 +18,8 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1", "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",
     # Where torch has NCCL, ranks would be connected by it, and there is one.
     "SGLANG_NCCL_SO_PATH": "none",
+    # DeepSeek-V4's class compiles these kernels as soon as all is read.
+    "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
 }  # fmt: skip
 import torch
 
