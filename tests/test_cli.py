@@ -677,3 +677,15 @@ def test_cycles_are_looked_for_again_after_planning() -> None:
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+def test_a_result_that_others_cannot_read_is_told(tmp_path: Path) -> None:
+    """It is no more readable than its source, which safetensors saves for its owner alone."""
+    source = fp8_moe().write(tmp_path / "source")
+    words = ("dequant", source)
+    assert "to read alone" not in run_cli(*words, tmp_path / "open", "--jobs", "1").err
+    for shard in source.glob("*.safetensors"):
+        shard.chmod(0o600)
+    done = run_cli(*words, tmp_path / "private", "--jobs", "1")
+    assert "; for its owner to read alone, as the source" in done.out + done.err
+    assert not (tmp_path / "private" / "config.json").stat().st_mode & 0o077

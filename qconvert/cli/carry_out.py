@@ -229,5 +229,15 @@ def _ending(result: Result, seconds: float, ready: Prepared) -> str:
         )
     return (
         f"wrote {result.name}: {format_size(result.nbytes)} in {seconds:.1f} s "
-        f"({format_size(result.nbytes / seconds)}/s){resumed}"
+        f"({format_size(result.nbytes / seconds)}/s){resumed}{_for_whom(ready)}"
+    )
+
+
+def _for_whom(ready: Prepared) -> str:
+    """Say that nobody else can read the result, as the source: libraries make their files so."""
+    modes = [shard.path.stat().st_mode for shard in ready.plan.checkpoint.shards]
+    return (
+        ""
+        if any(mode & 0o044 for mode in modes)
+        else "; for its owner to read alone, as the source"
     )
