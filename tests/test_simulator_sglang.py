@@ -31,7 +31,7 @@ from simulated_folders import (
 
 from qconvert.core.dtypes import TensorType
 from qconvert.runtimes.advisories import advisories
-from qconvert.runtimes.consumers import parse_consumer
+from qconvert.runtimes.consumers import parse_consumer, refused_form
 from qconvert.runtimes.loading import load_weights
 from qconvert.runtimes.loading.setting import BLACKWELL, LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.serving import NO_FUSION, Offered, loads, served
@@ -533,6 +533,24 @@ def test_a_version_known_to_serve_it_wrong(tmp_path: Path) -> None:
     assert [finding["rule"] for finding in found] == ["QC134"]
     assert advisories(parse_consumer("sglang==0.5.23"), config) == ()
     assert advisories(parse_consumer("vllm==0.20"), config) == ()
+
+
+def test_nvfp4_of_a_dense_model_is_served_right_and_read_by_transformers() -> None:
+    """What is known to be wrong is about experts."""
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    block = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}}
+    config = {"quantization_config": block}
+    sparse = {**config, "num_experts": 8}
+    of_vllm = parse_consumer("vllm==0.32.0")
+    assert [one.before for one in advisories(of_vllm, sparse)] == ["0.33"]
+    assert advisories(of_vllm, config) == ()
+    assert refused_form("transformers", sparse, {"experts": 8})
+    assert not refused_form("transformers", config, {"experts": 0})
+    gptq = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert refused_form("transformers", gptq, {"experts": 8})
+    assert not refused_form("transformers", gptq, {})
+    modelopt = {"quantization_config": {"quant_method": "modelopt"}}
+    assert refused_form("transformers", modelopt, {})
 
 
 @pytest.mark.parametrize(

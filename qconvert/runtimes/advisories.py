@@ -34,7 +34,15 @@ def _linear_attention(config: Mapping[str, Any]) -> bool:
     return architecture_of(config).startswith("Qwen3_5")
 
 
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    texts = (config, config.get("text_config"))
+    return any(text.get(key) for text in texts if isinstance(text, Mapping) for key in _COUNTS)
+
+
 def _nvfp4_weights_alone(config: Mapping[str, Any]) -> bool:
+    """Tell whether experts may be NVFP4 of compressed-tensors, whose activations stay."""
+    if not _has_experts(config):
+        return False
     block = config.get("quantization_config")
     groups = block.get("config_groups") if isinstance(block, Mapping) else None
     return any(
@@ -49,10 +57,8 @@ def _nvfp4_weights_alone(config: Mapping[str, Any]) -> bool:
 def _int4_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether experts may be INT4 of compressed-tensors, GPTQ or AWQ: a config with experts and
     codes of four bits."""
-    texts = (config, config.get("text_config"))
-    counts = [text.get(key) for text in texts if isinstance(text, Mapping) for key in _COUNTS]
     block = config.get("quantization_config")
-    if not any(counts) or not isinstance(block, Mapping):
+    if not _has_experts(config) or not isinstance(block, Mapping):
         return False
     groups = block.get("config_groups")
     each = groups.values() if isinstance(groups, Mapping) else ()
@@ -74,7 +80,7 @@ ADVISORIES: tuple[Advisory, ...] = (
     ),
     Advisory(
         "vllm", "", "0.33",
-        "weight-only NVFP4 experts are computed wrong; use 0.33 or newer",
+        "versions before 0.33 compute weight-only NVFP4 experts wrong: use 0.33 or newer",
         "https://github.com/vllm-project/vllm/issues/54189", _nvfp4_weights_alone,
     ),
     Advisory(

@@ -125,9 +125,11 @@ def refused_form(runtime: str, config: Mapping[str, Any], facts: Mapping[str, An
     block = block_of(config)
     if block is None:
         return ""
+    experts = bool(facts.get("experts"))
     if runtime == "transformers":
-        return "" if _transformers_reads(block) else "it has no class for this quantization"
-    if runtime == "sglang" and _sglang_refuses(block, experts=bool(facts.get("experts"))):
+        reads = _transformers_reads(block, experts=experts)
+        return "" if reads else "it has no class for this quantization"
+    if runtime == "sglang" and _sglang_refuses(block, experts=experts):
         return "it has no class for weights, or experts, in this form"
     return "it has no parameters for experts in this form" if _vllm_refuses(runtime, block) else ""
 
@@ -152,16 +154,16 @@ def _vllm_refuses(runtime: str, block: Mapping[str, Any]) -> bool:
     return runtime == "vllm" and (blocks or "linear_fp8_config" in block)
 
 
-def _transformers_reads(block: Mapping[str, Any]) -> bool:
+def _transformers_reads(block: Mapping[str, Any], *, experts: bool) -> bool:
     """Tell whether transformers loads what quantization steps write. It does not support modelopt,
     sglang's linear_fp8_config, experts in GPTQ's packing, and experts of compressed-tensors with zero
     points, group indices, global scales or exponents."""
     method = str(block.get("quant_method"))
     if method != "compressed-tensors":
-        return method not in ("modelopt", "gptq")
+        return method != "modelopt" and not (experts and method == "gptq")
     if "linear_fp8_config" in block:
         return False
-    return all(
+    return not experts or all(
         one.get("symmetric") is not False
         and not one.get("actorder")
         and (one.get("type"), one.get("num_bits")) != ("float", 4)
