@@ -138,8 +138,9 @@ def ask_server(
     require("calibrate", "ask runs the model as transformers computes it", "torch", "transformers")
     if ("amx" in (repo.manifest or {})) != (pair is not None):
         raise UsageError(
-            f"{repo.root}: --pair is for a folder of the CPU's experts, and names the GPU side; "
-            f"{'give it' if pair is None else 'omit it'}"
+            f"{repo.root}: holds the CPU's experts alone; name the folder of the GPU side (--pair)"
+            if pair is None
+            else f"{repo.root}: is no folder of the CPU's experts; omit --pair"
         )
     notes, remark = begun(devices, notice)
     rest = pair or repo

@@ -59,7 +59,10 @@ def listed(sizes: Iterable[int]) -> str:
 
 def loads_note(sizes: Iterable[int], what: str = "blocks") -> str:
     """The same for people. Whether a runtime loads the folder, its simulator says."""
-    return f"ranks get whole {what} at tensor parallel {listed(sizes)}"
+    found = list(sizes)
+    if not found:
+        return f"ranks get whole {what} at none of the usual tensor-parallel sizes"
+    return f"ranks get whole {what} at tensor parallel {listed(found)}"
 
 
 def cut_notes(matrices: Iterable[Sized], grid: Grid) -> list[str]:

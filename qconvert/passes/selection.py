@@ -236,8 +236,8 @@ def check_targets(targets: tuple[str, ...], dialect: str) -> None:
     for target in targets:
         if target not in (EXPERTS, LINEAR) and dialect != METHOD:
             raise PlanError(
-                f"targets: expected {EXPERTS!r} or {LINEAR!r}, found {target!r}; modules by name are "
-                f"supported in dialect {METHOD}"
+                f"targets: expected {EXPERTS!r} or {LINEAR!r}, found {target!r}; modules by name need "
+                f"`dialect: {METHOD}` (--dialect {METHOD})"
             )
     if not targets:
         raise PlanError(f"targets: expected {EXPERTS!r}, {LINEAR!r} or modules, found none")

@@ -53,7 +53,7 @@ def numa_counts(method: Method, intermediate: int) -> list[int]:
 def _other_method(method: Method, hidden: int, intermediate: int, numa: int) -> str:
     step = STEP["int8"]
     if method == "int4" and not hidden % step and numa in numa_counts("int8", intermediate):
-        return "; AMXINT8 (--method int8) could be"
+        return "; in AMXINT8 they can (amx --method int8, kt --cpu int8)"
     return ""
 
 

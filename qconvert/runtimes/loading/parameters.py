@@ -120,7 +120,7 @@ def narrowed(tensor: TensorType, shape: Shape, dim: int, start: int, length: int
     if start + length > shape[dim] or length < 0:
         raise refused(
             "RuntimeError", f"start ({start}) + length ({length}) exceeds dimension size", tensor,
-            shape, f"the rank's rows {start} to {start + length} do not exist",
+            shape, f"a rank's share is {start} to {start + length} of dimension {dim}, beyond its end",
         )  # fmt: skip
     return (*shape[:dim], length, *shape[dim + 1 :])
 
