@@ -7,9 +7,9 @@ samples, at the same bytes.
 
 Three models: a Qwen3-MoE as it was trained, the same function with outlier channels, and a dense Qwen3.
 KL is in nats a byte, on text held out; what predictions are compared with is that of the samples that
-were chosen by. Codes are rounded to nearest, or, each by its own project, calibrated: `fit --data`, and
-AutoRound's 200 iterations for what AutoScheme chose. Both choose for groups that a runtime loads as one.
-Seconds are those of finding a choice, in processes with a thread each.
+were chosen by. Codes are rounded to nearest, or calibrated, each by its own project: `fit` without --rtn,
+and AutoRound's 200 iterations for what AutoScheme chose. Both choose for groups that a runtime loads as
+one. Seconds are those of finding a choice, in processes with a thread each.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Place:
     def held(self) -> Path:
         return self.room / "held.jsonl"
 
-    def fitting(self, formats: Sequence[str] = ()) -> Fitting:
+    def fitting(self, formats: Sequence[str] = (), *, rtn: bool) -> Fitting:
         return api.fitting(
-            self.model, self.chosen_by, formats=formats, samples=SAMPLES, length=LENGTH,
+            self.model, self.chosen_by, formats=formats, rtn=rtn, samples=SAMPLES, length=LENGTH,
             devices=["cpu"], work_dir=self.room / "measured",
         )  # fmt: skip
 
@@ -78,13 +78,19 @@ def compare(given: Path | None, work: Path, seconds: float, held_out: int) -> No
         at = Place(model, work / name)
         at.room.mkdir()
         for file, text, count, seed in (
-            (at.chosen_by, train, SAMPLES, 1),
+            (
+                at.chosen_by,
+                train,
+                9 * SAMPLES,
+                1,
+            ),  # the first to measure with, others to calibrate on
             (at.held, held, held_out, 3),
         ):
             rows = quality_model.samples_of(text, count, LENGTH, seed).tolist()
             file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
         print(f"\n{name}", flush=True)
-        _budgets(at, held_out)
+        for rtn in (True, False):
+            _budgets(at, held_out, rtn=rtn)
         _beside_autoscheme(at, held_out)
 
 
@@ -104,41 +110,33 @@ def _models(folder: Path, seconds: float) -> dict[str, Path]:
     }  # fmt: skip
 
 
-def _budgets(at: Place, held_out: int) -> None:
-    """Of all formats: choices, and uniform formats."""
+def _budgets(at: Place, held_out: int, *, rtn: bool) -> None:
+    """Of all formats: choices, and uniform ones; codes rounded, or calibrated where they can be."""
     start = time.monotonic()
-    fitting = at.fitting()
+    fitting = at.fitting(rtn=rtn)
     fitting.measured()
-    print(f"  measured in {time.monotonic() - start:.0f} s", flush=True)
+    codes = "rounded" if rtn else "calibrated"
+    print(f"  {codes}: measured in {time.monotonic() - start:.0f} s", flush=True)
     found = {bits: fitting.fit(api.Budget(bits=bits)) for bits in BITS}
     uniform = next(iter(found.values())).uniform
     folders: dict[str, Path] = {}
     for form in uniform:
         every = _all_in(fitting, form.form)
-        folders[form.form] = _made(at, steps_of(fitting.model, every), form.form)
-        alone = solved_steps(fitting.model, every, fitting.calibration)
-        if alone.groups:
-            name = f"{form.form} calibrated"
-            folders[name] = _made(at, alone.steps, name)
+        steps = steps_of(fitting.model, every)
+        if not rtn:
+            steps = solved_steps(fitting.model, every, fitting.calibration).steps
+        folders[form.form] = _made(at, steps, f"{codes} {form.form}")
     for bits, one in found.items():
-        plain = steps_of(fitting.model, one.chosen)
-        folders[f"{bits}"] = _made(at, plain, f"{bits}")
-        folders[f"{bits} calibrated"] = _made(at, one.steps, f"{bits} calibrated")
+        folders[f"{bits}"] = _made(at, one.steps, f"{codes} {bits}")
     kl = _kl(at, folders, held_out)
     for form in uniform:
-        solved = kl.get(f"{form.form} calibrated")
-        told = "" if solved is None else f"  calibrated {solved:.3g}"
-        print(f"  {form.form:12} {form.bits:.3f} bits  KL {kl[form.form]:.3g}{told}", flush=True)
+        print(f"  {form.form:12} {form.bits:.3f} bits  KL {kl[form.form]:.3g}", flush=True)
     for bits, one in found.items():
         best = min((o for o in uniform if o.bits <= bits), key=lambda o: kl[o.form])
-        mixed, solved = kl[f"{bits}"], kl[f"{bits} calibrated"]
-        of = f"{mixed / kl[best.form]:.2f} of {best.form}"
-        alike = min(kl[f"{o.form} calibrated"] for o in uniform
-                    if o.bits <= bits and f"{o.form} calibrated" in kl)  # fmt: skip
         print(
-            f"  fit {bits:<5} {one.bits:.3f} bits  KL {mixed:.3g}, {of}  predicted/measured "
-            f"{one.predicted / one.measured:.2f}  calibrated {solved:.3g}, {solved / mixed:.2f} of it, "
-            f"{solved / alike:.2f} of the best uniform calibrated one",
+            f"  fit {bits:<5} {one.bits:.3f} bits  KL {kl[f'{bits}']:.3g}, "
+            f"{kl[f'{bits}'] / kl[best.form]:.2f} of {best.form}  predicted/measured "
+            f"{one.predicted / one.measured:.2f}",
             flush=True,
         )
 
@@ -149,7 +147,7 @@ def _beside_autoscheme(at: Place, held_out: int) -> None:
         print("  AutoScheme: not installed")
         return
     start = time.monotonic()
-    fitting = at.fitting(tuple(SHARED))
+    fitting = at.fitting(tuple(SHARED), rtn=True)
     fitting.measured()
     took = time.monotonic() - start
     for bits in BITS:
@@ -164,20 +162,23 @@ def _beside_autoscheme(at: Place, held_out: int) -> None:
         folders = {
             "theirs": _made(at, steps_of(fitting.model, chosen), f"theirs {bits}"),
             "ours": _made(at, steps_of(fitting.model, ours.chosen), f"ours {bits}"),
-            "calibrated": _made(at, ours.steps, f"ours {bits} calibrated"),
         }
         if bits in TUNED:
+            solved = at.fitting(tuple(SHARED), rtn=False).fit(api.Budget(bits=held))
+            folders["calibrated"] = _made(at, solved.steps, f"ours {bits} calibrated")
             folders["tuned"] = _with(at, theirs.tuned, f"theirs {bits} tuned")
         kl = _kl(at, folders, held_out)
-        tuned = ""
-        if bits in TUNED:
-            tuned = f", {kl['calibrated'] / kl['tuned']:.2f} of AutoRound's {kl['tuned']:.3g}"
         print(
             f"  AutoScheme {theirs.version} of {bits}: {held:.3f} bits in {theirs.seconds:.0f} s, KL "
             f"{kl['theirs']:.3g}; fit {ours.bits:.3f} bits in {took:.0f} s, {kl['ours']:.3g}, "
-            f"{kl['ours'] / kl['theirs']:.2f} of it; calibrated {kl['calibrated']:.3g}{tuned}",
+            f"{kl['ours'] / kl['theirs']:.2f} of it",
             flush=True,
         )
+        if bits in TUNED:
+            print(
+                f"    tuned by AutoRound {kl['tuned']:.3g}; fit calibrated {kl['calibrated']:.3g}, "
+                f"{kl['calibrated'] / kl['tuned']:.2f} of it"
+            )
         took = 0.0  # what was measured is kept
 
 

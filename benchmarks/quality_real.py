@@ -34,6 +34,7 @@ WAYS = {
     "channel, rounded": "w4a16 --rtn --group-size channel --targets Linear",
     "channel, --scales search": "w4a16 --rtn --scales search --group-size channel --targets Linear",
     "channel, --gptq": f"w4a16 --gptq --group-size channel --targets Linear {_DATA}",
+    "fit --bits 4.5, rounded": "fit --bits 4.5 --rtn --data CALIBRATION --samples 4 --length 128",
     "fit --bits 4.5": "fit --bits 4.5 --data CALIBRATION --samples 4 --length 128",
 }
 _FACTS: Mapping[str, Mapping[str, str]] = {
