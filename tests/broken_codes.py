@@ -11,11 +11,13 @@ from data_folders import Array, home
 
 _GROUP = 16  # bytes of a group's codes
 Breaking = tuple[str, str, Array]
-# What is done, to which scales (a row and a group, or a row), and by which factor.
-SIZES: tuple[tuple[str, tuple[int, ...], float], ...] = (
-    ("a scale halved", (9, 1), 0.5), ("a scale of 8", (9, 1), 8), ("a row doubled", (9,), 2),
+# What is done, to which scales (rows and a group, or a row), and by which factor.
+At = tuple[int | slice, ...]
+SIZES: tuple[tuple[str, At, float], ...] = (
+    ("the scales of a group of columns halved", (slice(None), 1), 0.5),
+    ("a scale of 8", (9, 1), 8), ("a row doubled", (9,), 2),
 )  # fmt: skip
-SIGNS: tuple[tuple[str, tuple[int, ...], float], ...] = (
+SIGNS: tuple[tuple[str, At, float], ...] = (
     ("a scale of zero", (9, 1), 0), ("a scale of the other sign", (9, 1), -1),
     ("a row of the other sign", (9,), -1),
 )  # fmt: skip
@@ -41,7 +43,7 @@ def scale_rounded_up(folder: Path, module: str) -> Iterator[Breaking]:
 
 
 def scales_times(
-    folder: Path, module: str, changes: Iterable[tuple[str, tuple[int, ...], float]]
+    folder: Path, module: str, changes: Iterable[tuple[str, At, float]]
 ) -> Iterator[Breaking]:
     name = f"{module}.weight_scale"
     tensor = home(folder, name)[1]

@@ -182,13 +182,20 @@ _KEPT = 0.3
 # to 1.05 found), and what a row's or a group's weights need to be multiplied with to come nearest to the
 # source's (0.68 to 1.08 of rows; up to 1.44 of groups that keep their direction, with a tail downwards).
 # Where propagated errors are corrected these move by some hundredths, either way.
-_LEAST_PART, _MOST_PART = 1 / 64, 4.25
+# Of inputs far apart (norms with factors up to exp(9)) and fewer tokens than columns (288 of 576), a
+# group's scale is the one that few of its columns need, or other groups: 0.016 to 4.9 of the largest
+# weight's, cosines down to -0.29, and weights up to 6 times too short; of 0.023 of the groups of some
+# rows over 1.8 times. So a length says nothing of one group. Under the scales of the group beside or of
+# the row above more than half of the groups were far in one way or another, 0.055 or more by length.
+_LEAST_PART, _MOST_PART = 1 / 256, 7.0
 _ROW_LENGTHS = 0.58, 1.5
 # Where few tokens say little of many columns, as of a first layer's attention, a row is the source's and
 # noise across it: its length was down to 0.35, while of the source's direction it kept 0.42 to 1.09. A
 # row that is too long has more of that, too.
 _OF_SOURCE = 1.3
-_GROUP_LENGTH, _SAME_DIRECTION, _OTHER_DIRECTION = 1.8, 0.6, 0.3
+_GROUP_LENGTH, _SAME_DIRECTION, _OTHER_DIRECTION = 1.8, 0.6, 0.5
+_MOST_SHORT = 0.05
+_ROW_OF_GROUPS = 2.5  # 2.06 of one, of such inputs
 
 
 class Kept:
@@ -334,8 +341,10 @@ def _far_scale(tile: Tile, first: int) -> str:
         across, own = (np.square(each).sum(axis=2, dtype=np.float64) for each in (found, weights))
         far = ~((part >= _LEAST_PART) & (part <= _MOST_PART)) & (plain > 0)
         both = np.sqrt(across * own)
-        far |= (along > _GROUP_LENGTH * across) & (along > _SAME_DIRECTION * both)
-        far |= along < -_OTHER_DIRECTION * both  # 0.005 was the least cosine of sound groups
+        short = (along > _GROUP_LENGTH * across) & (along > _SAME_DIRECTION * both)
+        if np.count_nonzero(short) > _MOST_SHORT * short.size:
+            far |= short
+        far |= along < -_OTHER_DIRECTION * both
     if far.any():
         row, group = divmod(int(np.argmax(far)), far.shape[1])
         return (
@@ -343,7 +352,7 @@ def _far_scale(tile: Tile, first: int) -> str:
             f"{plain[row, group]:.6g} for the source's weights there, found {tile.step[row, group]:.6g}"
         )
     # A row under one scale, 1.57 of a heavy-tailed one in 4 bits, is a group.
-    most = _GROUP_LENGTH if found.shape[1] == 1 else _ROW_LENGTHS[1]
+    most = _GROUP_LENGTH if found.shape[1] == 1 else _ROW_OF_GROUPS
     row = lengths_off(along.sum(axis=1), across.sum(axis=1), own.sum(axis=1), most)
     return "" if row is None else f"row {first + row}: {LENGTHS}"
 
