@@ -111,6 +111,8 @@ def test_the_quality_of_calibrated_codes_is_not_proved(name: str) -> None:
     assert all(text.startswith("every other weight") for text in claims), claims
     assert any(text.startswith("calibrated ") for text in report.proved)
     assert any("how good the codes of" in text for text in report.not_checked)
+    assert {m.calibrated for m in report.measures if m.format in ("w4a16", "amxint4")} == {True}
+    assert not any(m.calibrated for m in report.measures if m.format == "bf16")
     rounded = validate_folder(model(), str(model()), request=request)
     assert "every weight is the source's within its format's rounding" in rounded.proved
     assert not any("how good" in text for text in rounded.not_checked)

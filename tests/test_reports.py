@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import tomllib
+from dataclasses import replace
 from html.parser import HTMLParser
 from math import inf
 from pathlib import Path
@@ -140,9 +141,34 @@ def test_text_lines() -> None:
     assert all(line.isprintable() for line in lines)
 
 
+HEADERS = (
+    "passed at level headers: 0 errors, 0 warnings; bytes of weights were not checked "
+    "(--level full reads them)"
+)
+SAMPLE = (
+    "passed at level sample: 0 errors, 0 warnings; only a sample of the weights was read "
+    "(--level full reads all)"
+)
+
+
+@pytest.mark.parametrize(
+    ("level", "first"),
+    [
+        ("headers", HEADERS),
+        ("sample", SAMPLE),
+        ("full", "passed: 0 errors, 0 warnings"),
+    ],
+)  # fmt: skip
+def test_the_first_line_says_what_was_not_read(level: str, first: str) -> None:
+    report = replace(sound(), about={"folder": "out", "level": level})
+    assert as_text.render(report, RULES).splitlines()[0] == first
+    assert as_markdown.render(report, RULES).splitlines()[0] == f"## Validation {first}"
+    assert f'<p class="tally">out: {first}</p>' in as_html.render(report, RULES)
+
+
 def test_text_of_a_sound_folder_is_claims_alone() -> None:
     first, *claims, last = as_text.render(sound(), RULES).splitlines()
-    assert (first, last) == ("passed: 0 errors, 0 warnings", "0 errors, 0 warnings")
+    assert (first, last) == (HEADERS, "0 errors, 0 warnings")
     assert claims == [
         "proved: headers, index and file sizes agree",
         "not checked: every byte is as written (give --level full)",
@@ -363,7 +389,7 @@ def test_the_step_summary_is_added_to(tmp_path: Path, monkeypatch: pytest.Monkey
     append_step_summary(sound())
     append_step_summary(awkward())
     text = file.read_text(encoding="utf-8")
-    assert text.startswith("# Earlier\n## Validation passed: 0 errors, 0 warnings\n")
+    assert text.startswith(f"# Earlier\n## Validation {HEADERS}\n")
     assert "\n## Validation failed: 2 errors, 1 warning\n" in text
 
 

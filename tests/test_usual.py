@@ -26,17 +26,21 @@ from qconvert.validation.reports import as_html, as_text, for_programs
 from qconvert.validation.reports.figures import USUAL, Group, compared, side_by_side
 from qconvert.validation.runner import Report
 
-W4A16 = "usual for w4a16 that is rounded (16 to 20.6 dB)"
+W4A16 = "what rounding to w4a16 gives (16 to 20.6 dB)"
+CALIBRATED = "codes of a calibration; rounding to w4a16 gives 16 to 20.6 dB"
 GROUP = Group("w4a16", "up_proj", 8, 0, 0, 20.0, 20.2, 0.1)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, f"as {W4A16}"),
-        ({"median": 25.0}, f"better than {W4A16}"),
-        ({"median": 12.0, "worst": 11.0}, f"worse than {W4A16}"),
-        ({"worst": 9.0}, f"as {W4A16}; its worst matrix stands apart"),
+        ({}, f"within 3 dB of {W4A16}"),
+        ({"median": 13.0, "worst": 13.0}, f"within 3 dB of {W4A16}"),
+        ({"median": 25.0}, f"better than {W4A16} by more than 3 dB"),
+        ({"median": 12.9, "worst": 11.0}, f"worse than {W4A16} by more than 3 dB"),
+        ({"worst": 9.0}, f"within 3 dB of {W4A16}; its worst matrix is lower by more than 6 dB"),
+        ({"median": 14.7, "worst": 14.0, "calibrated": True}, CALIBRATED),
+        ({"median": inf, "calibrated": True}, "most are exact"),
         ({"median": inf, "worst": 20.0}, "most are exact"),
         ({"worst": inf, "median": inf}, ""), ({"median": nan}, ""), ({"format": "bf16"}, ""),
     ],
@@ -139,17 +143,19 @@ def test_side_by_side() -> None:
 def test_roles_of_one_word_are_counted() -> None:
     measures = [measure(0, 0, role, 0.1) for role in ("a", "b", "c", "d")]
     text = as_text.render(Report(measures=measures), RULES)
-    assert "4 roles: as usual for w4a16 that is rounded" in text
-    assert "a, b, c: as usual" in as_text.render(Report(measures=measures[:3]), RULES)
+    assert f"4 roles: within 3 dB of {W4A16}" in text
+    assert "a, b, c: within 3 dB" in as_text.render(Report(measures=measures[:3]), RULES)
 
 
 def test_codes_of_a_calibration_are_further_from_the_weights() -> None:
     text = as_text.render(Report(measures=[measure(0, 0, "a", 0.4)]), RULES)
-    assert "worse than usual" in text
+    assert f"worse than {W4A16}" in text
     assert "calibrated codes lie further from the weights" in text
-    assert "calibrated codes" not in as_text.render(
-        Report(measures=[measure(0, 0, "a", 0.1)]), RULES
-    )
+    for calibrated in (False, True):
+        near = [measure(0, 0, "a", 0.1, calibrated=calibrated), measure(1, 0, "a", 0.1)]
+        text = as_text.render(Report(measures=near), RULES)
+        assert ("calibrated codes" in text) is calibrated
+        assert (f"a: {CALIBRATED}" in text) is calibrated
 
 
 def test_reports_show_both() -> None:
@@ -195,6 +201,6 @@ def test_what_is_lossy_comes_first_and_exact_rows_are_folded() -> None:
           '<details class="exact">', "<td class=\"\">a_exact", 'class="claims"')]  # fmt: skip
     assert at == sorted(at)
     assert "2 matrices and vectors of 1 role are exact" in page
-    assert "as usual for w4a16" in page
+    assert f"within 3 dB of {W4A16}" in page
     nothing = as_html.render(Report(measures=measures[:1]), RULES)
     assert "1 matrix or vector of 1 role is exact" in nothing

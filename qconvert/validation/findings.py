@@ -44,7 +44,8 @@ class Measure:
     with the layer and expert it stands in (None: in none); `format` how the folder stores it
     (`bf16`, `fp8`, `w4a16`, `amxint4`, `amxint8`). `rms` is the norm of the difference over the
     norm of the source's weights (0: equal; inf: the source is all zero), `worst` the largest
-    difference of a weight, `cosine` of the two as vectors (nan where one is all zero).
+    difference of a weight, `cosine` of the two as vectors (nan where one is all zero). `calibrated`:
+    the manifest says that a calibration found its codes, which need not be the nearest.
     """
 
     tensor: str
@@ -56,6 +57,7 @@ class Measure:
     rms: float
     worst: float
     cosine: float
+    calibrated: bool = False
 
     @property
     def sqnr(self) -> float:

@@ -25,7 +25,7 @@ from qconvert.validation.reports.figures import (
     side_by_side,
     worst,
 )
-from qconvert.validation.reports.words import by_rule, claims, verdict
+from qconvert.validation.reports.words import by_rule, claims, headline, verdict
 from qconvert.validation.runner import Report
 
 # --- Measures as the HTML page's plots take them --------------------------------------------------
@@ -123,9 +123,8 @@ def _data(measures: Sequence[Measure]) -> str:
 
 
 def _top(report: Report) -> Iterator[str]:
-    tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
     yield f'<header class="{verdict(report)}">\n<h1>Validation {verdict(report)}</h1>'
-    yield f'<p class="tally">{markup.text(name_of(report))}: {tally}</p>'
+    yield f'<p class="tally">{markup.text(name_of(report))}: {markup.text(headline(report))}</p>'
     if report.measures:
         yield _large(report.measures)
     yield "<dl>"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from qconvert.core.shown import count, printable
 from qconvert.validation.findings import Rule, Table
 from qconvert.validation.reports.figures import COLUMNS, cells, decibel, groups, worst
-from qconvert.validation.reports.words import by_rule, claims, verdict
+from qconvert.validation.reports.words import by_rule, claims, headline
 from qconvert.validation.runner import Report
 
 _MOST = 100
@@ -25,8 +25,7 @@ def render(report: Report, rules: Mapping[str, Rule]) -> str:
 
 
 def _blocks(report: Report, rules: Mapping[str, Rule]) -> Iterator[str]:
-    tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
-    yield f"## Validation {verdict(report)}: {tally}"
+    yield f"## Validation {headline(report)}"
     if report.about:
         yield "\n".join(f"- {escape(k)}: {code(v)}" for k, v in report.about.items())
     if report.findings:

@@ -18,11 +18,12 @@ from qconvert.validation.reports.figures import (
     compared,
     decibel,
     groups,
+    is_said_of,
     name_of,
     side_by_side,
     worst,
 )
-from qconvert.validation.reports.words import by_rule, claims, is_figure, totals, verdict
+from qconvert.validation.reports.words import by_rule, claims, headline, is_figure, totals
 from qconvert.validation.runner import Report
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def render(
         emoji=False, soft_wrap=True, legacy_windows=False, width=None if terminal else 100_000,
     )  # fmt: skip
     style = {3: "bold red", 5: "bold yellow"}.get(report.exit_code, "bold green")
-    _line(console, (f"{verdict(report)}: {totals(report)}", style))
+    _line(console, (headline(report), style))
     for table in report.tables:
         _table(console, table)
     if report.measures:
@@ -111,7 +112,7 @@ def _measures(console: Console, report: Report) -> None:
         for word, names in _in_words(found).items():
             who = ", ".join(names) if len(names) < 4 else count(len(names), "role")
             _line(console, (f"{who}: {word}", ""))
-        if any("worse than" in word for word in _in_words(found)):
+        if is_said_of(found):
             _line(console, (CALIBRATED, "bright_black"))
         text = f"{what} of {count(roles, 'other role')} {be} exact"
     if exact:

@@ -25,38 +25,49 @@ USUAL: Mapping[str, tuple[float, float]] = {
     "amxint8": (40.5, 42.2),
 }
 CALIBRATED = (
-    "calibrated codes lie further from the weights than rounded ones, and nearer in what they compute: "
-    "`qconvert eval` measures that"
+    "calibrated codes lie further from the weights than rounded ones; whether what they compute is "
+    "nearer, `qconvert eval` measures"
 )
 _SLACK = 3.0  # dB: trained weights beside normal ones
 _APART = 6.0  # dB: twice the error
 
 
 def compared(group: Group) -> str:
-    """Compare a role's median, and its worst matrix, with what the format usually loses; "" for what is
-    exact, unknown or of a format without a usual loss."""
+    """Compare a role's median, and its worst matrix, with what rounding to the format usually loses; ""
+    for what is exact, unknown or of a format without a usual loss. Codes that a calibration found are
+    not judged by their distance."""
     usual = USUAL.get(group.format)
     if usual is None or isnan(group.median) or group.worst == inf:
         return ""
     low, high = usual
-    said = f"usual for {group.format} that is rounded ({low:g} to {high:g} dB)"
+    rounding = f"rounding to {group.format} gives"
+    band = f"{low:g} to {high:g} dB"
     if group.median == inf:
         word = "most are exact"
+    elif group.calibrated:
+        word = f"codes of a calibration; {rounding} {band}"
     elif group.median > high + _SLACK:
-        word = f"better than {said}"
+        word = f"better than what {rounding} ({band}) by more than {_SLACK:g} dB"
     elif group.median < low - _SLACK:
-        word = f"worse than {said}"
+        word = f"worse than what {rounding} ({band}) by more than {_SLACK:g} dB"
     else:
-        word = f"as {said}"
+        word = f"within {_SLACK:g} dB of what {rounding} ({band})"
     if group.worst < min(low, group.median) - _APART:
-        word += "; its worst matrix stands apart"
+        word += f"; its worst matrix is lower by more than {_APART:g} dB"
     return word
+
+
+def is_said_of(found: Sequence[Group]) -> bool:
+    """Tell whether CALIBRATED is to be said: codes of a calibration, or codes further from the weights
+    than rounded ones, which may be such of another tool."""
+    return any(group.calibrated or "worse than" in compared(group) for group in found)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """All matrices of a format and role. `worst` and `median` are SQNR in dB of those that have one
-    (inf: equal to the source; nan: none has one); `rms` is the largest relative one."""
+    (inf: equal to the source; nan: none has one); `rms` is the largest relative one. `calibrated`: codes
+    of any were found by a calibration."""
 
     format: str
     role: str
@@ -66,6 +77,7 @@ class Group:
     worst: float
     median: float
     rms: float
+    calibrated: bool = False
 
 
 def groups(measures: Sequence[Measure]) -> list[Group]:
@@ -82,7 +94,7 @@ def _group(format: str, role: str, members: Sequence[Measure]) -> Group:
     return Group(
         format, role, len(every), known.count(inf), len(every) - len(known),
         min(known, default=nan), median_low(known) if known else nan,
-        max(measure.rms for measure in members),
+        max(measure.rms for measure in members), any(measure.calibrated for measure in members),
     )  # fmt: skip
 
 

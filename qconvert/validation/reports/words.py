@@ -9,6 +9,11 @@ from qconvert.core.shown import count
 from qconvert.validation.findings import Finding, Rule
 from qconvert.validation.runner import Report
 
+_NOT_READ = {
+    "headers": "bytes of weights were not checked (--level full reads them)",
+    "sample": "only a sample of the weights was read (--level full reads all)",
+}
+
 
 def verdict(report: Report) -> str:
     """`passed` or `failed`, as only errors fail a folder; or `not known`, if that is the answer to
@@ -21,6 +26,16 @@ def totals(report: Report) -> str:
     Scripts read --format json instead."""
     said = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
     return f"{said}; whether it loads is {report.not_known}" if report.not_known else said
+
+
+def headline(report: Report) -> str:
+    """First line of reports for people: the verdict, the level unless every weight was read, and what of
+    the weights was not read."""
+    level = report.about.get("level", "")
+    unread = _NOT_READ.get(level)
+    if unread is None:
+        return f"{verdict(report)}: {totals(report)}"
+    return f"{verdict(report)} at level {level}: {totals(report)}; {unread}"
 
 
 def claims(report: Report) -> Iterator[tuple[str, Sequence[str]]]:

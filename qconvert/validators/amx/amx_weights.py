@@ -297,8 +297,9 @@ class MatrixTask:
                     )
                     return
         yield sums.measure(
-            self.where, f"{self.kind}_proj", self.layer, self.expert, f"amx{self.block.method}"
-        )
+            self.where, f"{self.kind}_proj", self.layer, self.expert, f"amx{self.block.method}",
+            calibrated=self.block.rounding == "gptq",
+        )  # fmt: skip
 
     def _finding(self, base: str, text: str) -> Finding:
         return Finding("QC042", "error", f"{base}.weight", f"expert {self.expert}, {text}")

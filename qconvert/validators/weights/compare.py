@@ -131,6 +131,7 @@ class Results:
 # How a matrix must match the source's: the same numbers; rounded to its own floats once; the nearest
 # code of its scales; codes that calibration found; or codes and scales that it found.
 How = Literal["equal", "rounded", "nearest", "calibrated", "solved"]
+CALIBRATED: tuple[How, ...] = ("calibrated", "solved")
 
 _STRETCHES = 8  # of a long matrix, at level sample
 # A product of float32, a quotient by the reciprocal that was rounded, and that quotient: 2^-24 each.
@@ -305,7 +306,8 @@ class Compare:
 
     def _measure(self, sums: Sums) -> Measure:
         m = self.mine
-        return sums.measure(m.tensor, m.role, m.layer, m.expert, m.format)
+        found = self.how in CALIBRATED
+        return sums.measure(m.tensor, m.role, m.layer, m.expert, m.format, calibrated=found)
 
     def _misfit(
         self, folders: Folders, tile: tuple[int, int], expected: Floats, found: Floats, kept: Kept
@@ -326,7 +328,7 @@ class Compare:
         zero = zero_points(folders.output, self.mine, *tile)
         groups = group_of(folders.output, self.mine.form)
         packed = Tile(self.mine.form, expected, found, step, zero, groups)
-        if self.how in ("calibrated", "solved"):
+        if self.how in CALIBRATED:
             return kept.add(packed, tile[0])
         span = span_if_near(packed)
         if span is not None:

@@ -68,7 +68,14 @@ class Sums:
         self.count += size
 
     def measure(
-        self, tensor: str, role: str, layer: int | None, expert: int | None, form: str
+        self,
+        tensor: str,
+        role: str,
+        layer: int | None,
+        expert: int | None,
+        form: str,
+        *,
+        calibrated: bool = False,
     ) -> Measure:
         if self.difference == 0:
             rms = 0.0
@@ -76,7 +83,8 @@ class Sums:
             rms = sqrt(self.difference / self.source) if self.source else inf
         sizes = sqrt(self.source) * sqrt(self.found)
         cosine = self.product / sizes if sizes else nan
-        return Measure(tensor, role, layer, expert, form, self.count, rms, self.worst, cosine)
+        figures = self.count, rms, self.worst, cosine
+        return Measure(tensor, role, layer, expert, form, *figures, calibrated=calibrated)
 
 
 # Rows whose products are added in float32, each column by itself and in their order: so a sum of 32 is

@@ -35,7 +35,7 @@ from qconvert.validators.reading.matrices import Key, Matrix, matrices
 from qconvert.validators.reading.prepared import bases, prepared_tensors
 from qconvert.validators.reading.pruned import of_each, pruned
 from qconvert.validators.reading.rows import rows
-from qconvert.validators.weights.compare import Compare, How, described, wrong_weights
+from qconvert.validators.weights.compare import CALIBRATED, Compare, How, described, wrong_weights
 from qconvert.validators.weights.input_scales import is_such_a_scale, scale_key
 from qconvert.validators.weights.int_bounds import Kept
 from qconvert.validators.weights.searched import CompareSearched, CompareSolvedNvfp4, is_searched
@@ -109,7 +109,6 @@ _SUM = "{} as the source's with what adapters add"
 
 _A_FEW = 8  # matrices of each kind
 _MOST_MISSING = 20
-_CALIBRATED: tuple[How, ...] = ("calibrated", "solved")
 
 
 @validator("every weight is the source's within its format's rounding", "data", "model", "source")
@@ -171,7 +170,7 @@ def weights(folder: Folder) -> Iterator[Yield]:
         text = f"{count(len(unread), 'tensor')} not compared; {where}{reason}"
         yield Skipped(text)
     found = [task for tasks in kinds.values() for task in tasks]
-    if any(task.how in _CALIBRATED for task in found):
+    if any(task.how in CALIBRATED for task in found):
         yield from _calibrated(found)
     elif unread and kinds:
         yield Proved("every weight that was compared is the source's within its rounding")
@@ -181,7 +180,7 @@ def weights(folder: Folder) -> Iterator[Yield]:
 
 def _calibrated(tasks: Sequence[Compare]) -> Iterator[Proved | Skipped]:
     """Codes that calibration chose need not be the nearest: what is compared, and what is not judged."""
-    solved = sum(task.how in _CALIBRATED for task in tasks)
+    solved = sum(task.how in CALIBRATED for task in tasks)
     yield Proved(
         "calibrated weights have scales that fit the source's, and rows and groups of columns that "
         "follow the source's"
