@@ -7,7 +7,7 @@ samples, at the same bytes.
 
 Three models: a Qwen3-MoE as it was trained, the same function with outlier channels, and a dense Qwen3.
 KL is in nats a byte, on text held out; what predictions are compared with is that of the samples that
-were chosen by. Codes are rounded to nearest, or calibrated by its own project each: `fit` without --rtn,
+were chosen by. Codes are rounded to nearest, or calibrated, each by its project: `fit` without --rtn,
 and AutoRound's 200 iterations for what AutoScheme chose. Both choose for groups that a runtime loads as
 one. Seconds are those of finding a choice, in processes with a thread each.
 """
