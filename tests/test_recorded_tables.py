@@ -4,6 +4,7 @@ become patterns and expressions (tests/loaders/test_recorded_classes.py makes re
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -89,6 +90,22 @@ def test_what_a_loader_does_with_one_more_name() -> None:
 
     assert probe(Strict(), "a.bias", (1,)) == "silent"
     assert probe(Strict(), "a.scale", (1,)).startswith("error KeyError")
+
+
+def test_warnings_that_come_with_any_tensor_say_nothing() -> None:
+    """Some classes say of each load what it lacks."""
+
+    class Talking(torch.nn.Module):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, _ in weights:
+                if name == "unknown":
+                    logging.warning("unknown is not found")
+            logging.warning("some are not initialized")
+
+    usual = ("some are not initialized",)
+    assert probe(Talking(), "a", (1,), usual=usual) == "silent"
+    assert probe(Talking(), "unknown", (1,), usual=usual) == "warn unknown is not found"
+    assert probe(Talking(), "a", (1,)) == "warn some are not initialized"
 
 
 def test_sizes_become_expressions() -> None:

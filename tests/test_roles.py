@@ -48,6 +48,7 @@ _READ: tuple[tuple[str, str], ...] = (
     (r"(eh_proj|mtp\.fc)$", "DRAFT_JOIN"),
     (r"(visual|vision_tower|mm_projector)\.", "VISION"),
     (r"indexer\.(weights_proj|compressor\.w(gate|kv))$", "INDEXER_WEIGHTS"),
+    (r"\.attn\.indexer\.wq_b$", "INDEXER_QUERY"),
     (r"indexer\.", "INDEXER"),
     (r"experts\.\{E\}\.gate_proj$", "EXPERT_GATE"),
     (r"experts\.\{E\}\.up_proj$", "EXPERT_UP"),

@@ -44,8 +44,10 @@ class Kind(Enum):
     QUERY_UP = auto()  # q_b_proj
     KV_DOWN = auto()  # kv_a_proj_with_mqa
     KV_UP = auto()  # kv_b_proj
+    OUTPUT_DOWN = auto()  # wo_a: heads of each group to a low rank, before the output
     # DeepSeek's sparse attention: the choice of tokens.
     INDEXER = auto()  # its projections
+    INDEXER_QUERY = auto()  # DeepSeek-V4's wq_b, in FP8 as its attention
     INDEXER_WEIGHTS = auto()  # one number a head
 
     # Linear attention (Gated DeltaNet): inputs fused or split, and its output.
@@ -145,7 +147,7 @@ _BY_COLUMNS = frozenset(
 _BY_ROWS = frozenset(
     (
         Kind.EMBEDDING, Kind.HEAD, Kind.QUERY, Kind.KEY, Kind.VALUE, Kind.QKV,
-        Kind.GATE_UP, Kind.QUERY_UP, Kind.KV_UP,
+        Kind.GATE_UP, Kind.QUERY_UP, Kind.KV_UP, Kind.OUTPUT_DOWN,
         Kind.GDN_QKVZ, Kind.GDN_QKV, Kind.GDN_Z, Kind.GDN_BA, Kind.GDN_B, Kind.GDN_A, Kind.GATE,
         Kind.UP, Kind.SHARED_GATE, Kind.SHARED_UP, Kind.EXPERT_GATE, Kind.EXPERT_UP,
         Kind.STACKED_GATE_UP, Kind.STACKED_GATE, Kind.STACKED_UP, Kind.MIXER_IN,
@@ -163,8 +165,8 @@ _QUANTIZABLE = frozenset(
 # that of a shared expert is one row; kv_b_proj is split after loading, and q_a_proj is fused with
 # kv_a_proj_with_mqa before it.
 _LINEAR = _QUANTIZABLE | {
-    Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.KV_UP, Kind.GDN_BA, Kind.GDN_B, Kind.GDN_A, Kind.INDEXER,
-    Kind.VISION, Kind.LINEAR,
+    Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.KV_UP, Kind.OUTPUT_DOWN, Kind.GDN_BA, Kind.GDN_B, Kind.GDN_A,
+    Kind.INDEXER, Kind.INDEXER_QUERY, Kind.VISION, Kind.LINEAR,
 }  # fmt: skip
 _NEVER_QUANTIZED = frozenset(
     (

@@ -17,8 +17,8 @@ from qconvert.layouts._blocks import deepseek_dims, parts
 
 _NORMS = {"attn_norm": Kind.NORM, "ffn_norm": Kind.NORM}
 _ATTENTION = {
-    "wq_a": Kind.QUERY_DOWN, "wq_b": Kind.QUERY_UP, "wkv": Kind.KV_DOWN, "wo_a": Kind.LINEAR,
-    "wo_b": Kind.LINEAR, "kv_norm": Kind.NORM, "attn_sink": Kind.BUFFER,
+    "wq_a": Kind.QUERY_DOWN, "wq_b": Kind.QUERY_UP, "wkv": Kind.KV_DOWN, "wo_a": Kind.OUTPUT_DOWN,
+    "wo_b": Kind.OUTPUT, "kv_norm": Kind.NORM, "attn_sink": Kind.BUFFER,
 }  # fmt: skip
 # sglang builds compressors in BF16, whatever the quantization config says (models/deepseek_v4.py), as it
 # does the weights of an indexer.
@@ -27,7 +27,7 @@ _COMPRESSOR = {
     "compressor.norm": Kind.NORM, "compressor.ape": Kind.POSITION,
 }  # fmt: skip
 _INDEXER = {
-    "wq_b": Kind.INDEXER, "weights_proj": Kind.INDEXER_WEIGHTS, **_COMPRESSOR,
+    "wq_b": Kind.INDEXER_QUERY, "weights_proj": Kind.INDEXER_WEIGHTS, **_COMPRESSOR,
 }  # fmt: skip
 _SHARED = {"w1": Kind.SHARED_GATE, "w3": Kind.SHARED_UP, "w2": Kind.SHARED_DOWN}
 _EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

@@ -16,7 +16,7 @@ from qconvert.core.names import parse, split_parameter
 from qconvert.core.patterns import compiled
 from qconvert.core.roles import Kind, joined_with
 from qconvert.core.shown import count
-from qconvert.core.versions import SGLANG
+from qconvert.core.versions import SGLANG, VLLM
 from qconvert.formats.base import Stored
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import code_parameters
@@ -84,6 +84,7 @@ _WHY = {
     Kind.QUERY_DOWN: _FUSED_INPUT,
     Kind.KV_DOWN: _FUSED_INPUT,
     Kind.KV_UP: f"{SGLANG} takes its `weight` apart once it is loaded, and a packed one has none",
+    Kind.OUTPUT_DOWN: f"{SGLANG} and {VLLM} read its `weight` themselves, in BF16 or in FP8 by blocks",
     Kind.GDN_QKVZ: f"{SGLANG} asks Qwen3-Next's fused inputs of linear attention for a `weight`",
     **dict.fromkeys((Kind.GDN_BA, Kind.GDN_B, Kind.GDN_A, Kind.INDEXER_WEIGHTS), _ROW_A_HEAD),
     Kind.VISION: f"it is of a vision tower, which {SGLANG} builds unquantized (quant_config=None in "

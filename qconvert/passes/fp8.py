@@ -44,8 +44,13 @@ from qconvert.runtimes.consumers import parse_consumer
 from qconvert.runtimes.misreadings import Misread, misread
 
 BLOCK = 128
-# What DeepSeek-V3 and Qwen3-Next-FP8 publish in FP8, and runtimes take in no packed form.
-_PUBLISHED = (Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.GDN_QKVZ)
+# What DeepSeek and Qwen3-Next-FP8 publish in FP8, and runtimes take in no packed form.
+_PUBLISHED = (
+    Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.OUTPUT_DOWN, Kind.INDEXER_QUERY, Kind.GDN_QKVZ,
+)  # fmt: skip
+# Whose weights sglang's classes read themselves: kv_b_proj, of which they split the rows and would round
+# scales to one (`deepseek_weight_loader.py`), and wo_a (`deepseek_v4.py`).
+_READ = (Kind.KV_UP, Kind.OUTPUT_DOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +162,13 @@ class ToFp8(Quantizing):
 
     @property
     def _plain_kinds(self) -> tuple[Kind, ...]:
-        """Return what stays in BF16. But for scales by block kv_b_proj does: sglang splits it after
-        loading, and would round scales of rows to one (`deepseek_weight_loader.py`). With a scale a
-        matrix, what sglang fuses in classes of its own does too: those take no two scales
+        """Return what stays in BF16. But for scales by block what classes read themselves does. With a
+        scale a matrix, what sglang fuses in classes of its own does too: those take no two scales
         (`deepseek_v2.py` concatenates them, `qwen3_next.py` `_make_packed_weight_loader` looks for
         four)."""
         if self._by_blocks:
             return ()
-        return (Kind.KV_UP, *_PUBLISHED) if self.tensor else (Kind.KV_UP,)
+        return (*_READ, *_PUBLISHED) if self.tensor else _READ
 
     def more(self, plan: Plan, known: Collection[str]) -> dict[str, Linear]:
         """Linears that other formats leave and FP8 does not: those of `_PUBLISHED` kinds, those of draft

@@ -116,9 +116,11 @@ def _is_divided(setting: Setting) -> bool:
 # Backends of communication whose combine happens inside the dispatcher (layers/moe/utils.py,
 # is_deepep_class_backend).
 _DEEPEP_CLASS = ("deepep", "deepep_v2", "mooncake", "mori", "pplx")
-# Classes that would fuse, of architectures that are not among those that they do it for.
+# Classes that would fuse, of architectures that are not among those that they do it for; DeepSeek-V4's
+# does where it is told to alone (--enforce-shared-experts-fusion).
 _NEVER = frozenset((
-    "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
+    "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM",
+    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
 ))  # fmt: skip
 _RULES: Mapping[str, Callable[[Config, Config | None, Setting], int]] = {

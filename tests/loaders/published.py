@@ -346,7 +346,7 @@ def _deepseek_v4(parts: Parts, name: str, experts: int) -> Config:
     """Two layers without compressed attention and with hashed routers, one of each kind that compresses,
     and a draft; experts in MXFP4 where linears are FP8."""
     parts.exponents = True
-    heads, head, low, groups, rank, hyper = HEADS, 512, 128, 2, 128, 4
+    heads, head, low, groups, rank, hyper = 8, 512, 128, 8, 128, 4
     ratios, hashed = (0, 0, 4, 128), 2
     mixed = (2 + hyper) * hyper
 
@@ -417,7 +417,8 @@ def _deepseek_v4(parts: Parts, name: str, experts: int) -> Config:
                "beta_slow": 1, "original_max_position_embeddings": 4096}  # fmt: skip
     return {
         **_COMMON, "model_type": name, "architectures": ["DeepseekV4ForCausalLM"],
-        "num_key_value_heads": 1, "num_hidden_layers": len(ratios), "num_nextn_predict_layers": 1,
+        "num_attention_heads": heads, "num_key_value_heads": 1,
+        "num_hidden_layers": len(ratios), "num_nextn_predict_layers": 1,
         "compress_ratios": [*ratios, 0], "num_hash_layers": hashed, "head_dim": head,
         "qk_rope_head_dim": 64, "q_lora_rank": low, "o_lora_rank": rank, "o_groups": groups,
         "index_head_dim": 128, "index_n_heads": 2, "index_topk": 16, "sliding_window": 128,
@@ -441,8 +442,8 @@ _FAMILIES: dict[str, Callable[[Parts, str, int], Config]] = {
 FAMILIES = tuple(name for name in _FAMILIES if name not in ("qwen3_vl_moe", "deepseek_v4"))
 # What a name of a family adds for the types that it is published in.
 TYPES = {**dict.fromkeys(FAMILIES, (".bf16", ".fp8")), "deepseek_v4": (".fp8",)}
-# Rows of an expert that ranks divide in whole tiles of its kernels.
-_INNER = {"deepseek_v4": 1024}
+# Experts, and rows of one, of which eight ranks have whole tiles of its kernels.
+_SIZES = {"deepseek_v4": (8, 1024)}
 
 
 def published(
@@ -450,13 +451,14 @@ def published(
     *,
     fp8: bool = False,
     stacked: bool = False,
-    experts: int = 4,
+    experts: int = 0,
     inner: int = 0,
 ) -> Model:
     """A checkpoint of a family. `fp8`: linears in blocks of 128 x 128, as its authors publish them.
     `stacked`: experts in 3-D tensors, as the bf16 releases of Qwen3.5 have them. `inner`: rows of
     routed experts' gates; Qwen's shared experts keep theirs."""
-    inner = inner or _INNER.get(family, INNER)
+    few, rows = _SIZES.get(family, (4, INNER))
+    experts, inner = experts or few, inner or rows
     parts = Parts(fp8, inner)
     config = _FAMILIES[family](parts, family, experts)
     for level in (config, config.get("text_config", {})):

@@ -83,7 +83,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "layer_types": [*_ATTENTIONS, *reversed(_ATTENTIONS)],
         "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 3,
         "head_dim": 512, "partial_rotary_factor": (0.25, 0.125, 0.5), "index_head_dim": 128,
-        "num_key_value_heads": (1, 1, 1),
+        "num_attention_heads": 8, "num_key_value_heads": (1, 1, 1), "moe_intermediate_size": 1024,
         "hc_mult": (4, 2, 3), "o_groups": (4, 2, 2), "o_lora_rank": (40, 88, 72),
         "num_experts_per_tok": (2, 5, 4),
     },

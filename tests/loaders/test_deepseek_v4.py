@@ -1,5 +1,5 @@
-"""DeepSeek-V4 in vLLM's own loader: what its class makes of the scales of experts, told by their bytes.
-Skips itself without its environment (`make loaders`)."""
+"""DeepSeek-V4 in the runtimes' own loaders: what vLLM's class makes of the scales of experts, told by
+their bytes; FP8 of what was dequantized. Skips itself without its environment (`make loaders`)."""
 
 from __future__ import annotations
 
@@ -79,6 +79,20 @@ def test_exponents_of_fp8_experts_become_numbers(vllm: Server, source: Path) -> 
     answer = simulated(changed, Setting(), runtime="vllm")
     assert set(SCALES) <= answer.misread.keys()
     assert all(".experts." in name for name in answer.misread)
+
+
+@pytest.mark.parametrize("runtime", ["sglang", "vllm"])
+def test_fp8_of_what_was_dequantized_loads(
+    runtime: str, hopper: Server, vllm: Server, source: Path
+) -> None:
+    out = converted(source.parent, "fp8", converted(source.parent, "dequant", source))
+    for rank in (Rank(), Rank(2, 1)):
+        loaded = (hopper if runtime == "sglang" else vllm).load(out, rank)
+        loaded = once(loaded) if runtime == "vllm" else loaded
+        assert loaded.whole, loaded.error
+        assert {name.partition(".")[0] for name in loaded.unused} == {"mtp"}
+        answer = simulated(out, Setting(tp=rank.tp, rank=rank.rank), runtime=runtime)
+        assert [*disagreements(answer, loaded)] == []
 
 
 def _scales(folder: Path) -> list[Tensor]:

@@ -145,19 +145,51 @@ class MxInt4:
             yield f"{which}_weight_shape", shape
 
 
+@dataclass(frozen=True, slots=True)
+class Fp4InBlocks:
+    """DeepSeek-V4's MXFP4 experts beside FP8 in blocks, whose sizes are asked of theirs, too (fp8.py,
+    create_fp8_moe_weight_)."""
+
+    blocks: BlockFp8
+    linear_name: str = ""
+    experts_name: str = "Mxfp4FlashinferCutlassMoEMethod"
+
+    def linear(self, layout: Layout, wrapped: Wrapped) -> Named:
+        return self.blocks.linear(layout, wrapped)
+
+    def experts(self, moe: Moe) -> Named:
+        dict(self.blocks.experts(moe))  # refuses what it refuses of FP8
+        for which, rows, columns in moe.matrices:
+            codes = moe.slots, rows, columns // 2
+            yield f"{which}_weight", moe.parameter("I8", codes, "weight")
+            scales = moe.slots, rows, columns // 32
+            yield f"{which}_weight_scale_inv", moe.parameter("F8_E8M0", scales, "group")
+
+
 class Fp8:
+    """FP8 in blocks; with `packed` DeepSeek-V4's experts are MXFP4."""
+
     name = "fp8"
     cache = True
 
     def __init__(
-        self, block: Mapping[str, Any], fused: Fused, plain: Unquantized, renames: Renames
+        self,
+        block: Mapping[str, Any],
+        fused: Fused,
+        plain: Unquantized,
+        renames: Renames,
+        *,
+        packed: bool = False,
     ) -> None:
+        if block.get("moe_quant_algo"):
+            raise NotSimulated("moe_quant_algo beside FP8")
         size = pair_of(block.get("weight_block_size"))
         if size is None:
             raise NotSimulated("FP8 without weight_block_size")
         if block.get("activation_scheme") != "dynamic":
             raise NotSimulated(f"activation_scheme {block.get('activation_scheme')!r}")
-        self._scheme = BlockFp8(*size)
+        self.size, self._scheme = size, BlockFp8(*size)
+        self._experts: Scheme = Fp4InBlocks(self._scheme) if packed else self._scheme
         self._plain, self._fused = plain, fused
         listed = block.get("ignored_layers")
         if listed is None:
@@ -171,7 +203,7 @@ class Fp8:
         return self._plain if skipped else self._scheme
 
     def experts(self, module: str) -> Scheme:
-        return self.linear(module, "")
+        return self._experts if self.linear(module, "") is self._scheme else self._plain
 
     def head(self, module: str) -> Scheme | None:
         return None
@@ -605,16 +637,21 @@ def quantization_of(
     dtype: str,
     version: str,
     renames: Renames | None = None,
+    *,
+    packed: bool = False,
 ) -> Quantization:
     """Quantization that a config states, as a version of sglang reads it, for a class that maps fused
-    names as in `fused`. Raises NotSimulated."""
+    names as in `fused`; `packed`: its experts beside FP8 are MXFP4. Raises NotSimulated."""
     plain = Unquantized(dtype)
     block = root_block(config)
     if block is None:
         transposed = setting.moe_runner == "triton_kernel"
         return NoQuantization(plain, routed=Unquantized16(plain) if transposed else None)
+    renames = renames or Renames()
     try:
-        return _stated(block, fused, plain, setting, version, renames or Renames())
+        if block.get("quant_method") == "fp8":
+            return Fp8(block, fused, plain, renames, packed=packed)
+        return _stated(block, fused, plain, setting, version, renames)
     except re.error as error:
         raise NotSimulated(f"a pattern of the quantization config: {error}") from None
 
@@ -628,8 +665,6 @@ def _stated(
     renames: Renames,
 ) -> Quantization:
     method = block.get("quant_method")
-    if method == "fp8":
-        return Fp8(block, fused, plain, renames)
     if renames != Renames():
         block = _renamed(block, renames)
     if method == "compressed-tensors":

@@ -15,13 +15,20 @@ from typing import Any
 from qconvert.core.dtypes import TensorType
 from qconvert.core.versions import SGLANG, comes_before
 from qconvert.runtimes.classes.build import after_load, built, in_right_groups
+from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.names import RecordedNames, of_draft
-from qconvert.runtimes.classes.record import Record, architecture_of, check_form, class_record
+from qconvert.runtimes.classes.record import (
+    Module,
+    Record,
+    architecture_of,
+    check_form,
+    class_record,
+)
 from qconvert.runtimes.loading.building import RankBuild, check_stages, divided, text_config
 from qconvert.runtimes.loading.config_groups import block_of
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, offered
 from qconvert.runtimes.loading.setting import BLACKWELL, HOPPER, LoadRefused, NotSimulated, Setting
-from qconvert.runtimes.sglang.quantization import Mixed, Renames, quantization_of, root_block
+from qconvert.runtimes.sglang.quantization import Fp8, Mixed, Renames, quantization_of, root_block
 from qconvert.runtimes.shared_experts import fused, has_rule
 
 _ALL_FORMS = ("", "fp8", "modelopt_fp4", "modelopt_mixed")
@@ -130,6 +137,40 @@ def _check_latent(build: RankBuild, version: str) -> None:
             )  # fmt: skip
 
 
+_DEEPSEEK_V4 = "DeepseekV4ForCausalLM"
+
+
+def _has_packed_experts(tensors: Mapping[str, TensorType]) -> bool:
+    """Tell whether the first routed expert has packed codes, by which DeepSeek-V4's are known
+    (configs/deepseek_v4.py, try_detect_fp4_experts)."""
+    experts = (t for n, t in tensors.items() if ".experts." in n and n.endswith(".weight"))
+    return next((one.dtype in ("I8", "U8") for one in experts), False)
+
+
+def _in_fp8(module: Module) -> Module:
+    """A module of DeepSeek-V4's class: wo_a is quantized under FP8 alone, and then must be
+    (deepseek_v4.py, wo_a_fp8_gemm_enabled)."""
+    return replace(module, asked=module.name) if module.name.endswith(".wo_a") else module
+
+
+def _check_grouped(build: RankBuild) -> None:
+    """Raise LoadRefused for a wo_a that a list keeps from FP8."""
+    for module in build.schemes:
+        if module.endswith(".wo_a") and f"{module}.weight_scale_inv" not in build.parameters:
+            raise LoadRefused(
+                "AssertionError", "FP8 quant_config must create weight_scale_inv", module,
+                "the class computes with it in FP8 where others are, and it is listed as unquantized",
+            )  # fmt: skip
+
+
+def _group_scales(build: RankBuild, sizes: Sizes) -> None:
+    """Give scales of wo_a the shape that its class views them in once all is read."""
+    for name, parameter in build.parameters.items():
+        if name.endswith(".wo_a.weight_scale_inv"):
+            groups, (rows, columns) = sizes.of("o_groups") // build.setting.tp, parameter.shape
+            parameter.shape = groups, rows // groups, columns
+
+
 def by_table(
     record: Record,
     config: Mapping[str, Any],
@@ -158,9 +199,14 @@ def by_table(
         if record.draft and not record.layers:
             _check_layers(sizes.flag("num_nextn_predict_layers"))
         check_stages(setting, (sizes.of(n) for n in record.layers.values()), one=record.one_stage)
+        packed = record.architecture == _DEEPSEEK_V4 and _has_packed_experts(tensors)
         stated = quantization_of(
-            config, record.packed, setting, numbers.dtype, record.version, renames
+            config, record.packed, setting, numbers.dtype, record.version, renames, packed=packed
         )
+        if record.architecture == _DEEPSEEK_V4 and isinstance(stated, Fp8):
+            if stated.size != (128, 128):
+                raise NotSimulated("FP8 of which the class dequantizes a part while it loads")
+            record = replace(record, modules=tuple(map(_in_fp8, record.modules)))
         if record.draft and isinstance(stated, Mixed) and stated.names("mtp."):
             # It takes a draft that is not listed for bf16.
             own = tuple(replace(one, unquantized=()) for one in record.modules)
@@ -171,12 +217,15 @@ def by_table(
             divided(sizes.of(heads), setting.tp, heads)
         shared = fused(record.architecture, config, root_block(config), setting)
         made = built(record, build, sizes, tensors, shared)
+        if record.architecture == _DEEPSEEK_V4 and isinstance(stated, Fp8):
+            _check_grouped(build)
     except LoadRefused as refused:
         return SimulatedLoad(asked, refused, shared_fused=shared > 0)
 
     def after(build: RankBuild, tensors: Mapping[str, TensorType]) -> None:
         after_load(made)
         _check_latent(build, record.version)
+        _group_scales(build, sizes)
 
     done = offered(
         build, RecordedNames(made), tensors, asked, shared_fused=shared > 0, after=after

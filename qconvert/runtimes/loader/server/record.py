@@ -8,8 +8,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -365,22 +366,40 @@ class _Warned(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def probe(model: Any, name: str, shape: tuple[int, ...], *before: str) -> str:
+def probe(
+    model: Any, name: str, shape: tuple[int, ...], *before: str, usual: Collection[str] = ()
+) -> str:
     """Answer of a loader to one more tensor: "error", "warn" or "silent"; `before`: names of tensors of
-    the same shape that are offered first, of zeros."""
-    watch = _Warned()
-    logging.getLogger().addHandler(watch)
+    the same shape that are offered first, of zeros; `usual`: warnings that come with any tensor."""
     ones, zeros = (make(shape, dtype=torch.float64) for make in (torch.ones, torch.zeros))
     try:
-        done = model.load_weights(iter([*((one, zeros) for one in before), (name, ones)]))
+        said = _warned(model, ((name, ones), *((one, zeros) for one in before))[::-1])
+    except Exception as error:  # what a loader raises is the answer
+        return f"error {type(error).__name__}: {str(error)[:160]}"
+    said = [line for line in said if line not in usual]
+    return f"warn {said[0][:160]}" if said else "silent"
+
+
+def _warned(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Warnings of a loader that is offered these tensors, each once."""
+    watch = _Warned()
+    logging.getLogger().addHandler(watch)
+    try:
+        done = model.load_weights(iter(tensors))
         if done is not None and not isinstance(done, set | list | tuple | bool):
             for _ in done:
                 pass
-    except Exception as error:  # what a loader raises is the answer
-        return f"error {type(error).__name__}: {str(error)[:160]}"
     finally:
         logging.getLogger().removeHandler(watch)
-    return f"warn {watch.lines[0][:160]}" if watch.lines else "silent"
+    return watch.lines
+
+
+def _usual(model: Any) -> frozenset[str]:
+    """Warnings of a loader that is offered nothing: what it lacks then, it lacks with any one tensor."""
+    try:
+        return frozenset(_warned(model, ()))
+    except Exception:  # it takes no empty folder: what it says of one tensor is then all of it
+        return frozenset()
 
 
 def _probe_head(model: Any, parameters: Mapping[str, Any], shapes: Shapes) -> str | None:
@@ -404,6 +423,22 @@ def _renames(mapper: Any) -> dict[str, Any]:
             pairs = [[getattr(old, "pattern", old), new] for old, new in filter(_is_pair, items)]
             found[key.removeprefix("orig_to_new_")] = pairs
     return found
+
+
+def _patterns(model: Any, shapes: Shapes) -> list[list[str]]:
+    """Patterns by which a class, or one that renames by a function of its own, rewrites tensors' names;
+    of the function, what becomes of the last part `scale`."""
+    own = getattr(model, "hf_to_vllm_mapper", None)
+    if own is not None:
+        found: list[list[str]] = _renames(own).get("regex", [])
+        return found
+    rename = getattr(model, "remap_weight_name_to_dpsk_hf_format", None)
+    matrices = [
+        name for name, shape in shapes.items() if len(shape) > 1 and name.endswith(".weight")
+    ]
+    scales = (f"{name.removesuffix('weight')}scale" for name in matrices if rename)
+    leaves = {rename(name).rpartition(".")[2] for name in scales} - {"scale"} if rename else set()
+    return [[r"\.scale$", f".{leaf}"] for leaf in sorted(leaves)]
 
 
 _ATTENTION = re.compile(r"(.*\.(?:self_attn|mixer|attn|attention))\.")
@@ -441,9 +476,10 @@ def probes(
     """Answers of a loader to names that lead nowhere, by the place where they stand; those of a `draft`
     stand in its own layer, if it has a model's behind it. `head`: the answer to a head."""
     found: dict[str, dict[str, str]] = {}
+    offered = partial(probe, model, shape=(1,), usual=_usual(model))
     for place, base in at.items():
         leaves = (leaf for leaf in _LEAVES if f"{base}.{leaf}" not in names)
-        found[place] = {leaf: probe(model, f"{base}.{leaf}", (1,)) for leaf in leaves}
+        found[place] = {leaf: offered(f"{base}.{leaf}") for leaf in leaves}
     layer: str | None = None
     single = {"top": "nothing.weight", "draft": "mtp.layers.0.nothing.weight"}
     inner = next((name for name in names if ".0." in name and "layers" in name), None)
@@ -461,10 +497,8 @@ def probes(
         found["head"] = {"": head}
     if layer is not None:
         base = f"{layer}.nothing"
-        found["module"] = {
-            leaf: probe(model, f"{base}.{leaf}", (1,)) for leaf in ("weight", *_LEAVES)
-        }
-    return found | {place: {"": probe(model, name, (1,))} for place, name in single.items()}
+        found["module"] = {leaf: offered(f"{base}.{leaf}") for leaf in ("weight", *_LEAVES)}
+    return found | {place: {"": offered(name)} for place, name in single.items()}
 
 
 def _is_pair(item: object) -> bool:
@@ -490,8 +524,7 @@ def record(model: Any, config: Any, job: Mapping[str, Any], told: Told) -> None:
     told("modules", found)
     told("stored", shapes)
     told("renames", [_renames(mapper) for mapper in config.mappers])
-    own = getattr(model, "hf_to_vllm_mapper", None)
-    told("patterns", [] if own is None else _renames(own).get("regex", []))
+    told("patterns", _patterns(model, shapes))
     told("packed", {key: list(value) for key, value in _packed(model, config).items()})
     told("dtypes", _dtypes(model))
     same: dict[int, list[str]] = {}
