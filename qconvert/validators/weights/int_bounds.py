@@ -186,7 +186,7 @@ _KEPT = 0.3
 # group's scale is the one that few of its columns need, or other groups: 0.016 to 4.9 of the largest
 # weight's, cosines down to -0.29, and weights up to 6 times too short; of 0.023 of the groups of some
 # rows over 1.8 times. So a length says nothing of one group. Under the scales of the group beside or of
-# the row above more than half of the groups were far in one way or another, 0.055 or more by length.
+# the row above more than half of the groups were far in one way or another, 0.051 or more by length.
 _LEAST_PART, _MOST_PART = 1 / 256, 7.0
 _ROW_LENGTHS = 0.58, 1.5
 # Where few tokens say little of many columns, as of a first layer's attention, a row is the source's and
