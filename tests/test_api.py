@@ -146,6 +146,7 @@ _OF_RUNS = {
     "qconvert.hub.destination": "whether an OUT is a repo, as text",
     "qconvert.hub.headers": "api.headers_of, with what was fetched",
     "qconvert.hub.upload": "types of api.upload's result",
+    "qconvert.validators.headers.structure": "which names that a family requires are in no form: shown",
     "qconvert.validation.judgement": "a planned folder, asked whether kt-kernel reads it",
     "qconvert.run.work.forkserver": "imports ahead of planning: faster, no other result",
     "qconvert.run.work.options": "options, stated once for commands and the API",

@@ -453,7 +453,8 @@ def test_experts_beyond_the_count_are_named(
 
 def test_every_conversion_is_prepared_in_one_place() -> None:
     """`_with_verdicts` in service/converting.py; no command, and nothing else outside of `run`, prepares
-    a plan by itself. Advice judges its candidates and carries none out."""
+    a plan by itself. Advice judges its candidates and carries none out; `fit` keeps codes in a folder of
+    its own, to measure them."""
     found: dict[str, int] = {}
     for file in (_ROOT / "qconvert").rglob("*.py"):
         name = file.relative_to(_ROOT / "qconvert").as_posix()
@@ -467,7 +468,7 @@ def test_every_conversion_is_prepared_in_one_place() -> None:
             if called == "run_together":
                 assert isinstance(node, ast.Call)
                 assert "judge" in {given.arg for given in node.keywords}, f"{name}: {node.lineno}"
-    assert found == {"service/converting.py": 1, "advise/options.py": 1}
+    assert found == {"service/converting.py": 1, "advise/options.py": 1, "fit/fitting.py": 1}
 
 
 # --- Examples that are shown ---------------------------------------------------------------------
