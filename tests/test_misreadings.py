@@ -316,7 +316,7 @@ def test_a_plan_of_odd_heads_says_that_no_rank_gets_whole_blocks(tmp_path: Path)
     odd = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "hidden_size": 576}
     where, out = saved("qwen2", tmp_path / "odd", {}, odd), tmp_path / "out"
     done = run_cli("fp8", where, out, "--dry-run")
-    assert "ranks get whole blocks at tensor parallel none of the usual sizes" in done.out
+    assert "ranks get whole blocks at none of the usual tensor-parallel sizes" in done.out
     assert "192 rows, no whole blocks of 128, and runtimes fuse it" in done.out
     assert [line[8:23] for line in done.out.splitlines() if line.startswith("loads ")]
     assert "does not load it right: " in done.out
