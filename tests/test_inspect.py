@@ -146,12 +146,66 @@ def test_diff_tells_by_role_and_at_most_a_screen(tmp_path: Path) -> None:
         for line in lines
     )
     assert "lm_head: 1 tensor is only in A (lm_head.weight: BF16 [10, 8])" in lines
-    assert lines[-1] == "13 differences"
+    assert lines[-1] == f"13 differences; {len(a.tensors) - 13} tensors are equal"
     every = run_cli("diff", one, two, "--all").out.splitlines()
     assert len(every) == 14
     listed = json.loads(run_cli("diff", one, two, "--json").out)
     assert [f"{d['kind']:<8} {d['tensor']}: {d['detail']}" for d in listed] == every[:-1]
     assert {d["role"] for d in listed} == {line.split(":")[0] for line in lines[:-1]}
+
+
+def _settings(folder: Path, config: str = "config.json", **changes: Any) -> Path:
+    """The folder, some keys of a file of it changed; None: taken away."""
+
+    def change(value: dict[str, Any]) -> None:
+        value.update(changes)
+        for key in [key for key, one in changes.items() if one is None]:
+            del value[key]
+
+    edit_json(folder / config, change)
+    return folder
+
+
+def test_diff_of_a_config(tmp_path: Path) -> None:
+    """A runtime computes otherwise with one expert a token than with two, from the same tensors."""
+    model = fp8_moe()
+    files = {"generation_config.json": b'{"top_k": 20, "transformers_version": "5"}'}
+    files |= {"tokenizer.json": b'{"a": 1}', "README.md": b"mine", "modeling_x.py": b"A = 1"}
+    one, two = model.write(tmp_path / "a"), model.write(tmp_path / "b")
+    for folder in (one, two):
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+    # What tells who wrote it says nothing of how the model computes.
+    _settings(two, transformers_version="9.9")
+    _settings(two, "generation_config.json", transformers_version="9.9")
+    (two / "README.md").write_text("theirs")
+    told = run_cli("diff", one, two)
+    equal = f"{len(model.tensors)} tensors are equal"
+    names = "config.json, generation_config.json, chat_template.jinja, modeling_x.py and 1 more"
+    assert (told.code, told.out) == (0, f"no difference: {equal}, and so are {names}\n")
+    _settings(two, num_experts_per_tok=1, rope_scaling={"factor": 2.0}, eos_token_id=True)
+    _settings(one, num_experts_per_tok=2, rope_scaling={"factor": 4.0}, eos_token_id=1)
+    _settings(two, "generation_config.json", top_k=None)
+    (two / "tokenizer.json").write_text('{"a": 2}')
+    (two / "modeling_x.py").unlink()
+    told = run_cli("diff", one, two)
+    assert told.code == 3
+    assert sorted(told.out.splitlines()) == [
+        f"6 differences; {equal}",
+        "config.json differs: eos_token_id: 1 and True",
+        "config.json differs: num_experts_per_tok: 2 and 1",
+        "config.json differs: rope_scaling.factor: 4.0 and 2.0",
+        "generation_config.json differs: top_k: 20 and nothing",
+        "modeling_x.py is only in A",
+        "tokenizer.json differs in bytes (first differing byte 6)",
+    ]
+    listed = json.loads(run_cli("diff", two, one, "--json").out)
+    assert {(d["tensor"], d["kind"]) for d in listed} == {
+        ("config.json", "config"), ("generation_config.json", "config"),
+        ("modeling_x.py", "file-b"), ("tokenizer.json", "file"),
+    }  # fmt: skip
+    told = run_cli("diff", one, two, "--headers")
+    assert (told.code, told.out) == (0, f"no difference: {equal} in name, dtype and shape\n")
 
 
 def test_diff_of_a_thousand_roles_is_a_screen(tmp_path: Path) -> None:
@@ -162,4 +216,7 @@ def test_diff_of_a_thousand_roles_is_a_screen(tmp_path: Path) -> None:
         Model({"model_type": "x"}, tensors).write(tmp_path / folder, 1)
     lines = run_cli("diff", tmp_path / "a", tmp_path / "b").out.splitlines()
     assert len(lines) == 32
-    assert lines[-2:] == ["... and 170 tensors of 170 other groups", "200 differences"]
+    assert lines[-2:] == [
+        "... and 170 tensors of 170 other groups",
+        "200 differences; 0 tensors are equal",
+    ]

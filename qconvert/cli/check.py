@@ -106,13 +106,16 @@ def _say_tensors(checkpoint: Checkpoint, pattern: str, *, as_json: bool) -> None
 @click.command(cls=Command)
 @click.argument("a", type=SOURCE_NAME)
 @click.argument("b", type=SOURCE_NAME)
-@click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes only, not bytes.")
+@click.option("--headers", is_flag=True, help="Compare names, dtypes and shapes of tensors only.")
 @click.option("--all", "every", is_flag=True, help="Print a line for every difference.")
 @OPENING
 @JSON
 def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json: bool) -> int:
-    """Compare two checkpoints tensor by tensor.
+    """Compare two checkpoints and their configs.
 
+    Tensor by tensor, key by key of config.json; as well generation_config.json, hf_quant_config.json,
+    files of tokenizers and processors, and the model's code. README, qconvert's own files and who
+    wrote a config (transformers_version) are not compared.
     Differences are grouped by role, at most a screen of them. Exit code 0 if A and B are equal, 3 if
     they differ. A repo that is named by hf:// is compared file by file, by the sizes and hashes that the
     Hub lists: no weights are fetched.
@@ -126,11 +129,12 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
     """
     from qconvert import api
     from qconvert.core.shown import count
-    from qconvert.validation.diff import grouped_lines
+    from qconvert.validation.diff import compared_text, grouped_lines
 
     if not headers and any(name.startswith("hf://") for name in (a, b)) and not _offline():
         return _diff_files(a, b, follow_links=follow_links, as_json=as_json)
-    found = api.diff(a, b, data=not headers, follow_links=follow_links)
+    both = [api.open_checkpoint(name, follow_links=follow_links) for name in (a, b)]
+    found = api.diff(*both, data=not headers)
     if as_json:
         listed = [
             {"tensor": d.tensor, "role": d.role, "kind": d.kind, "detail": d.detail} for d in found
@@ -141,8 +145,14 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
             say_all(f"{d.kind:<8} {d.tensor}: {d.detail}" for d in found)
         else:
             say_all(grouped_lines(found))
-        what = "names, dtypes and shapes" if headers else "tensors"
-        say(count(len(found), "difference") if found else f"no difference: {what} are equal")
+        equal = len({*both[0], *both[1]}) - sum(not d.of_file for d in found)
+        what = f"{count(equal, 'tensor')} {'is' if equal == 1 else 'are'} equal"
+        if found:
+            say(f"{count(len(found), 'difference')}; {what}")
+        elif headers:
+            say(f"no difference: {what} in name, dtype and shape")
+        else:
+            say(f"no difference: {what}, and so are {compared_text(*both)}")
     return FINDINGS if found else 0
 
 

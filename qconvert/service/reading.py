@@ -134,8 +134,9 @@ def diff(
     data: bool = True,
     follow_links: bool = False,
 ) -> list[Difference]:
-    """The differences between two checkpoints, tensor by tensor, whatever their shards; without `data`
-    only names, dtypes and shapes are compared. Raises CheckpointError."""
+    """The differences between two checkpoints, tensor by tensor, whatever their shards, and those of
+    their config, tokenizer and code; without `data` only names, dtypes and shapes of tensors are
+    compared. Raises CheckpointError."""
     from qconvert.validation.diff import compare
 
     first, second = (checkpoint_of(where, follow_links=follow_links) for where in (a, b))

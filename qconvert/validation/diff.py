@@ -1,4 +1,5 @@
-"""Two checkpoints compared tensor by tensor, in bounded memory, and grouped by role."""
+"""Two checkpoints compared tensor by tensor, in bounded memory, and grouped by role; and by the files
+beside the weights that decide what a runtime computes (`settings.py`)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.prepared import own_role
 from qconvert.core.graph import Source
 from qconvert.core.names import natural_key, parse, split_parameter
-from qconvert.core.shown import count
+from qconvert.core.shown import count, several
 from qconvert.run.work.reader import Reader
+from qconvert.validation.settings import compared_files, different_settings
 
 _CHUNK = 4 << 20
 _MOST_LINES = 30
@@ -20,22 +22,39 @@ _SAYS = {
     "type": ("differs in dtype or shape", "differ in dtype or shape"),
     "data": ("differs in bytes", "differ in bytes"),
 }
+_SAYS_OF_FILE = {
+    "config": "{0.tensor} differs: {0.detail}",
+    "file": "{0.tensor} differs in bytes ({0.detail})",
+    "file-a": "{0.tensor} is only in A",
+    "file-b": "{0.tensor} is only in B",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """`kind` is `only-a`, `only-b`, `type` or `data`; `role` the family's name for it, else the
-    tensor's name without its numbers."""
+    tensor's name without its numbers. Of a file beside the weights `tensor` and `role` are its name, and
+    `kind` is `config` (a key has another value), `file` (its bytes differ), `file-a` or `file-b` (only
+    one has it)."""
 
     tensor: str
     kind: str
     detail: str
     role: str
 
+    @property
+    def of_file(self) -> bool:
+        """Tell whether it is of a file beside the weights."""
+        return self.kind in _SAYS_OF_FILE
+
 
 def compare(a: Checkpoint, b: Checkpoint, *, data: bool = True) -> list[Difference]:
-    """Every tensor that differs, in the order a model runs in."""
+    """Every tensor that differs, in the order a model runs in; with `data` also every setting and file
+    beside the weights that does, which come first."""
     found: list[Difference] = []
+    if data:
+        settings = different_settings(a, b)
+        found += [Difference(file, kind, detail, file) for file, kind, detail in settings]
     readers = Reader(a.shards), Reader(b.shards)
     try:
         for name in sorted({*a, *b}, key=natural_key):
@@ -71,10 +90,16 @@ def _role(checkpoint: Checkpoint, name: str) -> str:
 
 
 def grouped_lines(found: Sequence[Difference], most: int = _MOST_LINES) -> Iterator[str]:
-    """A line for the differences of one kind in a role, at most `most` of them; the rest
-    is counted."""
+    """A line for each difference of a file beside the weights and for those of one kind in a role, at
+    most `most` of each; the rest is counted."""
     groups: dict[tuple[str, str], list[Difference]] = {}
+    settings = [difference for difference in found if difference.of_file]
+    yield from (_SAYS_OF_FILE[one.kind].format(one) for one in settings[:most])
+    if len(settings) > most:
+        yield f"... and {count(len(settings) - most, 'other difference')} of files beside the weights"
     for difference in found:
+        if difference.of_file:
+            continue
         groups.setdefault((difference.role, difference.kind), []).append(difference)
     shown = list(groups.items())[:most]
     for (role, kind), members in shown:
@@ -82,9 +107,14 @@ def grouped_lines(found: Sequence[Difference], most: int = _MOST_LINES) -> Itera
         start = "first: " if len(members) > 1 else ""
         says = _SAYS[kind][len(members) > 1]
         yield f"{role}: {number} {says} ({start}{first.tensor}: {first.detail})"
-    left = len(found) - sum(len(members) for _, members in shown)
+    left = len(found) - len(settings) - sum(len(members) for _, members in shown)
     if left:
         yield f"... and {count(left, 'tensor')} of {count(len(groups) - len(shown), 'other group')}"
+
+
+def compared_text(a: Checkpoint, b: Checkpoint) -> str:
+    """Names of the files beside the weights that were compared: `config.json, tokenizer.json`."""
+    return several(compared_files(a, b))
 
 
 def _first_difference(readers: tuple[Reader, Reader], a: Source, b: Source) -> int | None:
