@@ -21,7 +21,7 @@ from qconvert import api
 from qconvert.calibrate.expert_stats import begin, save_layer
 from qconvert.calibrate.settings import LayerStats, Settings
 from qconvert.passes.expert_choice import chosen
-from qconvert.passes.prune import Prune
+from qconvert.passes.prune import Prune, _loss
 from qconvert.plan.plan import Plan
 
 
@@ -88,6 +88,10 @@ def test_the_choice(tmp_path: Path) -> None:
     assert by_count.kept == {3: (0, 3)}
     assert chosen(stats, "frequency", [3], 4, 2, 2).kept == {3: (0, 3)}
     assert "10 % of what it chose" in by_count.notes[0]
+    assert by_count.share == 10
+    assert _loss(4, 2, by_count) == (
+        "leaves out 2 of a layer's 4 experts, which had 10 % of what routers chose"
+    )
 
 
 def test_statistics_that_do_not_fit(tmp_path: Path) -> None:

@@ -102,10 +102,20 @@ def test_bytes_of_experts_that_stay_are_moved(name: str, tmp_path: Path) -> None
         lists = {str(n): [0, 2] for n in range(layers + dims.mtp_layers)}
     source, out = pruned(model, lists, tmp_path)
     assert read_tensors(out) == expected(model, lists, layers)
+    losses = json.loads((out / "qconvert.json").read_bytes())["lossy_steps"]
+    before, kept = model_experts(source), len(next(iter(lists.values())))
+    assert losses == {f"leaves out {before - kept} of a layer's {before} experts": len(lists)}
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "lossy steps: none" not in card
+    assert re.search(r"- dropped: rows of \d+ tensors?, by the rule `prune: rows", card)
     report = run_cli("validate", out, "--against", source, "--level", "full", "--jobs", "1")
     own = run_cli("validate", source, "--level", "full", "--jobs", "1")
     assert _errors(report.out) <= _errors(own.out), report.out
     assert "every source byte was used, or dropped by a named rule" in report.out
+
+
+def model_experts(folder: Path) -> int:
+    return api.open_checkpoint(folder).role_index.dims.num_experts
 
 
 def _errors(text: str) -> set[str]:

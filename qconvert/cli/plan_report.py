@@ -14,7 +14,7 @@ from qconvert.core.names import is_scale, parse, split_parameter
 from qconvert.core.shown import count, exact_size, format_size, one_of
 from qconvert.formats.base import FolderTensors
 from qconvert.formats.registry import OF_CODES, label
-from qconvert.plan.plan import Plan
+from qconvert.plan.plan import ROWS_OUT, Plan
 from qconvert.run.folder.prepare import Prepared, side_bytes
 from qconvert.validation.findings import NO_FINDINGS, Verdict
 from qconvert.validators.headers.structure import in_no_form
@@ -373,6 +373,10 @@ def drop_lines(plan: Plan, *, every: bool = False) -> list[str]:
         rules.setdefault(rule, []).append(name)
     lines = []
     for rule, names in rules.items():
+        if rule == ROWS_OUT:  # the rest of each tensor stays
+            what = f"rows of {count(len(names), 'tensor')}"
+            lines.append(f"drops   {what}, by {rule!r}: {some(names, every=every)}")
+            continue
         size = sum(plan.checkpoint[name].type.nbytes for name in names)
         lines.append(
             f"drops   {count(len(names), 'tensor')}, {format_size(size)}, by {rule!r}: "

@@ -334,6 +334,6 @@ def verify(
     wrong = sum(map(len, differs.values()))
     say(
         f"{folder}: {count(wrong, 'file')} not as signed" if wrong else
-        f"{folder}: {count(found.files, 'file')} as signed with {found.key}"
+        f"{folder}: {count(found.files, 'file matches', 'files match')} the signature (key {found.key})"
     )  # fmt: skip
     return FINDINGS if wrong else 0

@@ -29,12 +29,13 @@ _DTYPES = {"I64": "<i8", "F32": "<f4"}
 
 @dataclass(frozen=True)
 class Choice:
-    """Experts that stay by layer, ascending; what is to be said of it, and the digest of the
-    statistics that it follows from."""
+    """Experts that stay by layer, ascending; what is to be said of it, the digest of the statistics that
+    it follows from, and the percentage of what routers chose in them that goes."""
 
     kept: Mapping[int, tuple[int, ...]]
     notes: tuple[str, ...] = ()
     digest: str | None = None
+    share: float | None = None
 
 
 def chosen(
@@ -70,7 +71,7 @@ def chosen(
     what = "REAP's saliency" if by == "reap" else "the tokens that they were given"
     share = 100 * lost[0] / max(1, lost[1])
     notes = (f"chosen by {what}; the router gave {share:.3g} % of what it chose to those that go",)
-    return Choice(kept, notes, digest.hexdigest()[:32])
+    return Choice(kept, notes, digest.hexdigest()[:32], share)
 
 
 def entries_of(folder: Path) -> dict[str, tuple[Path, Entry]]:

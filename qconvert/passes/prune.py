@@ -94,7 +94,15 @@ class Prune:
         options = options_of(self, keep=found.kept, stats=found.digest, experts=experts)
         notes = (note, *found.notes)
         return plan.logged(
-            LogEntry(self.name, options, len(blocks), len(blocks), notes, what="layers"),
+            LogEntry(
+                self.name,
+                options,
+                len(blocks),
+                len(blocks),
+                notes,
+                what="layers",
+                loss=_loss(before, experts, found),
+            ),
             tensors=tensors,
             dropped={**plan.dropped, **rules},
             config=_config(plan, experts, rename),
@@ -117,7 +125,15 @@ class Prune:
             )
         groups = first_int(text_config(plan.config), _GROUPS) or 1
         made = chosen(self.stats, self.by, layers, dims.num_experts, experts, groups)
-        return Choice({**made.kept, **listed}, made.notes, made.digest)
+        return Choice({**made.kept, **listed}, made.notes, made.digest, made.share)
+
+
+def _loss(before: int, experts: int, choice: Choice) -> str:
+    """Text of what each layer loses; of a choice by statistics, with its share of what routers chose."""
+    said = f"leaves out {before - experts} of a layer's {before} experts"
+    if choice.share is None:
+        return said
+    return f"{said}, which had {choice.share:.3g} % of what routers chose"
 
 
 def read_keep(file: str) -> dict[int, tuple[int, ...]]:

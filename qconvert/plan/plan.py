@@ -59,7 +59,7 @@ _FLOATS = ("BF16", "F16", "F32", "F64")  # any other dtype is one of codes
 class LogEntry:
     """A pass as it ran: its options, how many tensors (or other `what`) it matched, and how many it
     expected from the config (None where the config does not tell). Where the two differ, `missing` and
-    `extra` name modules or tensors."""
+    `extra` name modules or tensors. `loss`: what each match loses that no node tells."""
 
     name: str
     options: Mapping[str, Any]  # as JSON
@@ -69,6 +69,7 @@ class LogEntry:
     what: str = "tensors"
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
+    loss: str = ""
 
     def against(self, matched: Collection[str], names: Collection[str]) -> LogEntry:
         """The entry with what differs between the matched names and those that the config counts."""
@@ -243,9 +244,10 @@ class Plan:
         return tuple(nodes(self.tensors.values()))
 
     def losses(self) -> dict[str, int]:
-        """Return what the plan's steps lose, each with the number of nodes that do. Of a node whose
+        """Return what the plan's steps lose, each with the number of nodes that do, or of the matches of
+        a pass that leaves out what the model computes with. Of a node whose
         results go to several folders only what becomes of those that this plan wants."""
-        return dict(self._losses)
+        return {**{e.loss: e.matched for e in self.log if e.loss}, **self._losses}
 
     @cached_property
     def _losses(self) -> dict[str, int]:

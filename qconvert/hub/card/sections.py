@@ -23,6 +23,7 @@ from qconvert.hub.card.front import (
     takers,
 )
 from qconvert.plan.pass_options import recipe_line
+from qconvert.plan.plan import ROWS_OUT
 from qconvert.runtimes.consumers import CLASSES
 from qconvert.runtimes.ktransformers import DRAFT_LAYERS, RUNTIME, launch_line
 from qconvert.runtimes.serving import SIMULATED, class_of, launch, launch_ranks
@@ -93,7 +94,8 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
     lines.append("- lossy steps: none" if not losses else "- lossy steps:")
     lines += [f"  - {plain(what)} ({count(number, 'time')})" for what, number in losses.items()]
     for rule, names in manifest["dropped"].items():
-        lines.append(f"- dropped: {count(len(names), 'tensor')}, by the rule {_code(rule)}")
+        part = "rows of " if rule == ROWS_OUT else ""
+        lines.append(f"- dropped: {part}{count(len(names), 'tensor')}, by the rule {_code(rule)}")
     for file, rule in manifest["dropped_files"].items():
         if file == "README.md":
             continue  # this card replaces it
