@@ -137,6 +137,10 @@ MANIFEST: dict[str, Any] = {"passes": [], "family": "qwen3_moe"}
 INT4 = {"type": "int", "num_bits": 4, "symmetric": True}
 
 
+# Of whose experts the quantization may be.
+SPARSE = {"experts": 8}
+
+
 def block(**weights: Any) -> dict[str, Any]:
     groups = {"config_groups": {"group_0": {"weights": {**INT4, **weights}}}}
     return {"quantization_config": {"quant_method": "compressed-tensors", **groups}}
@@ -147,9 +151,11 @@ def block(**weights: Any) -> dict[str, Any]:
     [
         ({}, {}, ("sglang", "vllm", "transformers"), "transformers"),
         ({}, block(), ("sglang", "vllm", "transformers"), "transformers"),
-        ({}, block(symmetric=False), ("sglang", "vllm"), "sglang"),
-        ({}, block(actorder="group"), ("sglang",), "sglang"),
-        ({}, block(type="float"), ("sglang", "vllm"), "sglang"),
+        ({}, block(symmetric=False), ("sglang", "vllm", "transformers"), "transformers"),
+        (SPARSE, block(symmetric=False), ("vllm",), "vllm"),
+        (SPARSE, block(actorder="group"), ("sglang",), "sglang"),
+        (SPARSE, block(type="float"), ("sglang", "vllm"), "sglang"),
+        ({}, block(type="float"), ("sglang", "vllm", "transformers"), "transformers"),
         ({}, {"quantization_config": {"quant_method": "modelopt"}}, ("sglang", "vllm"), "sglang"),
         ({"trtllm_gen": {}}, {}, (), None),
         ({"amx": {"method": "AMXINT4"}}, {}, ("ktransformers",), "ktransformers"),

@@ -43,6 +43,7 @@ _BAD_OF_TYPE: dict[str, list[str]] = {
     "server": ["", "head:8000", "ftp://head", "http://", "http://h:x", "http://h/?a=b"],
     "address": ["", "head", "ray://head:10001", "head:", "he ad:6379", "h:1;rm"],
     "time": ["", "0", "90", "0h", "m", "-3h", "3h50", "3.5h", "50:00", "1:60:00", "h3", "9" * 5000],
+    "capability": ["", "9", "nine.0", "9.0.0", "-9.0"],
     "profile": ["", "report", "out", "a\0b.json"],
     "id": ["", "model", "a/b/c", "a b/c", "/etc"],
     "pass": ["nope"],
@@ -296,8 +297,8 @@ def _meaning(option: click.Option) -> tuple[Any, ...]:
 
 # Of what is printed, and of what `quantize` writes; bits of a code, or of a weight with its scales
 # (`fit`); of ranks that a result is checked for, and those that `split` makes folders of: what a user
-# would type.
-_MEANINGS = {"--format": 2, "--bits": 2, "--tp": 2}
+# would type; and of `fit`, which rounds samples' model too where --data is given.
+_MEANINGS = {"--format": 2, "--bits": 2, "--tp": 2, "--rtn": 2}
 
 
 @pytest.mark.parametrize("spelling", sorted(_options()))
@@ -392,8 +393,8 @@ def _printed(line: str, *more: str) -> str:
         ),
         ("nvfp4: {scales: search, calibrate: {synthetic: true}}", "a calibration's stand in"),
         ("nvfp4: {targets: [Linear], calibrate: {synthetic: true}}", "solves routed experts alone"),
-        ("fp8: {targets: [lm_head]}", "'lm_head'; modules by name are supported in dialect"),
-        ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name are supported in dialect"),
+        ("fp8: {targets: [lm_head]}", "'lm_head'; modules by name need `dialect: "),
+        ("nvfp4: {targets: [lm_head]}", "'lm_head'; modules by name need `dialect: "),
         ("nvfp4: {targets: [1]}", "'targets"),
         ("nvfp4: {targets: []}", "targets: expected 'experts', 'Linear' or modules, found none"),
         ("amx: {method: int4, numa: 1, rounding: nearest}", "'rounding'"),

@@ -38,8 +38,8 @@ _NUMA = click.option(
 _ROUNDING = click.option(
     "--rounding", type=click.Choice(["reference", "search"]),
     default="reference", show_default=True,
-    help="`reference`: the bytes that kt-kernel's own converter writes; `search`: each row's scale of "
-    "least squared error, measured worse in int4 (KL 1.03, reference 0.42). [docs/ktransformers.md]",
+    help="`reference`: bytes as kt-kernel's converter writes them; `search`: least squared error, "
+    "measured worse in int4. [docs/ktransformers.md]",
 )  # fmt: skip
 _MTP = click.option(
     "--mtp", type=click.Choice(["keep", "drop"]), default="keep", show_default=True,

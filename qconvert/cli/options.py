@@ -239,6 +239,9 @@ class Count(click.IntRange):
     def _describe_range(self) -> str:
         return f"x>={self.min}" if self.min != 1 else ""
 
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "N"
+
 
 SOURCE_NAME = Parsed("source", _is_source, completion.paths)
 PARTITION = Parsed("partition", partition)
@@ -250,9 +253,6 @@ _TYPES: dict[str, click.ParamType[Any]] = {
     "runtime": Parsed("consumer", partial(_is_runtime, ("sglang", "vllm"))),
     "pass": Parsed("pass", _is_pass, completion.passes), "log": Parsed("file", _is_log),
 }  # fmt: skip
-_METAVARS = {"count": "N"}  # where click would write INTEGER RANGE
-
-
 # --- Options of dataclasses -----------------------------------------------------------------------
 
 
@@ -283,7 +283,7 @@ def option_of(
     else:
         more |= {
             "type": _type_of(one),
-            "metavar": one.metavar or _METAVARS.get(one.kind),
+            "metavar": one.metavar or ("N" if one.kind == "count" else None),
             "multiple": one.repeated,
         }
         if not given and field.default not in (None, ()):

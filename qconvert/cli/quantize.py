@@ -13,6 +13,7 @@ from qconvert.cli.options import (
     KV_SCALE,
     NVFP4_DIALECT,
     STATS,
+    Count,
     Rare,
     dialect,
     made_for,
@@ -172,8 +173,8 @@ def nvfp4(weight_only: bool, gptq: bool, asked: Asked, **fields: Any) -> Pass:
         "fp8", "compressed-tensors",
     ),
     click.option(
-        "--block", type=click.IntRange(min=1), default=None, show_default="128",
-        help="Rows and columns that share a scale.",
+        "--block", type=Count(), default=None,
+        help="Rows and columns that share a scale. [default: 128]",
     ),
     click.option("--channel", is_flag=True, help="Store a scale for each row instead."),
     click.option("--tensor", is_flag=True, help="Store a scale for each matrix instead."),

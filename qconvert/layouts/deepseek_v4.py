@@ -3,7 +3,7 @@
 Names: as vLLM (models/deepseek_v4/nvidia/model.py) and sglang (models/deepseek_v4.py, and
 deepseek_v4_nextn.py of the draft layers, `mtp.0.`) read them. Which layers have what: `compress_ratios`
 (a compressor where it is above 0, an indexer where it is 4) and `num_hash_layers`, whose router looks
-experts up by token (`tid2eid`) and has no bias. transformers 5.17 saves `kv_norm` as `norm`, behind
+experts up by token (`tid2eid`) and has no bias. transformers saves `kv_norm` as `norm`, behind
 `model.`.
 """
 

@@ -3,8 +3,8 @@ ones, and what is stale is dropped.
 
 Stale is what describes the old weights alone: the config blocks and side files of an earlier
 quantization, and where none follows the scales of a KV cache. Runtimes have a place for those in layers
-of attention that a quantization config is asked about: in a folder without one sglang 0.5.23 passes
-over them, and vLLM 0.33 ends the load (AutoWeightsLoader looks for them in the fused projection).
+of attention that a quantization config is asked about: in a folder without one sglang passes
+over them, and vLLM ends the load (AutoWeightsLoader looks for them in the fused projection).
 """
 
 from __future__ import annotations

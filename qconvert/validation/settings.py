@@ -2,7 +2,8 @@
 and its like by key, what makes tokens of text, and the model's own code by their bytes.
 
 What may differ between a folder and the one that a conversion and its reverse make of it is left out:
-the README, the manifest and the receipt, and who wrote the config last (`transformers_version`).
+the README, the manifest and the receipt, who wrote the config last (`transformers_version`), and lists
+of modules that are not quantized.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from qconvert.core.shown import shortened
 CONFIG = "config.json"
 _BY_KEY = ("generation_config.json", HF_QUANT_CONFIG)
 _WROTE = ("transformers_version", "_name_or_path")
+# Lists of what is not quantized: of equal tensors they say the same, and a conversion completes them.
+_UNQUANTIZED = (
+    "modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude",
+)  # fmt: skip
 # Tokenizers and processors of text, images and sound, as transformers and mistral-common name their
 # files, and classes that a config's auto_map names.
 _BY_BYTES = re.compile(
@@ -58,7 +63,7 @@ def different_settings(a: Checkpoint, b: Checkpoint) -> Iterator[tuple[str, str,
 def _keys(a: Mapping[str, Any], b: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Keys with another value, those of nested objects with a dot between: `rope_scaling.factor`."""
     for key in dict.fromkeys((*a, *b)):
-        if key in _WROTE:
+        if key in _WROTE or (above and key in _UNQUANTIZED):
             continue
         where = f"{above}{key}"
         first, second = a.get(key), b.get(key)
