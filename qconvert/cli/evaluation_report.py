@@ -44,7 +44,7 @@ def _compared(first: str, second: str, apart: Differences) -> Iterator[str]:
     yield from textwrap.wrap(
         verdict(first, second, apart), WIDTH, break_long_words=False, break_on_hyphens=False
     )
-    yield f"{'second less first':<{_LABEL}}{'mean':>10}{'+-':>10}{'errors':>11}"
+    yield f"{'second minus first':<{_LABEL}}{'mean':>10}{'std. err.':>10}{'in errors':>11}"
     for label, *values in differences(apart):
         yield f"{label:<{_LABEL}}{values[0]:>10}{values[1]:>10}{values[2]:>11}"
     if apart.changed is not None:
@@ -224,7 +224,7 @@ def _differences(found: Evaluation) -> Iterator[str]:
         if (apart := other.differences) is None:
             continue
         yield markup.section(
-            f"{markup.text(other.folder)} less {markup.text(found.folder)}",
+            f"{markup.text(other.folder)} minus {markup.text(found.folder)}",
             markup.table(
                 Table(
                     "",

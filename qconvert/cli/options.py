@@ -450,8 +450,8 @@ KV_SCALE = rare(
 )  # fmt: skip
 STATS = click.option(
     "--stats", type=FolderPath(), metavar="DIR",
-    help="Statistics that a calibration saved in DIR, from which input scales of activations "
-    "follow (nvfp4), or which experts stay (prune).",
+    help="Statistics in DIR, which `experts stats` or a calibration saved: input scales of activations "
+    "follow from them (nvfp4), or which experts stay (prune).",
 )  # fmt: skip
 _SHARED_EXPERTS = rare(
     "--shared-experts", type=click.Choice(["quantize", "keep"]), default=None,

@@ -51,8 +51,8 @@ class DataSpec:
     tensor to take where it is not the usual one. Raises DataError where it names no data."""
 
     data: str | None = option(
-        None, "Samples: text, JSONL (`text`, or `messages` under the model's chat template), tokenized "
-        "safetensors (`input_ids`), or hf-dataset:NAME[:SPLIT].",
+        None, "Samples: text, JSONL (`text`, `messages` under the model's chat template, or "
+        "`input_ids`), safetensors (`input_ids`), or hf-dataset:NAME[:SPLIT].",
         kind="data", parse=_data_name, metavar="FILE",
     )  # fmt: skip
     samples: int = option(512, "Number of samples.", kind="count", shown="512")

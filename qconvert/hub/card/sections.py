@@ -37,10 +37,9 @@ _HUB = "https://huggingface.co"
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|])")
 _MOST = 20
 _SIGNED = (
-    "- scales of both signs: transformers, compressed-tensors and kt-kernel were run on such; sglang "
-    "and vLLM hold them in memory as stored. Of kernels for GPUs, the sources of Marlin, ExLlama, "
-    "Machete and Triton's were only read: they multiply by the scale. Not read: FlashInfer's INT4 "
-    "experts for Blackwell, Humming"
+    "- some scales are negative: run so with transformers, compressed-tensors, kt-kernel, and vLLM's "
+    "Marlin and Machete; FlashInfer's INT4 experts for Blackwell and Humming were not tried. Where a "
+    "kernel misreads them, convert again with `--set signs=positive`"
 )
 _DRAFT = (
     "This is the draft of a model, which is served beside the model itself. With MODEL as that one's "
@@ -227,7 +226,8 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
 def _to_try(runtimes: Sequence[str], config: Mapping[str, Any], said: Loads) -> list[str]:
     """Return what stands before lines of runtimes that are not known to load the folder."""
     each = " and ".join(f"{name} {said_of(name, said).version}" for name in runtimes)
-    doubt = f"Not known for {_code(class_of(config))}: whether {each} load it whole."
+    verb = "loads" if len(runtimes) == 1 else "load"
+    doubt = f"Not known for {_code(class_of(config))}: whether {each} {verb} it whole."
     return [f"{doubt} To try, with REPO as this repo's id or folder:", ""]
 
 
