@@ -158,7 +158,8 @@ SAMPLE = (
         ("sample", SAMPLE),
         ("full", "passed: 0 errors, 0 warnings"),
     ],
-)  # fmt: skip
+    ids=["headers", "sample", "full"],
+)
 def test_the_first_line_says_what_was_not_read(level: str, first: str) -> None:
     report = replace(sound(), about={"folder": "out", "level": level})
     assert as_text.render(report, RULES).splitlines()[0] == first
