@@ -17,6 +17,7 @@ from made_once import made_once
 from sampled import sampled
 
 from qconvert import api
+from qconvert.core.errors import PlanError
 from qconvert.core.graph import nodes
 from qconvert.models.calibrated import calibrated_op
 from qconvert.passes.w4a16 import ExpertsToW4A16
@@ -118,6 +119,9 @@ def test_steps_share_a_calibration(source: Path) -> None:
     groups = {op.kind.rpartition(".")[2]: op.packers[0].scheme_of(128).groups(128) for op in ops}
     assert groups == {"o_proj": 2, "gate_proj": 4, "up_proj": 4, "down_proj": 4}
     assert len({op.request for op in ops}) == 1
+    other = replace(steps[1], calibrate=replace(same, samples=3))
+    with pytest.raises(PlanError, match="samples 2 there, 3 here"):
+        run_passes(Plan.identity(api.open_checkpoint(source)), (steps[0], other))
 
 
 @pytest.mark.parametrize(
