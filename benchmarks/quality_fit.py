@@ -1,4 +1,4 @@
-"""What `qconvert fit` chooses for small trained models, for `quality.py --fit`: beside the best uniform
+"""Choices of `qconvert fit` for small trained models, for `quality.py --fit`: beside the best uniform
 format of no more bits, and beside what AutoRound's AutoScheme chooses of the same formats, on the same
 samples, at the same bytes.
 
@@ -239,7 +239,7 @@ class Chosen:
 
 
 def autoscheme(at: Place, bits: float, iterations: int) -> Chosen:
-    """What AutoScheme chooses, in a process of its own. Raises RuntimeError, with what that printed
+    """Choice of AutoScheme, in a process of its own. Raises RuntimeError, with what that printed
     last, where it fails."""
     result = at.room / f"autoscheme-{bits}.json"
     words = [sys.executable, __file__, at.model, at.chosen_by, bits, iterations, result]

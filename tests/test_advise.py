@@ -57,7 +57,7 @@ def test_nothing_is_an_answer(models: Path) -> None:
 
 
 def test_sizes_above_the_one_that_is_advised_are_asked_of_others_too(models: Path) -> None:
-    """What loads on all GPUs is seen beside what loads on two of them."""
+    """A format that loads on all GPUs is seen beside one that loads on two of them."""
     found = api.advise(models / "qwen3-30b-a3b-fp8", "sglang==0.5.23")
     others = {one.candidate.command: one for one in found.others if isinstance(one, Choice)}
     assert others["dequant SRC OUT"].loads_at == (2, 4, 8)

@@ -167,7 +167,7 @@ def test_calibrated_codes_lose_less_in_the_same_bytes(
 
 
 def test_with_rtn_all_codes_are_rounded(tmp_path: Path) -> None:
-    """What matters is seen of the data all the same."""
+    """Data show what matters all the same."""
     words: list[str | Path] = [
         "fit", _source("dense"), tmp_path / "out", "--bits", "4.55", "--data",
         _data(tmp_path / "calibration.jsonl", 4, 1), "--samples", "4", "--length", str(LENGTH),
@@ -236,7 +236,7 @@ def _solved(folder: Path, room: Path, schemes: Any, settings: Settings) -> Kept:
 
 
 def test_layers_have_schemes_of_their_own(layers: Path, tmp_path: Path) -> None:
-    """What a layer sees comes from those before it as they will be served: the codes are those of a
+    """A layer sees what those before it make as they will be served: the codes are those of a
     model in which these layers have been replaced."""
     mixed = _solved(layers, tmp_path / "mixed", {0: [G32], 2: [G64]}, ALONE)
     assert {layer for layer, _, _ in mixed.made} == {0, 2}

@@ -73,7 +73,7 @@ def test_a_packed_format_is_named(
 
 
 def test_layers_in_different_formats_lack_nothing(moe: Path, tmp_path: Path) -> None:
-    """Where some layers alone are packed; a tensor that is there in no form is missing."""
+    """Some layers alone may be packed; a tensor that is there in no form is missing."""
     words = ("--rtn", "--targets", "re:model.layers.0.mlp.experts")
     made = run_cli("w4a16", moe, tmp_path / "mixed", *words, "--jobs", "1")
     assert made.code == 0, made.err

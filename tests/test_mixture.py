@@ -103,7 +103,7 @@ def test_steps_of_one_recipe(source: Path, tmp_path: Path) -> None:
 
 
 def test_steps_share_a_calibration(source: Path) -> None:
-    """Where they ask for the same: each matrix is solved as its own step says, in one run."""
+    """Steps that ask for the same have one: each matrix is solved as its own step says, in one run."""
     same = Calibration(synthetic=True, samples=2, length=8)
     steps = (
         ExpertsToW4A16(group_size=64, targets=("o_proj",), calibrate=same),

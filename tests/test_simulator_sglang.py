@@ -536,7 +536,7 @@ def test_a_version_known_to_serve_it_wrong(tmp_path: Path) -> None:
 
 
 def test_nvfp4_of_a_dense_model_is_served_right_and_read_by_transformers() -> None:
-    """What is known to be wrong is about experts."""
+    """Known errors are about experts."""
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     block = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}}
     config = {"quantization_config": block}

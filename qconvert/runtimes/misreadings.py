@@ -120,7 +120,7 @@ def refused_by_gpu(
     runtime: str, experts: tuple[str, ...], capability: tuple[int, int]
 ) -> LoadRefused | None:
     """Return the reason why a GPU cannot serve `fp8_experts`: sglang computes them with Triton, which
-    has no E4M3 for GPUs without its units (sglang pull request 5871), and keeps Marlin, which needs
+    has no E4M3 for GPUs without its units (sglang issue 5871), and keeps Marlin, which needs
     none, for linear layers (`layers/quantization/fp8.py`, Fp8MoEMethod.create_moe_runner)."""
     if runtime != "sglang" or not experts or capability >= _FP8_UNITS:
         return None
