@@ -29,7 +29,7 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
-COMMANDS, API = "all-commands.md", "api.md"
+COMMANDS, PASSES, API = "all-commands.md", "all-passes.md", "api.md"
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 
@@ -98,6 +98,18 @@ def _contexts(command: click.Command, context: click.Context) -> Iterator[click.
                 yield from _contexts(inner, click.Context(inner, parent=context, info_name=name))
 
 
+def all_passes() -> str:
+    """Every pass with its options, as `qconvert recipes passes NAME` prints them."""
+    from qconvert.passes import passes
+    from qconvert.recipe.described import described
+
+    said = "What a recipe's steps may be, and their options, written from the code."
+    lines = ["# All passes", "", f"{said} [Recipes](commands.md#recipes)."]
+    for name, kind in sorted(passes().items()):
+        lines += ["", f"## {name}", "", "```text", *described(kind), "```"]
+    return "\n".join(lines) + "\n"
+
+
 def all_names() -> str:
     """Every name of `qconvert.api`, with its signature and its docstring."""
     from qconvert import api
@@ -155,6 +167,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 Path(page.abs_src_path).read_text(encoding="utf-8"), f"docs/{page.src_uri}", copied
             )
     add(COMMANDS, content=all_commands())
+    add(PASSES, content=all_passes())
     add(API, content=all_names())
     for name in sorted(copied):
         add(f"files/{name}", content=(ROOT / name).read_bytes())

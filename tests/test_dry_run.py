@@ -156,8 +156,11 @@ def test_a_finished_result_and_unfinished_work_are_told(
     assert (told["state"], told["done"]) == ("unfinished", told["units"])
     status = run_cli("status", out).out
     assert status.startswith(
-        f"{out}: unfinished, {told['units']} units done; the same command goes on"
+        f"{out}: unfinished, {told['units']} units done; the command that began it, run again, does the"
     )
+    looked = run_cli("inspect", out)
+    assert looked.code == 1
+    assert "its conversion is unfinished (.qconvert/ exists)" in looked.err
     assert tree(out) == before
     assert run_cli("dequant", source, out, "--jobs", "1").code == 0
 

@@ -276,6 +276,8 @@ def test_a_dry_run_needs_no_hub_and_lists_what_would_be_sent(
         assert result.code == 0, result.err
         found = uploaded(folder, "--dry-run", "--private")
     assert f"{len(before) - 1} files for {REPO}; the Hub was not asked" in result.out
+    assert result.out.startswith("valid   at level headers: 0 errors, ")
+    assert "## How it was made" in upload(folder, "--dry-run", "-v").out
     assert not {"sent", "would", "changed", "stale"} & set(result.out.replace(";", " ").split())
     assert {"sent", "stale"}.isdisjoint(found)
     assert found["dry_run"] is True

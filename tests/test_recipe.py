@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from checkpoints import bf16_moe, convert, fp8_moe, ran, refused, run_cli, tensor, tree
@@ -243,7 +244,24 @@ def test_the_list_of_recipes() -> None:
     lines = result.out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(builtin_recipes())
     assert all(re.match(r"\S+ +For .", line) for line in lines)
-    assert max(map(len, lines)) <= 140
+    assert max(map(len, lines)) <= 160
+    assert any(line.endswith("(dequant, fuse)") for line in lines)
+
+
+def test_passes_and_their_options_are_listed() -> None:
+    lines = run_cli("recipes", "passes").out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(passes())
+    assert max(map(len, lines)) <= 110
+    for name, kind in passes().items():
+        said = run_cli("recipes", "passes", name).out
+        for field in fields(cast(Any, kind)):
+            assert re.search(rf"^  {field.name}: .+ \[(default: .+|required)\]", said, re.M), name
+    said = run_cli("recipes", "passes", "w4a16").out
+    assert "  bits: 4, 8 [default: 4]" in said
+    assert "  group_size: number [default: 128]" in said
+    assert "  samples: number [default: 512]  Number of samples." in said
+    assert "`targets` and `ignore` are names" in said
+    assert "passes are amx, " in run_cli("recipes", "passes", "nope").err
 
 
 @pytest.mark.parametrize("name", sorted(builtin_recipes()))

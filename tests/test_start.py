@@ -158,6 +158,9 @@ def test_the_command_line_on_one_screen(monkeypatch: pytest.MonkeyPatch) -> None
     for name, text in summaries.items():
         assert len(text) <= 45, name
         assert f"  {name:9}  {text}" in lines
+    for words, command in _leaves(cli):
+        assert len(command.get_short_help_str(200)) <= 50, words
+        assert "..." not in run_cli(*words[:-1], "--help").out.partition("\nCommands:")[2], words
 
 
 def test_a_wrong_word_leads_to_a_command() -> None:

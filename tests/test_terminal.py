@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import fp8_moe, published, run_cli
+from checkpoints import bf16_moe, fp8_moe, published, run_cli
 from click.shell_completion import ShellComplete, get_completion_class
 from sample_reports import RULES, large, measure
 
@@ -112,6 +112,15 @@ def _words(journal: Path) -> list[str]:
 
 
 # --- The next step -------------------------------------------------------------------------------
+
+
+def test_what_was_lost_is_measured_by_a_command(tmp_path: Path) -> None:
+    """Of dequantized weights none is named: they have lost less than BF16 itself."""
+    source = bf16_moe().write(tmp_path / "source")
+    done = run_cli("fp8", source, tmp_path / "out", "--targets", "experts", "--jobs", "1")
+    assert f"cost    qconvert eval {tmp_path / 'out'} --against {source} --data TEXT" in done.err
+    back = run_cli("dequant", tmp_path / "out", tmp_path / "back", "--jobs", "1")
+    assert (back.code, "cost    " in back.err, "next    " in back.err) == (0, False, True)
 
 
 def test_after_a_validation_the_card_is_named(source: Path, tmp_path: Path) -> None:

@@ -629,6 +629,11 @@ def _read_needed(root: Path, name: str, limit: int, *, follow_links: bool) -> by
     try:
         return read_inside(root, name, limit, follow_links=follow_links)
     except FileNotFoundError:
+        if (root / WORK_DIR).is_dir():
+            raise CheckpointError(
+                f"{root}: its conversion is unfinished ({WORK_DIR}/ exists), and {name} comes last; "
+                "`qconvert status` says what is done; run the same command again to finish it"
+            ) from None
         gguf = sorted(root.glob("*.gguf"))
         if gguf:
             raise CheckpointError(

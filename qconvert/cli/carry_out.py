@@ -37,20 +37,24 @@ def tell_next(
     adapters: Sequence[str] = (),
     *,
     validated: bool,
+    lossy: bool = False,
 ) -> None:
     """Name, on stderr, the command that compares the first folder with its source, or, where that has
-    been done, the place of the line that serves it. Of two folders the second is the GPU side."""
+    been done, the place of the line that serves it; of what lost something, the one that measures how
+    much. Of two folders the second is the GPU side."""
     if is_quiet():
         return
     first, *others = folders
+    pair = ["--pair", others[0]] if others else []
+    if lossy:
+        measure = ["qconvert", "eval", first, "--against", source, *pair, "--data", "TEXT"]
+        say(f"cost    {shlex.join(measure)}", err=True)
     if validated:
         say(
             f"next    {first}/README.md says how to serve it, and at which sizes it loads", err=True
         )
         return
-    words = ["qconvert", "validate", first, "--against", source]
-    if others:
-        words += ["--pair", others[0]]
+    words = ["qconvert", "validate", first, "--against", source, *pair]
     if draft is not None:
         words += ["--draft", draft]
     words += [word for adapter in adapters for word in ("--adapter", adapter)]
@@ -136,7 +140,10 @@ def carry_out(
         names = [result.name for result in results]
         # What a delta makes has been compared with its hashes, and differs from its source.
         known = bool(reports) or isinstance(planned.source, Patched)
-        tell_next(names, name, draft, adapters, validated=known)
+        plan = planned.folders[0].ready.plan
+        # What dequantizing loses is below what BF16 itself does.
+        lossy = bool(plan.losses()) and any(entry.name != "dequant" for entry in plan.log)
+        tell_next(names, name, draft, adapters, validated=known, lossy=lossy)
 
 
 def checked(

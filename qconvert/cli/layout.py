@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from qconvert.cli.calibration import calibration_from, split
-from qconvert.cli.command import VERBOSITY, Command
+from qconvert.cli.command import VERBOSITY, Command, is_quiet
 from qconvert.cli.convert import (
     CONVERSION,
     RUNNING,
@@ -420,8 +421,10 @@ def unstack() -> Pass:
 @OPENING
 @VERBOSITY
 def stats(source: str, folder: Path, memory: int | None, follow_links: bool, **given: Any) -> None:
-    """Run SRC over samples as it is, and write to DIR what its routed experts see: tokens that each was
-    given, REAP's saliency, moments of activations, a map of hot experts.
+    """Count what routed experts see.
+
+    SRC is run over samples as it is. DIR gets the tokens that each expert was given, REAP's saliency,
+    moments of activations, and a map of hot experts.
 
     A decoder layer is in memory at a time. It is what --save-stats of a calibration writes, of the
     unquantized model: for `prune` and `nvfp4 --stats DIR`, and for --init-expert-location. After an
@@ -442,6 +445,9 @@ def stats(source: str, folder: Path, memory: int | None, follow_links: bool, **g
             notice=lambda text: say(f"qconvert: {text}", err=True),
         )  # fmt: skip
     say(f"wrote {folder}")
+    if not is_quiet():
+        words = ["qconvert", "prune", source, "OUT", "--experts", "N", "--stats", str(folder)]
+        say(f"next    {shlex.join(words)}", err=True)
 
 
 @conversion(

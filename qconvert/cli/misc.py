@@ -16,23 +16,26 @@ from qconvert.run.work.options import RunOptions
 
 @click.group()
 def recipes() -> None:
-    """List and show the built-in recipes.
+    """List and show recipes, and passes for them.
 
     \b
     Examples:
       qconvert recipes list
       qconvert recipes show dequant-fp8 > mine.yaml
+      qconvert recipes passes w4a16
     """
 
 
 @recipes.command("list")
 def list_recipes() -> None:
-    """List built-in recipes with their purpose.
+    """List built-in recipes: steps and purpose.
 
     \b
     Example:
       qconvert recipes list
     """
+    import yaml
+
     from qconvert.recipe.recipe import builtin_recipes
 
     found = builtin_recipes()
@@ -40,7 +43,10 @@ def list_recipes() -> None:
     for name, text in found.items():
         comment = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
         served = re.split(r"[.:;](?: |$)", " ".join(comment))[0]
-        say(f"{name:<{width}}  {served}")
+        steps = [next(iter(one)) if isinstance(one, dict) else one
+                 for one in yaml.safe_load(text).get("passes") or ()]  # fmt: skip
+        by = f" ({', '.join(steps)})" if steps else ""
+        say(f"{name:<{width}}  {served}{by}")
 
 
 @recipes.command("show")
@@ -59,6 +65,30 @@ def show_recipe(name: str) -> None:
     if name not in found:
         raise UsageError(f"unknown built-in recipe {name!r}; recipes are {', '.join(found)}")
     say(*found[name].splitlines())
+
+
+@recipes.command("passes")
+@click.argument("name", required=False)
+def list_passes(name: str | None) -> None:
+    """List passes, or the options of one.
+
+    \b
+    Examples:
+      qconvert recipes passes
+      qconvert recipes passes w4a16
+    """
+    from qconvert.core.errors import UsageError
+    from qconvert.passes import passes
+    from qconvert.recipe.described import described, summary
+
+    known = dict(sorted(passes().items()))
+    if name is None:
+        width = max(map(len, known))
+        say(*(f"{one:<{width}}  {summary(kind)}" for one, kind in known.items()))
+    elif name in known:
+        say(*described(known[name]))
+    else:
+        raise UsageError(f"unknown pass {name!r}; passes are {', '.join(known)}")
 
 
 @click.command(cls=Command)

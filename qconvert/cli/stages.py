@@ -460,8 +460,9 @@ def _lines(folder: FolderStatus) -> list[str]:
         return [f"{folder.out} is finished"]
     if folder.state == "unfinished":
         done = count(folder.units_done or 0, "unit")
-        line = f"{folder.out}: unfinished, {done} done; the same command goes on"
-        return [f"{line} (a run without --shard, or `finish`)"]
+        return [
+            f"{folder.out}: unfinished, {done} done; the command that began it, run again, does the rest"
+        ]
     units = f"{folder.units_done} of {count(folder.units or 0, 'unit')}"
     sizes = f"{format_size(folder.bytes_done or 0)} of {format_size(folder.bytes or 0)}"
     lines = [f"{folder.out}: {units}, {sizes}"]

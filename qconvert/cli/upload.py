@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from qconvert.cli.command import VERBOSITY, Command
+from qconvert.cli.command import VERBOSITY, Command, is_verbose
 from qconvert.cli.options import (
     BRANCH,
     DRY_RUN,
@@ -93,6 +93,7 @@ def upload(
       qconvert upload V3-cpu me/V3-amxint4 --against DeepSeek-V3 --level full --create-pr
     """
     from qconvert import api
+    from qconvert.core.shown import count
 
     api.destination(repo, revision, create_pr=create_pr)  # before the folder is read
     with Bar() as bar:
@@ -118,7 +119,17 @@ def upload(
         if as_json:
             say_json({**_validated(checked.report), **_considered(repo, files, checked.hidden)})
         else:
-            say(*_would(repo, files))
+            how = level if against is None else f"{level}, against {against}"
+            errors, warnings = checked.report.errors, count(checked.report.warnings, "warning")
+            word = "WRONG" if errors else "valid"
+            say(
+                f"{word}   at level {how}: {count(errors, 'error')}, {warnings}",
+                *_would(repo, files),
+            )
+            if not no_card:
+                say("README.md is the card that qconvert writes; -v prints it")
+            if not no_card and is_verbose():
+                say(*checked.card(base_model=base_model, force=force).splitlines())
         return 0
     if as_json:
         found = {**_pending(repo, done.pending, checked.hidden), **_arrived(done.arrived)}

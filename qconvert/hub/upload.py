@@ -260,13 +260,17 @@ class CheckedFolder:
     follow_links: bool = False
     dry_run: bool = False
 
+    def card(self, *, base_model: str | None = None, force: bool = False) -> str:
+        """README.md as an upload writes it. Raises CheckpointError and OutputError."""
+        forced = force and bool(self.report.errors)
+        return new_card(self.folder, self.report, base_model, forced=forced)
+
     def files(
         self, *, base_model: str | None = None, card: bool = True, force: bool = False
     ) -> Mapping[str, int]:
         """Files that an upload would compare with the repo's, with their sizes, those that it writes
         before (`card`) among them. The Hub is not asked. Raises CheckpointError and OutputError."""
-        forced = force and bool(self.report.errors)
-        text = new_card(self.folder, self.report, base_model, forced=forced) if card else None
+        text = self.card(base_model=base_model, force=force) if card else None
         made = rewritten(self.folder, None if text is None else text.encode())
         return considered(self.folder, made, follow_links=self.follow_links)
 

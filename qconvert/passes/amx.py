@@ -35,7 +35,9 @@ _KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 @dataclass(frozen=True, slots=True)
 class ExpertsToAmx:
-    """`method` int4 or int8, for `numa` NUMA nodes; `rounding` reference (kt-kernel's own bytes) or
+    """Quantize routed experts to AMX tiles for KTransformers.
+
+    `method` is int4 or int8, for `numa` NUMA nodes; `rounding` reference (kt-kernel's own bytes) or
     search (smaller weight errors); `mtp` keep (experts of draft layers follow the model's, numbered on)
     or drop. With `calibrate` GPTQ finds the codes, but not of draft layers, for which transformers has
     no class: those are rounded.

@@ -31,10 +31,12 @@ STALE_RULE = "dequant: activation scales and shapes beside quantized weights"
 
 @dataclass(frozen=True, slots=True)
 class Dequant:
-    """Weights in FP8 (block, per-channel, per-tensor or MX scales), NVFP4 of either dialect, MXFP4
-    (compressed-tensors', DeepSeek-V4's, gpt-oss's), integers of compressed-tensors, GPTQ's and AutoAWQ's
-    own forms, types of GGUF files, and formats of other packages, to BF16, or to F16 or F32 (`dtype`),
-    which gpt-oss's stacks and other packages' formats are not.
+    """Dequantize all weights to BF16, F16 or F32.
+
+    Read are FP8 (block, per-channel, per-tensor or MX scales), NVFP4 of either dialect, MXFP4
+    (compressed-tensors', DeepSeek-V4's, gpt-oss's), integers of compressed-tensors, GPTQ's and
+    AutoAWQ's own forms, types of GGUF files, and formats of other packages. `dtype` is what they
+    become; gpt-oss's stacks and other packages' formats become BF16 alone.
 
     Raises PlanError where there are none, where the config does not say how FP8 is scaled, where a
     weight lacks its scale or a scale its weight, where a grid does not fit, and where a role it touches

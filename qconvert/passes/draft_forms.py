@@ -93,7 +93,9 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class RelabelDraft:
-    """A draft in form `to`. `verifier` is the repo of its target, which speculators' form names, and
+    """Write a draft in another project's form.
+
+    `to` is the form. `verifier` is the repo of its target, which speculators' form names, and
     `tokens` how many are drafted at once (None: 3 for EAGLE3, for DFlash its block less one, as in
     speculators' own conversion).
 

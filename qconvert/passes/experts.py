@@ -33,7 +33,9 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """3-D expert stacks to one matrix per expert. Raises PlanError if nothing is stacked (unless
+    """Split stacks of experts to one matrix per expert.
+
+    Raises PlanError if nothing is stacked (unless
     `optional`), if the expert count is not the config's, if the family's orientation
     [E, 2I, H] does not hold, and if a block of scales spans gate and up."""
 
@@ -87,7 +89,7 @@ class Unstack:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One matrix per expert to 3-D stacks: the inverse of `unstack`."""
+    """Stack matrices of experts to 3-D tensors: the inverse of `unstack`."""
 
     name: ClassVar[str] = "stack"
 

@@ -104,7 +104,9 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class Unfuse:
-    """Split fused linear-attention projections: in_proj_qkv, _z, _b, _a. Their order
+    """Split fused linear-attention projections.
+
+    They become in_proj_qkv, _z, _b, _a. The order of the rows
     comes from the manifest, the family, or `source_groups`. A `consumer` that takes only fused ones
     is refused; `qwen3.5`, the model class, needs `as_class` after it if the source is Qwen3-Next."""
 

@@ -24,8 +24,9 @@ _OTHERS = ("load_presharded_attn", "load_presharded_mlp", "load_presharded_embed
 
 @dataclass(frozen=True, slots=True)
 class JoinRanks:
-    """Put the parts of all ranks together, byte for byte, and state in the config that experts are whole
-    (`load_presharded_moe`).
+    """Put the parts of all tensor-parallel ranks together, byte for byte.
+
+    The config states that experts are whole (`load_presharded_moe`).
 
     Raises PlanError for a checkpoint that is in no parts, for parts of ranks that are missing or not
     alike, for a tensor of which it is not known how ranks cut it, and for sizes that are not the

@@ -46,7 +46,9 @@ _OF_MODELOPT = ("num_bits", "type", "dynamic")
 
 @dataclass(frozen=True, slots=True)
 class KvScale:
-    """`value` is by what keys and values are divided before they are rounded to FP8 (their largest size
+    """Write scales of a KV cache in FP8.
+
+    `value` is by what keys and values are divided before they are rounded to FP8 (their largest size
     / 448), or `calibrated`: what the calibration of the pass before sees in each layer as it is served,
     or, where that one is without data, `calibrate`'s in the layers as they were. After a pass that
     quantizes, whose config has a place for it; draft layers stay without.

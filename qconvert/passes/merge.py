@@ -48,7 +48,9 @@ _Key = tuple[str, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """`adapters` are folders, added in this order, each times its `scale` (one for all, or one each).
+    """Add adapters (LoRA) to the weights.
+
+    `adapters` are folders, added in this order, each times its `scale` (one for all, or one each).
     `requantize`: a quantized matrix that changes is quantized in its scheme again (`same`), or the whole
     model is written in BF16 (`bf16`).
 

@@ -55,12 +55,14 @@ from qconvert.samples.request import Calibration
 
 @dataclass(frozen=True, slots=True)
 class ToNvfp4(Quantizing):
-    """The routed experts, or with `targets: [Linear]` every linear layer that runtimes load in NVFP4, in
-    either dialect. Without `stats` or `input_scale` (as modelopt stores it: their largest size / 2688),
-    which `weight_only` excludes, the config says that activations stay bf16. Block `scales` are each
-    block's largest weight / 6, or with `search` those around it whose codes have the least error.
-    With `calibrate` GPTQ finds codes and block scales of routed experts; gate and up still share a
-    global scale, that of rounding. The rest is `Quantizing`'s.
+    """Quantize routed experts, or linear layers, to NVFP4.
+
+    `targets: [Linear]` names every linear layer that runtimes load so; there are two dialects. Without
+    `stats` or `input_scale` (as modelopt stores it: their largest size / 2688), which `weight_only`
+    excludes, the config says that activations stay bf16. Block `scales` are each block's largest
+    weight / 6, or with `search` those around it whose codes have the least error. With `calibrate`
+    GPTQ finds codes and block scales of routed experts; gate and up still share a global scale, that
+    of rounding. The rest is `Quantizing`'s.
 
     Raises PlanError where expert columns are not whole blocks of 16, where FP8 layers would stay and the
     dialect has no place for them, where statistics do not fit, where a search is asked for and MXFP4

@@ -54,7 +54,9 @@ _LISTS = ("quantize_config.json", HF_QUANT_CONFIG)
 
 @dataclass(frozen=True, slots=True)
 class Prune:
-    """Keep some of the routed experts of each layer: those that `keep` lists by layer (or that its JSON
+    """Leave routed experts out.
+
+    Some of each layer stay: those that `keep` lists by layer (or that its JSON
     file does, as `read_keep` says), draft layers numbered on from the model's own, or the `experts` (how
     many) that the statistics of a calibration, the folder `stats`, rank first `by` REAP's saliency or by
     how many tokens chose them. Lists come before statistics, of which draft layers have none. Where a

@@ -477,8 +477,10 @@ def written(name: str) -> Format:
 
 @dataclass(frozen=True, slots=True)
 class Quantize(ByFormat):
-    """The routed experts, or what `targets` names, in a registered `format`, another package's too.
-    Linears whose columns are no whole groups are left. The rest is `Quantizing`'s.
+    """Quantize to any registered format, by its name.
+
+    `format` may be another package's. Linears whose columns are no whole groups are left. The rest is
+    `Quantizing`'s.
 
     Raises PlanError for an unknown format, where expert columns are not whole groups, and as
     `Quantizing` does.
@@ -491,7 +493,7 @@ class Quantize(ByFormat):
 
 @dataclass(frozen=True, slots=True)
 class ToMx(ByFormat):
-    """`quantize` to MXFP4 or MXFP8, by default of the routed experts.
+    """Quantize routed experts, or linear layers, to MXFP4 or MXFP8.
 
     vLLM loads all of it (`schemes/compressed_tensors_w4a4_mxfp4.py`, `_w8a8_mxfp8.py`, and theirs
     in `compressed_tensors_moe/`). sglang has a class for MXFP4 experts (`mxfp4.py`), which in
@@ -546,7 +548,7 @@ class ToMx(ByFormat):
 
 @dataclass(frozen=True, slots=True)
 class ToInt8(ByFormat):
-    """`quantize` to INT8 for INT8 activations (W8A8), by default of all linear layers.
+    """Quantize linear layers to INT8 for INT8 activations (W8A8).
 
     Weights have a scale a row, activations one a token, which runtimes find for themselves. Read in
     sglang and vLLM (`schemes/compressed_tensors_w8a8_int8.py`): both load linears so. Routed

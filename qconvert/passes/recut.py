@@ -49,9 +49,11 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class RecutTiles:
-    """Cut the experts' tiles for `numa` NUMA nodes: of a folder that the pass amx made, or kt-kernel's
-    own converter. Codes move, and are rounded again only in down_proj for fewer nodes than before, or a
-    number that is no multiple (formats/amx/recut.py).
+    """Cut AMX tiles for another number of NUMA nodes.
+
+    The folder is one that the pass amx made, or kt-kernel's own converter; `numa` is the number. Codes
+    move, and are rounded again only in down_proj for fewer nodes than before, or a number that is no
+    multiple (formats/amx/recut.py).
 
     Raises PlanError for a folder that is not one of tiles alone, for a tensor that is missing or of
     another type than the others, and for sizes that the kernels cannot hold.

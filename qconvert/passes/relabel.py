@@ -81,7 +81,9 @@ _SIDE = 128
 
 @dataclass(frozen=True, slots=True)
 class Relabel:
-    """Every quantized weight in form `to`. `nearest`: NVFP4's global scales without an exact reciprocal
+    """Write quantized weights in another form, with the same codes.
+
+    `to` is the form. `nearest`: NVFP4's global scales without an exact reciprocal
     become the nearest float32. `dialect` is that of `to: nvfp4`, and `input_scale` then one constant for
     the inputs of all that is relabelled, as modelopt stores it.
 

@@ -41,8 +41,10 @@ _TIE = "tie_word_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class TextOnly:
-    """Drop vision and audio towers and what joins them, rename the rest, flatten the config, and store
-    routed experts as one matrix each where the text model's class reads them so.
+    """Write a multi-modal model's text model.
+
+    Vision and audio towers and what joins them are dropped, the rest is renamed, the config flattened,
+    and routed experts are stored as one matrix each where the text model's class reads them so.
 
     Raises PlanError for a model without text_config, where transformers has no class for the text model
     alone, for a tensor that is of no tower and that the class does not have, and for stacks of experts

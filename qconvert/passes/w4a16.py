@@ -57,7 +57,9 @@ _CHANNEL_STEP = 64
 
 @dataclass(frozen=True, slots=True)
 class ExpertsToW4A16(Quantizing):
-    """Weights of `bits`, in groups of `group_size` columns that share a scale (None: a whole row does),
+    """Quantize routed experts, or linear layers, to packed INT4 or INT8.
+
+    Weights have `bits`, in groups of `group_size` columns that share a scale (None: a whole row does),
     packed as `packing` says. Layers that no runtime is known to load quantized are never taken. With
     `leave_bf16` a linear whose columns are not whole groups stays as it is (an expert never does). With
     `calibrate` GPTQ finds the codes of all that is targeted. `scales` of rounding to nearest are each

@@ -43,8 +43,10 @@ _HF_QUANT = "hf_quant_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Experimental. Every layer of NVFP4 experts as four fused tensors, each expert one node; per-tensor
-    scales fused, and the scalars derived from them. Raises PlanError if there is no such layer, if an
+    """Fuse NVFP4 experts as the kernels of TensorRT-LLM take them (experimental).
+
+    Every layer becomes four tensors, each expert one node; per-tensor scales are fused, and the scalars
+    derived from them. Raises PlanError if there is no such layer, if an
     expert, a scale or a layer is missing, and for sizes that the runtime would pad. Layers in other
     formats stay unchanged."""
 
@@ -232,8 +234,10 @@ _RULE = "derived: it follows from the scales that stay"
 
 @dataclass(frozen=True, slots=True)
 class Unprepare:
-    """Experimental. The inverse of `prepare`: its source's tensors, byte for byte, and quantization
-    blocks. Raises PlanError if the source is not prepared, or a part of it is missing."""
+    """Undo `prepare` (experimental).
+
+    Its source's tensors come back, byte for byte, and its quantization blocks. Raises PlanError if the
+    source is not prepared, or a part of it is missing."""
 
     name: ClassVar[str] = "unprepare"
 

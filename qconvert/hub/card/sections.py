@@ -8,6 +8,7 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from qconvert.checkpoint.checkpoint import MANIFEST
 from qconvert.core.family import draft_algorithm
 from qconvert.core.manifest_keys import EVALUATION, RANK
 from qconvert.core.shown import count, format_size
@@ -101,8 +102,7 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
         lines.append(f"- dropped: the file {_code(file)}, by the rule {_code(rule)}")
     calibration = manifest.get("calibration")
     if isinstance(calibration, Mapping):
-        settings = ", ".join(f"{key} {value}" for key, value in calibration.items())
-        lines.append(f"- calibrated: {plain(settings)}")
+        lines.append(f"- {plain(_calibrated(calibration))}")
     if has_signed_scales(manifest):
         lines.append(_SIGNED)
     if (constant := manifest.get("input_scale")) is not None:
@@ -115,6 +115,17 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
         f"{size['out']:,} out"
     )
     return "\n".join(lines)
+
+
+def _calibrated(settings: Mapping[str, Any]) -> str:
+    """Samples that codes were found from. The step's options, in the table, are those that are not at their
+    defaults; the manifest has all."""
+    source = "random token ids" if settings.get("synthetic") else "text"
+    return (
+        f"calibrated by solver {settings.get('solver')} on {settings.get('samples')} samples of "
+        f"{source}, each of up to {settings.get('length')} tokens (xxh3-128 {settings.get('data')}); "
+        f"all settings are in {MANIFEST}"
+    )
 
 
 def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -> str:
@@ -210,8 +221,8 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
     lines += _sizes(said)
     tp_sizes = manifest.get("tp_sizes")
     if tp_sizes is not None:
-        held = ", ".join(map(str, tp_sizes)) or "none of 1, 2, 4, 8 and 16"
-        lines += ["", f"Ranks get whole groups of its packed weights at tensor parallel {held}."]
+        held = f"at tensor parallel {', '.join(map(str, tp_sizes))}" if tp_sizes else "at no size"
+        lines += ["", f"Ranks get whole groups of its packed weights {held}."]
     stage = manifest.get("stage")
     if stage is not None:
         settings = " or ".join(_code(f"{k}={v}") for k, v in stage["environment"].items())
