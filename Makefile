@@ -77,7 +77,7 @@ older: $(VENV)/installed-peers $(VENV)-older/installed
 	PYTHONPATH=tests $(BIN)/python tests/loaders/record_classes.py
 	$(BIN)/python tests/loaders/agree_classes.py sglang
 	$(BIN)/python tests/loaders/agree_classes.py vllm
-	QCONVERT_ALL=1 $(BIN)/pytest -m loader $(OLDER_TESTS)
+	QCONVERT_ALL=1 $(BIN)/pytest -n auto --dist worksteal -m loader $(OLDER_TESTS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

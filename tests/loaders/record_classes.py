@@ -14,6 +14,7 @@ import argparse
 import importlib
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import tempfile
@@ -807,7 +808,7 @@ def main() -> None:
     takes.add_argument("--runtime", choices=RUNTIMES, action="append")
     takes.add_argument("--tables", type=Path, default=TABLES)
     takes.add_argument("--room", type=Path, help="where servers of loaders listen")
-    takes.add_argument("--jobs", type=int, default=2, help="model_types at a time")
+    takes.add_argument("--jobs", type=int, default=os.cpu_count(), help="model_types at a time")
     takes.add_argument("name", nargs="*", help="a model_type, or a class that reads one")
     given = takes.parse_args()
     names = given.name or [*model_types(), *LIKE]
