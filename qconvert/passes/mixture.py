@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from re import escape
 from typing import Any
 
@@ -30,7 +31,7 @@ PACKED = "pack-quantized"
 _CODES = (*WEIGHT_DTYPES, "I8")  # of a quantized module's `weight`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Staying:
     """Modules by the group of a compressed-tensors block that covers them."""
 
@@ -38,7 +39,7 @@ class Staying:
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     earlier: bool = False  # a step before this one wrote the block
 
-    @property
+    @cached_property  # a step asks it of each layer
     def modules(self) -> frozenset[str]:
         return frozenset(module for modules in self.groups.values() for module in modules)
 
