@@ -63,8 +63,8 @@ classes: $(VENV)/installed-peers $(VENV)-loaders/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/loaders/record_classes.py
 
 # All classes that have a table, in all forms that commands make, at 1, 2 and 8 ranks: the simulator compared
-# with the loader, a model in each of as many processes as there are cores: on 32, 8 minutes for both runtimes. What
-# agrees is written into the tables.
+# with the loader, a model in each of as many processes as there are cores, a loader for four of them. What agrees is
+# written into the tables.
 agree: $(VENV)/installed-peers $(VENV)-loaders/installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/loaders/agree_classes.py sglang
 	OMP_NUM_THREADS=1 $(BIN)/python tests/loaders/agree_classes.py vllm

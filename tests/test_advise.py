@@ -25,6 +25,7 @@ from qconvert.advise.options import (
 )
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.cli.main import cli
+from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError, UsageError
 from qconvert.core.names import parse
 from qconvert.runtimes.consumers import Consumer
@@ -62,6 +63,39 @@ def test_sizes_above_the_one_that_is_advised_are_asked_of_others_too(models: Pat
     others = {one.candidate.command: one for one in found.others if isinstance(one, Choice)}
     assert others["dequant SRC OUT"].loads_at == (2, 4, 8)
     assert "  2 of 8 GPUs are used: it does not load on more" in list(lines_of(found))
+
+
+def test_a_misreading_at_some_sizes_leaves_the_others(models: Path, tmp_path: Path) -> None:
+    """At four ranks vLLM would put scales of one group into another order; at two it does not."""
+    made = tmp_path / "int4"
+    whole = headers.few("qwen3-30b-a3b-fp8", 8)
+    config = {k: v for k, v in whole.config.items() if k != "quantization_config"}
+    config |= {"moe_intermediate_size": 512, "num_hidden_layers": 1}
+    tensors = {
+        name: TensorType("BF16", tuple(512 if size == 768 else size for size in kind.shape))
+        for name, kind in whole.tensors.items()
+        if not name.endswith("_scale_inv") and (parse(name).layer or 0) < 1
+    }
+    (tmp_path / "bf16").mkdir()
+    headers.write_sparse(headers.HeaderSet(config, tensors, 1, whole.files), tmp_path / "bf16")
+    ran("w4a16", tmp_path / "bf16", made, "--rtn", "--group-size", "128")
+    found = api.advise(made, "vllm==0.33.0", api.Machine(8))
+    assert (_choice(found).candidate.command, _choice(found).loads_at, found.tp) == ("", (1, 2), 2)
+    assert "read" in next(
+        line for line in lines_of(found) if line.startswith("  tp 4: does not load")
+    )
+
+
+def test_a_key_that_the_config_lacks_comes_first(tmp_path: Path) -> None:
+    """Whatever is done to the weights, sglang's class asks for it."""
+    few = headers.few("qwen3-next-80b-a3b", 8)
+    config = {k: v for k, v in few.config.items() if k != "full_attention_interval"}
+    headers.write_sparse(headers.HeaderSet(config, few.tensors, 1, few.files), tmp_path)
+    _, verdict, cause, *_ = lines_of(api.advise(tmp_path, "sglang==0.5.23", api.Machine(2)))
+    assert verdict == "nothing that was considered loads and fits"
+    assert cause.startswith(
+        "  config.json: states no full_attention_interval, which the class asks for"
+    )
 
 
 def test_experts_in_fp8_need_fp8_units(models: Path) -> None:

@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from qconvert.core.errors import DataError
-from qconvert.samples.data import DataSpec, amount, digest, load_tokens, sample_order
+from qconvert.samples.data import (
+    DataSpec,
+    amount,
+    digest,
+    load_tokens,
+    most_tokens,
+    sample_order,
+)
 from qconvert.samples.tokenizer import text_pieces, tokenizer_files
 
 
@@ -611,3 +618,11 @@ def test_the_plan_counts_samples_without_a_tokenizer(
     (tmp_path / name).write_text(text)
     assert amount(DataSpec(data=str(tmp_path / name), samples=4, length=64)) == expected
     assert amount(DataSpec(synthetic=True)) is None
+
+
+def test_disk_is_planned_for_tokens_that_a_text_can_have(tmp_path: Path) -> None:
+    """One a byte, and one to begin a sample, at the most; chats may have more than their bytes."""
+    for name, expected in (("a.txt", 100 + 4), ("a.jsonl", 4 * 64)):
+        (tmp_path / name).write_text("x" * 100)
+        assert most_tokens(DataSpec(data=str(tmp_path / name), samples=4, length=64)) == expected
+    assert most_tokens(DataSpec(data=str(tmp_path / "a.txt"), samples=1, length=64)) == 64

@@ -197,7 +197,10 @@ def test_success_is_zero(source: Path, tmp_path: Path) -> None:
     assert first.out.count("\n") == 1
     again = run_cli("dequant", source, out, "--jobs", "1")
     assert again.code == 0
-    assert again.out == f"{out} already holds this very result; nothing to do\n"
+    assert (
+        again.out
+        == f"{out} already holds this very result (--verify hashes all of it); nothing to do\n"
+    )
 
 
 def test_refusals_are_one_and_differences_three(source: Path, master: Path) -> None:
@@ -687,5 +690,5 @@ def test_a_result_that_others_cannot_read_is_told(tmp_path: Path) -> None:
     for shard in source.glob("*.safetensors"):
         shard.chmod(0o600)
     done = run_cli(*words, tmp_path / "private", "--jobs", "1")
-    assert "; for its owner to read alone, as the source" in done.out + done.err
+    assert "; its owner alone may read it (file mode), as the source" in done.out + done.err
     assert not (tmp_path / "private" / "config.json").stat().st_mode & 0o077

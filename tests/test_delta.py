@@ -74,6 +74,11 @@ def test_old_and_delta_are_the_new_one(pair: tuple[Path, Path], tmp_path: Path) 
         assert (tmp_path / "out" / name).read_bytes() == (new / name).read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_bytes())
     assert config == json.loads((new / "config.json").read_bytes())
+    # Neither checkpoint is the one that was read: that is both of them.
+    for source in pair:
+        said = run_cli("validate", tmp_path / "out", "--against", source)
+        assert (said.code, "A delta made it" in said.out) == (3, True)
+    assert "--validate" not in run_cli("apply", "--help-all").out
 
 
 def test_equal_checkpoints(pair: tuple[Path, Path], tmp_path: Path) -> None:

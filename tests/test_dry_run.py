@@ -146,7 +146,9 @@ def test_a_finished_result_and_unfinished_work_are_told(
 ) -> None:
     dry = run_cli("dequant", source, finished, "--dry-run")
     assert (dry.code, dry.err) == (0, "")
-    assert dry.out.endswith(f"{finished} already holds this very result; nothing to do\n")
+    assert dry.out.endswith(
+        f"{finished} already holds this very result (--verify hashes all of it); nothing to do\n"
+    )
     told = json.loads(run_cli("plan", "dequant-fp8", source, finished, "--json").out)
     assert (told["out"]["state"], told["refusals"]) == ("finished", [])
 

@@ -278,6 +278,8 @@ def test_a_dry_run_needs_no_hub_and_lists_what_would_be_sent(
     assert f"{len(before) - 1} files for {REPO}; the Hub was not asked" in result.out
     assert result.out.startswith("valid   at level headers: 0 errors, ")
     assert "## How it was made" in upload(folder, "--dry-run", "-v").out
+    asked = upload(folder, "--dry-run", "--create-pr", "--commit-message", "FP8 back to BF16")
+    assert "a pull request would be opened: FP8 back to BF16\n" in asked.out
     assert not {"sent", "would", "changed", "stale"} & set(result.out.replace(";", " ").split())
     assert {"sent", "stale"}.isdisjoint(found)
     assert found["dry_run"] is True

@@ -54,6 +54,7 @@ def test_links_of_the_site(page: str) -> None:
     known = {
         *site.OUTSIDE.values(),
         site.COMMANDS,
+        site.PASSES,
         *(name[5:] for name in PAGES if name[:5] == "docs/"),
     }
     copied: set[str] = set()
@@ -101,7 +102,9 @@ def test_the_site_has_every_page() -> None:
     settings = yaml.load((_ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Settings)
     listed = [page for part in settings["nav"] for pages in part.values() for page in pages]
     own = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
-    assert sorted(listed) == sorted([*own, *site.OUTSIDE.values(), site.COMMANDS, site.API])
+    assert sorted(listed) == sorted(
+        [*own, *site.OUTSIDE.values(), site.COMMANDS, site.PASSES, site.API]
+    )
     assert settings["validation"] == dict.fromkeys(settings["validation"], "warn")
     for hook in (*settings["hooks"], *(f"docs/{name}" for name in settings["extra_css"])):
         assert (_ROOT / hook).is_file()

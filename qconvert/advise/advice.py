@@ -324,7 +324,7 @@ def why_not(choice: Choice) -> dict[int, str]:
             continue
         rank = answer.refused
         if rank is not None and rank.refused is not None:
-            found[tp] = rank.refused.why
+            found[tp] = f"{rank.refused.where}: {rank.refused.why}"
         else:
             wrong = [
                 name for one in answer.ranks for name in (*one.missing, *one.misread, *one.empty)
@@ -349,6 +349,7 @@ def lines_of(found: Advice) -> Iterator[str]:
             if found.not_known
             else "nothing that was considered loads and fits"
         )
+        yield from _missing_from_config(found)
     for line in found.lines:
         yield f"    {line}"
     if isinstance(best, Choice) and found.data is None and "--rtn" in best.candidate.command:
@@ -366,6 +367,16 @@ def lines_of(found: Advice) -> Iterator[str]:
         ))  # fmt: skip
     yield ""
     yield found.assumes
+
+
+def _missing_from_config(found: Advice) -> Iterator[str]:
+    """Keys that the config lacks for the model as it is, whatever is done to its weights."""
+    for one in found.others:
+        if isinstance(one, Choice) and not one.candidate.command:
+            whys = why_not(one)
+            why = whys[min(whys)] if whys else ""
+            if why.startswith("config.json: states no "):
+                yield f"  {why}; then ask again"
 
 
 def _said(choice: Choice, found: Advice, used: int = 0) -> Iterator[str]:

@@ -275,8 +275,6 @@ def considered(
         ranks = zip(*(one.ranks for one in asked_of if isinstance(one, Answer)), strict=True)
         sized = [replace(same[-1], nbytes=every(*(one.nbytes for one in same))) for same in ranks]
         answers[tp] = answer = replace(answer, ranks=tuple(sized))
-        if answer.cure:
-            break  # whatever the size
         if fitting and answer.verdict == "loads" and answer.nbytes > machine.for_weights:
             break  # of fewer ranks each holds more
     written = every(*(one.written for one in made))

@@ -46,7 +46,7 @@ from qconvert.run.work.backend import (
 )
 from qconvert.run.work.events import Events
 from qconvert.run.work.files import Files
-from qconvert.samples.data import load_tokens
+from qconvert.samples.data import load_tokens, most_tokens
 from qconvert.samples.request import Calibration, digest_of, fact
 
 if TYPE_CHECKING:
@@ -436,7 +436,7 @@ def work_dir_bytes(calibration: Calibrating) -> int:
     request, dims = calibration.request, calibration.model.role_index.dims
     twice = calibration.linears and bool(dims.num_experts)
     corrects = Settings.of(request).corrects
-    tokens = request.samples * request.length
+    tokens = most_tokens(request)
     return disk_bytes(tokens, dims.hidden_size, linears=twice, corrects=corrects)
 
 

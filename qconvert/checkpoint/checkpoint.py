@@ -348,7 +348,8 @@ class Checkpoint(Mapping[str, Source]):
         if family.any_mtp(self, dims):
             parts.append(count(dims.mtp_layers or 1, "MTP layer"))
         else:
-            parts.append("no MTP tensors")
+            counted = count(dims.mtp_layers, "MTP layer")
+            parts.append(f"none of the config's {counted}" if dims.mtp_layers else "no MTP tensors")
         kind = self.config.get("model_type")
         label = family.name if family.name == kind else f"{kind} (family {family.name})"
         return f"{label}: {', '.join(parts)}"
@@ -750,7 +751,8 @@ def _check_shard_against_index(
         if said != name:
             where = "does not name it" if said is None else f"puts it in {said}"
             raise CheckpointError(
-                f"tensor {entry.name!r} is in {name}, but {INDEX} {where}; download both again"
+                f"tensor {entry.name!r} is in {name}, but {INDEX} {where}; `qconvert repair` makes the "
+                "index anew, where the shards are whole; else download both again"
             )
 
 
@@ -761,7 +763,8 @@ def _check_index_complete(
         if name not in sources:
             raise CheckpointError(
                 f"{root / INDEX} puts tensor {name!r} in {file}, but that file's header has no such "
-                "tensor; download both again"
+                "tensor; `qconvert repair` makes the index anew, where the shards are whole; else "
+                "download both again"
             )
 
 

@@ -209,6 +209,7 @@ def _summary(result: Result, seconds: float) -> dict[str, Any]:
 
 
 def _ending(result: Result, seconds: float, ready: Prepared) -> str:
+    from qconvert.cli.plan_report import held
     from qconvert.core.shown import count, format_size, message
 
     shard = ready.options.shard
@@ -220,7 +221,7 @@ def _ending(result: Result, seconds: float, ready: Prepared) -> str:
             f"({format_size(result.left_bytes)}) are left; the same command goes on"
         )
     if result.already_done:
-        return f"{result.name} already holds this very result; nothing to do"
+        return f"{result.name} {held(verified=ready.options.verify)}"
     if result.repaired:
         shown = ", ".join(f"{name} ({why})" for name, why in list(result.repaired.items())[:3])
         more = f" and {len(result.repaired) - 3} more" if len(result.repaired) > 3 else ""
@@ -246,5 +247,5 @@ def _for_whom(ready: Prepared) -> str:
     return (
         ""
         if any(mode & 0o044 for mode in modes)
-        else "; for its owner to read alone, as the source"
+        else "; its owner alone may read it (file mode), as the source"
     )

@@ -187,7 +187,9 @@ def _diff_files(a: str, b: str, *, follow_links: bool, as_json: bool) -> int:
 @options_of(
     ValidateOptions, "against", "draft", "adapter", "beside", "level", "pair", "kernels", "layers"
 )
-@made_for("sglang, whose loader is simulated: an H200 without other options", "sglang", "vllm")
+@made_for(
+    "sglang or vllm, whose loaders are simulated, on an H200 without options", "sglang", "vllm"
+)
 @options_of(ValidateOptions, "tp", "pp", "ep", "loader", "jobs", "memory")
 @click.option(
     "--format", "form",
@@ -467,7 +469,7 @@ def _as_json(one: Repair) -> dict[str, Any]:
 
 def _show(one: Repair, out: Path | None, *, dry_run: bool) -> None:
     if not one.changes and not one.left:
-        say(f"{one.folder}: nothing to repair")
+        say(f"{one.folder}: nothing to repair in its metadata; no weights were read")
         return
     for change in one.changes:
         say(f"{change.file}:", *(f"  {reason}" for reason in change.why))

@@ -175,7 +175,8 @@ def _say_estimate(found: Estimate, *, as_json: bool) -> None:
         f"to measure: {count(found.forwards, 'run')} of a layer over all samples, "
         f"{found.operations:.3g} operations, {took}; {format_size(found.disk)} of disk for hidden "
         + (
-            f"states and codes, after {count(found.calibrations, 'calibration')}"
+            f"states and codes; before it {count(found.calibrations, 'calibration')}, whose time is "
+            "not in this"
             if found.calibrations
             else "states"
         ),

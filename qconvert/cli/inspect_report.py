@@ -212,7 +212,7 @@ def _facts(manifest: Mapping[str, Any]) -> Iterator[str]:
             data = "random tokens, not for serving"
         samples, length = calibration.get("samples"), calibration.get("length")
         number = count(samples, "sample") if isinstance(samples, int) else "samples"
-        yield f"calibrated on {number} of up to {length} tokens, {data}"
+        yield f"calibrated on at most {number} of up to {length} tokens, {data}"
     prepared = _map(manifest, "trtllm_gen")
     if prepared:
         sizes = ", ".join(map(str, _list(prepared, "tp_sizes")))

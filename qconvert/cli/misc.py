@@ -34,18 +34,15 @@ def list_recipes() -> None:
     Example:
       qconvert recipes list
     """
-    import yaml
-
-    from qconvert.recipe.recipe import builtin_recipes
+    from qconvert.recipe.recipe import builtin_recipes, step_names
 
     found = builtin_recipes()
     width = max(map(len, found))
     for name, text in found.items():
         comment = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
         served = re.split(r"[.:;](?: |$)", " ".join(comment))[0]
-        steps = [next(iter(one)) if isinstance(one, dict) else one
-                 for one in yaml.safe_load(text).get("passes") or ()]  # fmt: skip
-        by = f" ({', '.join(steps)})" if steps else ""
+        steps = ", ".join(step_names(text, name))
+        by = f" ({steps})" if steps else ""
         say(f"{name:<{width}}  {served}{by}")
 
 

@@ -89,6 +89,11 @@ def _is_runtime(only: tuple[str, ...], text: str) -> str:
 
     if text in only:  # a runtime may be no consumer of layouts: ktransformers
         return text
+    if text == "ktransformers":
+        raise ValueError(
+            "ktransformers serves a pair of folders, and no loader of it is simulated: `qconvert "
+            "validate CPU_FOLDER --pair GPU_FOLDER --against SRC` checks both"
+        )
     try:
         consumer = parse_consumer(text)
     except PlanError as error:

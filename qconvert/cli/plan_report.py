@@ -145,6 +145,12 @@ def unknown_names(checkpoint: Checkpoint) -> list[str]:
     return [name for name in checkpoint.role_index.unknown if own_role(name) is None]
 
 
+def held(*, verified: bool) -> str:
+    """Verdict on a folder that a run has nothing to do for."""
+    how = "every byte was hashed" if verified else "--verify hashes all of it"
+    return f"already holds this very result ({how}); nothing to do"
+
+
 def dry_run_lines(look: DryRun | None) -> list[str]:
     """Return what the output folder already holds of the result; nothing for a new one."""
     if look is None or look.state in (None, "new"):
@@ -153,7 +159,7 @@ def dry_run_lines(look: DryRun | None) -> list[str]:
         files = count(len(look.damaged), "damaged file")
         return [f"exists  {look.name} holds this result with {files}; a run repairs it"]
     if look.state == "finished":
-        return [f"exists  {look.name} already holds this very result; nothing to do"]
+        return [f"exists  {look.name} {held(verified=False)}"]
     return [
         f"exists  {look.name} has {look.done} of {count(look.units, 'unit')}; a run continues there"
     ]
@@ -199,7 +205,7 @@ def _calibration_lines(plan: Plan) -> list[str]:
     there = amount(request)
     samples = count(request.samples, "sample")
     if there is not None and there[0] < request.samples:
-        samples = f"{there[0]} of {samples}"
+        samples = f"about {there[0]} of {samples}"
     line = (
         f"gptq    {samples} of up to {request.length} tokens ({data}), "
         f"{what}; needs {disk} more disk while it runs, and memory as --memory "

@@ -67,13 +67,30 @@ def _say(planned: PlannedStages, looks: tuple[DryRun, ...], options: CommandOpti
     assert planned.whole is not None
     notes = [f"warning {note}" for note in planned.notes]
     lines = (*drop_lines(planned.whole, every=is_verbose()), *loss_lines(planned.whole), *notes)
-    shown = (*lines, *_stage_lines(planned), *_balance_lines(planned))
+    shown = (*lines, *_stage_lines(planned), *_loads_lines(planned), *_balance_lines(planned))
     shown = (planned.source.model_line, *shown, *map(share_line, planned.shares))
     if err and is_quiet():
         shown = tuple(line for line in shown if line.startswith("warning "))
     say(*shown, err=err)
     for line in (line for look in looks for line in dry_run_lines(look)):
         say(line)
+
+
+def _loads_lines(planned: PlannedStages) -> list[str]:
+    """Words of the runtimes that the stages are cut for, once where they are of all."""
+    from qconvert.runtimes.pipeline import VARIABLE
+
+    told = {one.partition("=")[0] for one in planned.environment}
+    said: dict[str, list[str]] = {}
+    for number, folder in enumerate(planned.folders):
+        for text in folder.verdict.loads:
+            if VARIABLE.get(text.partition(" ")[0]) in told:
+                said.setdefault(text, []).append(str(number))
+    every = len(planned.folders)
+    return [
+        f"loads   {text}" if len(stages) == every else f"loads   stage {', '.join(stages)}: {text}"
+        for text, stages in said.items()
+    ]
 
 
 def _balance_lines(planned: PlannedStages) -> list[str]:

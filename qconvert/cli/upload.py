@@ -126,6 +126,13 @@ def upload(
                 f"{word}   at level {how}: {count(errors, 'error')}, {warnings}",
                 *_would(repo, files),
             )
+            if create_pr:
+                say(
+                    "a pull request would be opened"
+                    + (f": {commit_message}" if commit_message else "")
+                )
+            elif revision is not None:
+                say(f"to branch {revision}")
             if not no_card:
                 say("README.md is the card that qconvert writes; -v prints it")
             if not no_card and is_verbose():

@@ -66,7 +66,7 @@ from qconvert.run.work.options import RunOptions
 from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loader.ask import RuntimeLoader
 from qconvert.runtimes.serving import SIMULATED, launch
-from qconvert.samples.data import digest, load_tokens
+from qconvert.samples.data import digest, load_tokens, most_tokens
 from qconvert.samples.request import Calibration, DataSpec, digest_of
 
 _FORM = 4  # goes up when the same model and data are to be measured anew
@@ -324,7 +324,7 @@ class Fitting:
         each, layers = sizes_of(self.model.plan, {}), dims.num_layers
         per_token = 2 * sum(one.own + one.routed * 3.0 * one.hidden * one.middle for one in each)
         runs = forwards(self.model, self.made, layers)
-        tokens = self.data.samples * self.data.length
+        tokens = most_tokens(self.data)
         total = runs / max(1, layers) * per_token * tokens
         streams = 1 + len(carried(self.model, self.made))
         on_cpu = not count_gpus() if not self.devices else set(self.devices) == {"cpu"}

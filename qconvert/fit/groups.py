@@ -355,13 +355,16 @@ def allowed_forms(
     """Of the formats `names` those that fit a part's matrices and that the runtime loads whole, on `tp`
     ranks, in all of its layers, by its simulator or its own `loader`. Where that is not known of any,
     all that fit."""
-    planned = (few_experts(checkpoint) if loader is None else None) or checkpoint
+    few = few_experts(checkpoint) if loader is None else None
     refused: dict[tuple[str, str], str] = {}
     not_known: dict[tuple[str, str], str] = {}
 
     def asked(form: Form, groups: Sequence[Group]) -> Choice:
-        steps = (*model.before, form.make(targets_of(model, groups)))
-        return considered(planned, Candidate(form.name, steps), (tp,), machine, consumer, loader)
+        one = Candidate(form.name, (*model.before, form.make(targets_of(model, groups))))
+        more = (tp,), machine, consumer, loader
+        # Whether it loads a model with few of the experts says; what is refused may count tensors.
+        choice = None if few is None else considered(few.more, one, *more)
+        return considered(checkpoint, one, *more) if choice is None or choice.refused else choice
 
     forms = [form for form in FORMS if form.name in names]
     for form in forms:

@@ -78,6 +78,17 @@ def builtin_recipes() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def step_names(text: str, name: str) -> list[str]:
+    """Names of a built-in recipe's passes, of which none is imported; `name` is the recipe's."""
+    from qconvert.core.yaml_lines import compose, entries
+
+    steps = next(
+        (value.value for key, value in entries(compose(text, name), name) if key.value == "passes"),
+        (),
+    )
+    return [step.value if isinstance(step.value, str) else step.value[0][0].value for step in steps]
+
+
 def load_recipe(where: str, data: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe by file or built-in name; `data` as for `parse_recipe`. Raises RecipeError, with the
     line if there is one."""

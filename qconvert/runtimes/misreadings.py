@@ -297,7 +297,10 @@ def _parts_that_cut(what: str, config: Config, tensors: Tensors) -> Misread:
                 wrong[one] = (
                     f"{part} of a fused matrix has {size} rows, cut blocks of {rows}: {what}"
                 )
-    cure = "choose scales without blocks: fp8 --channel, or dequant"
+    cure = (
+        "choose scales without blocks: fp8 --channel (in a recipe `fp8: {dialect: compressed-tensors, "
+        "block: null}`), or dequant"
+    )
     return Misread(wrong=wrong, cure=cure)
 
 

@@ -282,6 +282,18 @@ def amount(spec: DataSpec) -> tuple[int, int] | None:
     return len(taken), sum(min(size, spec.length) for size in taken)
 
 
+def most_tokens(spec: DataSpec) -> int:
+    """Tokens that a calibration can have at the most: as many as are asked for, and of a file of text no
+    more than its bytes, and one to begin each sample. Raises DataError for a file that cannot be
+    read."""
+    asked = spec.samples * spec.length
+    if spec.kind != "text":
+        return asked
+    file = _file(spec)
+    with reading(file, DataError):
+        return min(asked, file.stat().st_size + spec.samples)
+
+
 def load_tokens(spec: DataSpec, folder: Path, remark: Callable[[str], None] = _say) -> list[Ids]:
     """The samples, in order: int64 [ids], 1 <= ids <= length, each id below `vocab_size` of
     `folder`/config.json. `remark` is told what a user must know: fewer samples than requested, short

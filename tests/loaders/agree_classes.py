@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -207,34 +208,34 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in ("torch", "transformers"):
         importlib.import_module(name)  # once for the processes that are forked
     count, unfinished = Counter[str](), []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as room:
-        kept = Server(PYTHON, Path(room), asked.runtime)  # it ends once nobody is connected
-        with ProcessPoolExecutor(asked.jobs, get_context("fork")) as pool:
-            # Large classes first, so that none is left for the end.
-            files.sort(key=lambda file: file.stat().st_size, reverse=True)
-            run = {
-                pool.submit(_of_model, model, asked.runtime, Path(room), asked.limit): file
-                for file in files
-                for model in known[file]
-            }
-            done: dict[Path, list[OfModel]] = {file: [] for file in files}
-            for future in as_completed(run):
-                file = run[future]
-                done[file].append(future.result())
-                if len(done[file]) < len(known[file]):
-                    continue
-                of_class = done.pop(file)
-                found = [one for model in of_class for one in model.found]
-                own = Counter(map(_outcome, found))
-                print(file.stem, f"{sum(model.seconds for model in of_class):.0f} s")
-                print(*(line for model in of_class for line in _said(model)), sep="", end="")
-                print(f"  {_counted(own)}; {json.dumps(agreed(found))}", flush=True)
-                count += own
-                if all(model.whole for model in of_class):
-                    noted(file, found)
-                else:
-                    unfinished.append(file.stem)
-        kept.close()
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as room,
+        ProcessPoolExecutor(asked.jobs, get_context("fork")) as pool,
+    ):
+        # Large classes first, so that none is left for the end.
+        files.sort(key=lambda file: file.stat().st_size, reverse=True)
+        run = {
+            pool.submit(_of_model, model, asked.runtime, Path(room), asked.limit): file
+            for file in files
+            for model in known[file]
+        }
+        done: dict[Path, list[OfModel]] = {file: [] for file in files}
+        for future in as_completed(run):
+            file = run[future]
+            done[file].append(future.result())
+            if len(done[file]) < len(known[file]):
+                continue
+            of_class = done.pop(file)
+            found = [one for model in of_class for one in model.found]
+            own = Counter(map(_outcome, found))
+            print(file.stem, f"{sum(model.seconds for model in of_class):.0f} s")
+            print(*(line for model in of_class for line in _said(model)), sep="", end="")
+            print(f"  {_counted(own)}; {json.dumps(agreed(found))}", flush=True)
+            count += own
+            if all(model.whole for model in of_class):
+                noted(file, found)
+            else:
+                unfinished.append(file.stem)
     print(f"{asked.runtime}: {_counted(count)}")
     print(*(f"not carried to its end, so not written: {name}" for name in unfinished), sep="\n")
     return bool(unfinished)
@@ -248,13 +249,12 @@ def _of_model(model: str, runtime: str, room: Path, limit: int) -> OfModel:
     signal.alarm(limit)
     folders = Path(tempfile.mkdtemp(dir=room))
     try:
-        server = Server(PYTHON, room, runtime)
+        server = _server(room, runtime)
         for command in _commands(model, folders, lines):
             try:
                 found += of_model(model, folders, runtime, server, (command,))
             except AssertionError as reason:  # of `made`: refusals are test_class_matrix's
                 lines.append(f"{model} {command}: {reason}")
-        server.close()
         whole = True
     except Exception as reason:  # the other models go on
         lines.append(f"{model}: {type(reason).__name__}: {str(reason)[:400]}")
@@ -262,6 +262,14 @@ def _of_model(model: str, runtime: str, room: Path, limit: int) -> OfModel:
         signal.alarm(0)
         shutil.rmtree(folders, ignore_errors=True)
     return OfModel(tuple(found), tuple(lines), whole, time.monotonic() - start)
+
+
+@cache
+def _server(room: Path, runtime: str) -> Server:
+    """The loader that this process asks, with a few others: one alone would fork for all of them."""
+    shared = room / f"{os.getpid() % -(-(os.cpu_count() or 1) // 4)}"
+    shared.mkdir(exist_ok=True)
+    return Server(PYTHON, shared, runtime)
 
 
 def _commands(model: str, folders: Path, lines: list[str]) -> Sequence[str]:

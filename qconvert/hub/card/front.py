@@ -34,9 +34,13 @@ def amx_of(manifest: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def consumer_of(manifest: Mapping[str, Any]) -> str | None:
-    """The runtime that a step was told to convert for."""
+    """The runtime that a step was told to convert for, or that a stage was cut for alone."""
     found = consumer_in(manifest)
-    return None if found is None else found.name
+    if found is not None:
+        return found.name
+    variables = (manifest.get("stage") or {}).get("environment", ())
+    cut_for = [name for name, variable in VARIABLE.items() if variable in variables]
+    return cut_for[0] if len(cut_for) == 1 else None
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

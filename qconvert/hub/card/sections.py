@@ -27,6 +27,7 @@ from qconvert.plan.pass_options import recipe_line
 from qconvert.plan.plan import ROWS_OUT
 from qconvert.runtimes.consumers import CLASSES
 from qconvert.runtimes.ktransformers import DRAFT_LAYERS, RUNTIME, launch_line
+from qconvert.runtimes.pipeline import VARIABLE
 from qconvert.runtimes.serving import SIMULATED, class_of, launch, launch_ranks
 from qconvert.runtimes.shared_experts import NO_FUSION
 
@@ -118,13 +119,14 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
 
 
 def _calibrated(settings: Mapping[str, Any]) -> str:
-    """Samples that codes were found from. The step's options, in the table, are those that are not at their
-    defaults; the manifest has all."""
+    """Samples that codes were found from. The step's options, in the table, are those that are not at
+    their defaults; the manifest has all."""
     source = "random token ids" if settings.get("synthetic") else "text"
+    samples = settings.get("samples")
+    number = count(samples, "sample") if isinstance(samples, int) else "samples"
     return (
-        f"calibrated by solver {settings.get('solver')} on {settings.get('samples')} samples of "
-        f"{source}, each of up to {settings.get('length')} tokens (xxh3-128 {settings.get('data')}); "
-        f"all settings are in {MANIFEST}"
+        f"calibrated by solver {settings.get('solver')} on at most {number} of {source}, each of up to "
+        f"{settings.get('length')} tokens (xxh3-128 {settings.get('data')}); all settings are in {MANIFEST}"
     )
 
 
@@ -132,6 +134,7 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
     """The commands of the runtimes that load it, and at which sizes `said` they do."""
     amx, pair = amx_of(manifest), manifest.get("pair")
     lines = ["## How to serve it", ""]
+    said = _of_stage(manifest, said)
     if amx is not None:
         made = (
             "the repo this was made from"
@@ -187,7 +190,7 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
         groups = manifest.get("gdn_groups")
         order = f" Its linear-attention projections are fused in {groups} groups." if groups else ""
         lines.append(f"No released runtime is known to load it.{order}")
-        return "\n".join([*lines, *_sizes(said)])
+        return "\n".join([*lines, *_sizes(said), *_stage_lines(manifest)])
     kind = _code(str(config.get("model_type")))
     consumer = consumer_of(manifest)
     commands = {
@@ -223,15 +226,29 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
     if tp_sizes is not None:
         held = f"at tensor parallel {', '.join(map(str, tp_sizes))}" if tp_sizes else "at no size"
         lines += ["", f"Ranks get whole groups of its packed weights {held}."]
+    return "\n".join([*lines, *_stage_lines(manifest)])
+
+
+def _of_stage(manifest: Mapping[str, Any], said: Loads) -> Loads:
+    """Answers of the runtimes that a stage was cut for, of a whole model those of all."""
+    variables = (manifest.get("stage") or {}).get("environment")
+    if variables is None:
+        return said
+    return {name: one for name, one in said.items() if VARIABLE.get(name) in variables}
+
+
+def _stage_lines(manifest: Mapping[str, Any]) -> list[str]:
+    """The place of a pipeline stage, and the variable that tells a runtime the cut; none of others."""
     stage = manifest.get("stage")
-    if stage is not None:
-        settings = " or ".join(_code(f"{k}={v}") for k, v in stage["environment"].items())
-        first, stop = stage["layers"]
-        which = f"stage {stage['number']} of {stage['of']}, layers {first} to {stop - 1}"
-        lines += ["", f"It is pipeline {which}: set {settings}."]
-        if stage.get("repos"):
-            lines += ["", f"All stages: {', '.join(map(_repo, stage['repos']))}."]
-    return "\n".join(lines)
+    if stage is None:
+        return []
+    settings = " or ".join(_code(f"{k}={v}") for k, v in stage["environment"].items())
+    first, stop = stage["layers"]
+    which = f"stage {stage['number']} of {stage['of']}, layers {first} to {stop - 1}"
+    lines = ["", f"It is pipeline {which}: set {settings}."]
+    if stage.get("repos"):
+        lines += ["", f"All stages: {', '.join(map(_repo, stage['repos']))}."]
+    return lines
 
 
 def _to_try(runtimes: Sequence[str], config: Mapping[str, Any], said: Loads) -> list[str]:

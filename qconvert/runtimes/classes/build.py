@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from qconvert.core.dtypes import TensorType, ceil_div
 from qconvert.core.roles import EXPERT_COUNTS
+from qconvert.core.shown import several
 from qconvert.runtimes.classes.expressions import Sizes
 from qconvert.runtimes.classes.record import LINEARS, Module, Record, Variant, holds
 from qconvert.runtimes.loading.building import RankBuild, divided
@@ -218,13 +219,12 @@ def built(
     """Fill a rank's build with what the class of a table builds. `tensors` are the folder's, `shared`
     counts shared experts that are loaded as routed ones. Raises LoadRefused where the runtime would, and
     NotSimulated for what the table does not show."""
-    for key in table.asks:
-        if not sizes.states(key):
-            raise LoadRefused(
-                "AttributeError", f"has no attribute '{key}'", "config.json",
-                f"states no {key}, which the class asks for and transformers 5 does not save: add it "
-                "as the published config has it",
-            )  # fmt: skip
+    if missing := [key for key in table.asks if not sizes.states(key)]:
+        raise LoadRefused(
+            "AttributeError", f"has no attribute '{missing[0]}'", "config.json",
+            f"states no {several(missing)}, which the class asks for and transformers 5 does not save: "
+            "add it as the published config has it",
+        )  # fmt: skip
     record = table.under(sizes)
     if record.unwritten_stages and build.setting.pp > 1:
         raise NotSimulated(

@@ -15,13 +15,13 @@ from qconvert.core.shown import count, printable
 from qconvert.validation.findings import Finding, Measure, Rule, Table
 from qconvert.validation.reports import markup
 from qconvert.validation.reports.figures import (
-    CALIBRATED,
     COLUMNS,
     cells,
     compared,
     decibel,
     groups,
     name_of,
+    remark_on,
     side_by_side,
     worst,
 )
@@ -211,8 +211,8 @@ def _measures(measures: Sequence[Measure]) -> Iterator[str]:
         f'Against the source <span class="quiet">{count(len(measures), "matrix", "matrices")}</span>',
         '<p class="quiet">SQNR is signal to quantization noise: the norm of the source\'s weights over '
         "the norm of the difference, in dB. Higher is closer; 20 dB more is a tenth of the error; "
-        "<b>exact</b> is equal to the last bit, <b>unknown</b> means that the source is all zero; "
-        f"{markup.text(CALIBRATED)}.</p>",
+        "<b>exact</b> is equal to the last bit, <b>unknown</b> means that the source is all zero. "
+        f"{markup.text(remark_on(found))}</p>",
         markup.table(Table("", (*COLUMNS, "in words"), rows)) if rows else "",
         _exact(exact),
         id="against",

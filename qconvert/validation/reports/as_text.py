@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 from qconvert.core.shown import count, printable
 from qconvert.validation.findings import Rule, Table
 from qconvert.validation.reports.figures import (
-    CALIBRATED,
     COLUMNS,
     Group,
     cells,
     compared,
     decibel,
     groups,
-    is_said_of,
     name_of,
+    remark_on,
     side_by_side,
     worst,
 )
@@ -112,8 +111,8 @@ def _measures(console: Console, report: Report) -> None:
         for word, names in _in_words(found).items():
             who = ", ".join(names) if len(names) < 4 else count(len(names), "role")
             _line(console, (f"{who}: {word}", ""))
-        if is_said_of(found):
-            _line(console, (CALIBRATED, "bright_black"))
+        if remark := remark_on(found):
+            _line(console, (remark, "bright_black"))
         text = f"{what} of {count(roles, 'other role')} {be} exact"
     if exact:
         _line(console, (text, ""))

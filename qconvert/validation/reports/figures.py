@@ -28,6 +28,10 @@ CALIBRATED = (
     "calibrated codes lie further from the weights than rounded ones; whether what they compute is "
     "nearer, `qconvert eval` measures"
 )
+ROUNDED = (
+    "weights with outliers lose more than is usual, and so do codes that another tool calibrated; what "
+    "it costs, `qconvert eval` measures"
+)
 _SLACK = 3.0  # dB: trained weights beside normal ones
 _APART = 6.0  # dB: twice the error
 
@@ -57,10 +61,12 @@ def compared(group: Group) -> str:
     return word
 
 
-def is_said_of(found: Sequence[Group]) -> bool:
-    """Tell whether CALIBRATED is to be said: codes of a calibration, or codes further from the weights
-    than rounded ones, which may be such of another tool."""
-    return any(group.calibrated or "worse than" in compared(group) for group in found)
+def remark_on(found: Sequence[Group]) -> str:
+    """Remark on codes that a calibration found, or else of codes further from the weights than
+    rounded ones usually are; "" of others."""
+    if any(group.calibrated for group in found):
+        return CALIBRATED
+    return ROUNDED if any("worse than" in compared(group) for group in found) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,11 @@ def hashes(folder: Folder) -> Iterator[Finding | Skipped | HashTask]:
     lines = folder.receipt or ()
     tensors = [line for line in lines if line.get("name") in checkpoint]
     for line in folder.some(tensors):
-        yield HashTask(tensor=checkpoint[line["name"]], rule="QC022", expected=line["xxh3"])
+        tensor = checkpoint[line["name"]]
+        yield HashTask(
+            tensor=tensor, rule="QC022", expected=line["xxh3"],
+            file=checkpoint.shards[tensor.shard].path.name,
+        )  # fmt: skip
     shards = {shard.path.name: shard for shard in checkpoint.shards}
     for line in lines:
         # A shard has a hash of its header, and one of each tensor; a missing file is QC020.
@@ -75,9 +79,9 @@ def _digest(checkpoint: Checkpoint, file: str) -> str:
     return found.hexdigest()
 
 
-def _changed(rule: str, where: str) -> Finding:
+def _changed(rule: str, where: str, file: str = "") -> Finding:
     verb = "written" if rule == "QC022" else "read"
-    return Finding(rule, "error", where, f"its bytes are not those {verb}")
+    return Finding(rule, "error", where, f"its bytes{file and f' in {file}'} are not those {verb}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,7 @@ class HashTask(Watch):
 
     rule: str
     expected: str
+    file: str = ""  # of what stands in its finding
     scratch: ClassVar[int] = 0
 
     def look(self) -> _Hashing:
@@ -101,7 +106,7 @@ class _Hashing:
 
     def end(self, folders: Folders) -> Iterator[Finding]:
         if self._hash.hexdigest() != self._task.expected:
-            yield _changed(self._task.rule, self._task.where)
+            yield _changed(self._task.rule, self._task.where, self._task.file)
 
 
 @dataclass(frozen=True, slots=True)
