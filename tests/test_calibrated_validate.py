@@ -102,6 +102,21 @@ def test_calibrated_weights_have_no_finding(name: str) -> None:
         assert findings(made(name), level) == []
 
 
+@pytest.mark.parametrize("name", [name for name in MADE if name.split()[1] != "amx"])
+def test_of_codes_without_a_manifest_nobody_knows_how_they_were_found(
+    name: str, tmp_path: Path
+) -> None:
+    """Another tool's calibrated codes are not those of rounding; another expert's are still found."""
+    foreign = copied(made(name), tmp_path / "foreign")
+    for file in ("qconvert.json", "qconvert.receipt.jsonl", "README.md"):
+        (foreign / file).unlink()
+    assert [one for one in findings(foreign) if one.severity == "error"] == []
+    one, other = (f"model.layers.0.mlp.experts.{number}.down_proj" for number in (0, 1))
+    parts = [name for name in read_tensors(foreign) if name.startswith(f"{one}.")]
+    exchanged(foreign, one, other, tuple(part.rpartition(".")[2] for part in parts))
+    assert {one.rule for one in findings(foreign)} & {"QC060", "QC065"}
+
+
 @pytest.mark.parametrize("name", ROUNDED)
 def test_the_quality_of_calibrated_codes_is_not_proved(name: str) -> None:
     """A solver that only added errors would pass: rounding is what uncalibrated weights are held to."""

@@ -242,6 +242,8 @@ def test_shares_are_even(tmp_path: Path) -> None:
                   "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, (5, 8)),
         ("auto/12", {"JOB_COMPLETION_INDEX": "11"}, (11, 12)),
         ("auto", {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, (0, 1)),
+        ("auto", {"SLURM_PROCID": "0", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "2"},
+         (1, 2)),
     ],
 )  # fmt: skip
 def test_which_shard_this_is(

@@ -222,6 +222,7 @@ def test_a_bad_value_is_a_usage_error(
         "dequant s o --address head:6379",
         "split s o --pp 1,1 --engine local --address auto",
         "recipes show nope",
+        "advise s --gpu-memory 24",
         "inspect",
         "inspect a b",
     ],

@@ -326,12 +326,15 @@ def why_not(choice: Choice) -> dict[int, str]:
         if rank is not None and rank.refused is not None:
             found[tp] = f"{rank.refused.where}: {rank.refused.why}"
         else:
-            wrong = [
-                name for one in answer.ranks for name in (*one.missing, *one.misread, *one.empty)
-            ]
-            first = next(iter([*wrong, *answer.ignored]), "a tensor")
+            unread = [name for one in answer.ranks for name in (*one.missing, *one.empty)]
+            misread = {name: why for one in answer.ranks for name, why in one.misread.items()}
             cure = f"; {answer.cure}" if answer.cure else ""
-            found[tp] = f"{first} would not be read as it is stored{cure}"
+            if misread and not unread:
+                name, why = next(iter(misread.items()))
+                found[tp] = f"{name} is read wrong, without an error: {why}{cure}"
+            else:
+                first = next(iter([*unread, *answer.ignored]), "a tensor")
+                found[tp] = f"{first} would not be read{cure}"
     return found
 
 

@@ -17,6 +17,7 @@ from qconvert.cli.options import (
     CAPABILITY,
     DRY_RUN,
     FINDINGS,
+    GPU_MEMORY,
     JSON,
     NOT_KNOWN,
     OPENING,
@@ -318,7 +319,7 @@ def _show_report(report: Report, form: str | None, files: Mapping[Path, str]) ->
 )
 @click.option("--gpus", type=Count(), default=8, show_default=True, help="GPUs.")
 @click.option(
-    "--gpu-memory", type=SIZE, default="141GB", show_default=True, help="Memory of each GPU."
+    "--gpu-memory", type=GPU_MEMORY, default="141GB", show_default=True, help="Memory of each GPU."
 )
 @click.option("--capability", **CAPABILITY)
 @click.option("--cpu-memory", type=SIZE, help="Main memory. KTransformers keeps experts in it.")

@@ -12,6 +12,7 @@ from qconvert.cli.command import Command
 from qconvert.cli.convert import CONVERSION, CommandOptions, convert, show_plan
 from qconvert.cli.options import (
     CAPABILITY,
+    GPU_MEMORY,
     OUT,
     SIZE,
     SOURCE,
@@ -43,7 +44,7 @@ _BUDGET: Callable[[Any], Any] = stacked(
         help="Budget: bits a weight, of all matrices that can be quantized.",
     ),
     click.option("--gpus", type=Count(), metavar="N", help="GPUs. [a budget, with --gpu-memory]"),
-    click.option("--gpu-memory", type=SIZE, help="Memory of each GPU. [with --gpus]"),
+    click.option("--gpu-memory", type=GPU_MEMORY, help="Memory of each GPU. [with --gpus]"),
     click.option(
         "--context", type=Count(), metavar="T",
         help="Tokens of KV cache to leave room for. [with --gpus; default: a quarter of each GPU]",

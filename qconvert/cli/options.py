@@ -251,6 +251,15 @@ class Count(click.IntRange):
 SOURCE_NAME = Parsed("source", _is_source, completion.paths)
 PARTITION = Parsed("partition", partition)
 SIZE = Parsed("size", parse_size)
+
+
+def _with_unit(text: str) -> int:
+    if text.isdigit() and int(text) < 10**6:
+        raise ValueError(f"{text} bytes are no GPU's memory; give the unit, such as {text}GB")
+    return parse_size(text)
+
+
+GPU_MEMORY = Parsed("size", _with_unit)
 BRANCH = Parsed("branch", _is_branch)
 REPO_ID = Parsed("id", repo_id)
 _TYPES: dict[str, click.ParamType[Any]] = {
@@ -406,10 +415,16 @@ DRY_RUN = click.option(
     "send nothing.",
 )  # fmt: skip
 LEVEL = option_of(ValidateOptions, "level")
-SAMPLE_LEVEL = click.option(
-    "--level", type=click.Choice(["headers", "sample", "full"]), default="sample", show_default=True,
-    help=SAYS_LEVEL,
-)  # fmt: skip
+
+
+def _level(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--level", type=click.Choice(["headers", "sample", "full"]), default=default,
+        show_default=True, help=SAYS_LEVEL,
+    )  # fmt: skip
+
+
+SAMPLE_LEVEL, FULL_LEVEL = _level("sample"), _level("full")
 
 
 def report(forms: str) -> Callable[[F], F]:

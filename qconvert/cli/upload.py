@@ -13,8 +13,8 @@ from qconvert.cli.options import (
     BRANCH,
     DRY_RUN,
     FINDINGS,
+    FULL_LEVEL,
     JSON,
-    LEVEL,
     OPENING,
     SAMPLE_LEVEL,
     File,
@@ -262,7 +262,7 @@ _SIGNATURE = click.option(
     "--sbom", type=File(exists=False), metavar="FILE",
     help="Also write a bill of materials: CycloneDX 1.6, JSON.",
 )  # fmt: skip
-@LEVEL
+@FULL_LEVEL
 @VERBOSITY
 @JSON
 def sign(
@@ -279,8 +279,8 @@ def sign(
     Writes what `qconvert verify` and model-signing (`model_signing verify key`) compare DIR with: a
     Sigstore bundle with the SHA-256 of each file, and what made DIR.
 
-    DIR is validated first. A later change of it, its model card among them, makes the signature wrong:
-    sign after `upload` has written the card, and upload once more.
+    DIR is validated first, every byte of it: a signature vouches for all. A later change, of the model
+    card too, makes the signature wrong: sign after `upload` has written the card, and upload once more.
 
     \b
     Examples:

@@ -435,7 +435,7 @@ def sign(
     signature: str | Path | None = None,
     checksums: str | Path | None = None,
     sbom: str | Path | None = None,
-    level: Level = "headers",
+    level: Level = "full",
     events: Events | Callback | None = None,
 ) -> Signed:
     """Validate a folder, and sign its files as OpenSSF model signing does, with a private key in PEM

@@ -210,9 +210,21 @@ def judged(parts: Sequence[Prepared], source: Checkpoint, *, serving: bool = Tru
             answers = loads(here.config, TypesOf(here.sources), manifest, loaders, files)
             said = [answers[name] for name in SIMULATED if name in answers]
             lines = tuple(line for loading in said for line in loading.lines())
-            added += _unread(here, [loading for loading in said if loading.asked])
+            asked_of = [loading for loading in said if loading.asked]
+            added += (*_unread(here, asked_of), *_not_served(ready.plan, asked_of))
         verdicts.append(Verdict(tuple(added), tuple(carried), lines))
     return verdicts
+
+
+def _not_served(plan: Plan, said: Sequence[Loading]) -> Iterator[Finding]:
+    """Runtimes that do not load the result at the size that a step was asked for; all of them, where
+    none loads it at any."""
+    asked = [tp for entry in plan.log if (tp := entry.options.get("tp")) is not None]
+    nowhere = said and all(one.verdict == "does not load" for one in said)
+    for one in said:
+        if nowhere or any(one.at(tp) == "does not load" for tp in asked):
+            message = f"{one.runtime} {one.version} {one.fails}"
+            yield Finding("QC130", "warning", "config.json", message)
 
 
 def _unread(here: PlannedCheckpoint, said: Sequence[Loading]) -> Iterator[Finding]:

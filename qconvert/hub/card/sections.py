@@ -126,7 +126,8 @@ def _calibrated(settings: Mapping[str, Any]) -> str:
     number = count(samples, "sample") if isinstance(samples, int) else "samples"
     return (
         f"calibrated by solver {settings.get('solver')} on at most {number} of {source}, each of up to "
-        f"{settings.get('length')} tokens (xxh3-128 {settings.get('data')}); all settings are in {MANIFEST}"
+        f"{settings.get('length')} tokens (xxh3-128 {settings.get('data')}); all settings are in "
+        f"{MANIFEST}"
     )
 
 
@@ -314,9 +315,9 @@ def proof(report: Report | None, *, forced: bool) -> str:
     """Return what a validation proved, only read, and did not check; its findings, if any."""
     head = ["## What was checked", ""]
     if report is None:
-        return "\n".join(
-            [*head, "Nothing yet: `qconvert validate DIR --against SRC --level full`."]
-        )
+        by = "`qconvert validate DIR --against SRC --level full`"
+        noted = "`qconvert upload` validates and writes what was found"
+        return "\n".join([*head, f"No result stands here yet: {by} checks it, and {noted}."])
     source = "with its source" if "against" in report.about else "without its source"
     level = plain(report.about.get("level", "headers"))
     tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"

@@ -114,10 +114,11 @@ def _sharing(
 
 # Index, count and first index in the environment of what starts many processes, the innermost first.
 # torchrun; srun; Slurm's job arrays; indexed jobs of Kubernetes, which do not tell how many there are.
+_ARRAY = "SLURM_ARRAY_TASK_ID"
 _STARTERS = (
     ("RANK", "WORLD_SIZE", None),
     ("SLURM_PROCID", "SLURM_NTASKS", None),
-    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
+    (_ARRAY, "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
     ("JOB_COMPLETION_INDEX", None, None),
 )
 
@@ -136,7 +137,9 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
 def _from_environment(given: int | None, environment: Mapping[str, str]) -> Shard:
     found = []
     for index, count, first in _STARTERS:
-        if index in environment:
+        # A step of a job array that was not asked for tasks has a SLURM_PROCID, and no SLURM_NTASKS.
+        alone = index == "SLURM_PROCID" and count not in environment and _ARRAY in environment
+        if index in environment and not alone:
             start = _value(environment, first) if first and first in environment else 0
             many = _value(environment, count) if count is not None else None
             found.append((index, _value(environment, index) - start, many))
@@ -145,7 +148,7 @@ def _from_environment(given: int | None, environment: Mapping[str, str]) -> Shar
         raise UsageError(f"--shard auto: none of these is set: {names}; write --shard I/N")
     # A batch script has SLURM_PROCID too, and is one process.
     several = [each for each in found if each[2] != 1] or found
-    arrays = [each for each in several if each[0] == "SLURM_ARRAY_TASK_ID" and each[2] != 1]
+    arrays = [each for each in several if each[0] == _ARRAY and each[2] != 1]
     if arrays and len(several) > 1:
         names = " and ".join(each[0] for each in several)
         raise UsageError(

@@ -36,7 +36,7 @@ def parse_until(text: str) -> int:
     parts = {} if found is None else found.groupdict()
     seconds = sum(int(value) * _SECONDS[unit] for unit, value in parts.items() if value)
     if seconds < 1:
-        raise UsageError(f"--until {text[:40]!r}: write a time such as 3h50m, 90m or 3:50:00")
+        raise UsageError(f"--until {text[:40]!r}: write a time such as 90s, 50m, 3h50m or 3:50:00")
     return seconds
 
 

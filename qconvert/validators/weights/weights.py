@@ -313,7 +313,11 @@ def _how(folder: Folder, mine: Matrix, yours: Matrix) -> How:
         return "solved" if own else "calibrated"
     # A nibble is stored in one type or another.
     alike = encoding.bits == 4 or mine.form.weight.type.dtype == yours.form.weight.type.dtype
-    return "equal" if mine.format == yours.format and alike and not anew else "nearest"
+    if mine.format == yours.format and alike and not anew:
+        return "equal"
+    # Of what another tool made nobody knows whether its codes were calibrated.
+    foreign = codes is not None and folder.checkpoint.manifest is None
+    return "solved" if foreign else "nearest"
 
 
 def _calibrates(step: Mapping[str, Any], encoding: Encoding) -> bool:
