@@ -78,7 +78,11 @@ def test_a_misreading_at_some_sizes_leaves_the_others(models: Path, tmp_path: Pa
     }
     (tmp_path / "bf16").mkdir()
     headers.write_sparse(headers.HeaderSet(config, tensors, 1, whole.files), tmp_path / "bf16")
-    ran("w4a16", tmp_path / "bf16", made, "--rtn", "--group-size", "128")
+    line = ("w4a16", tmp_path / "bf16", made, "--rtn", "--group-size", "128")
+    for tp, warned in (("2", False), ("4", True)):
+        told = run_cli(*line, "--tp", tp, "--dry-run").out
+        assert ("QC130 of the result: config.json: vllm 0.33.0 does not" in told) is warned, told
+    ran(*line)
     found = api.advise(made, "vllm==0.33.0", api.Machine(8))
     assert (_choice(found).candidate.command, _choice(found).loads_at, found.tp) == ("", (1, 2), 2)
     assert "read" in next(

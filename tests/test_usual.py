@@ -26,8 +26,8 @@ from qconvert.validation.reports import as_html, as_text, for_programs
 from qconvert.validation.reports.figures import USUAL, Group, compared, side_by_side
 from qconvert.validation.runner import Report
 
-W4A16 = "what rounding to w4a16 gives (16 to 20.6 dB)"
-CALIBRATED = "codes of a calibration; rounding to w4a16 gives 16 to 20.6 dB"
+W4A16 = "what rounding to w4a16 usually gives (16 to 20.6 dB)"
+CALIBRATED = "codes of a calibration; rounding to w4a16 usually gives 16 to 20.6 dB"
 GROUP = Group("w4a16", "up_proj", 8, 0, 0, 20.0, 20.2, 0.1)
 
 

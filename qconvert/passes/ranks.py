@@ -41,15 +41,20 @@ def loads_at(matrices: Collection[Sized], grid: Grid, sizes: Iterable[int] = TP_
     return [tp for tp in sizes if not any(_is_cut(one, grid, tp) for one in matrices)]
 
 
+_NO_BLOCKS = "a scale a row has no blocks: --channel"
+
+
 def check_tp(matrices: Collection[Sized], grid: Grid, tp: int | None) -> None:
     """Raises PlanError where a rank would cut a block, naming the matrix."""
     for matrix in matrices if tp is not None else ():
         if tp is not None and _is_cut(matrix, grid, tp):
             module, _, rows, columns = matrix
             size = "" if grid == (1, 1) else f" ({grid[0]} x {grid[1]})"
+            held = loads_at(matrices, grid)
+            rows_alone = "" if held or grid[0] == 1 else f"; {_NO_BLOCKS}"
             raise PlanError(
                 f"{module}: at tensor parallel {tp} a rank would not get whole blocks{size} of "
-                f"[{rows}, {columns}]; ranks do at {listed(loads_at(matrices, grid))}"
+                f"[{rows}, {columns}]; ranks do at {listed(held)}{rows_alone}"
             )
 
 
@@ -72,7 +77,7 @@ def cut_notes(matrices: Iterable[Sized], grid: Grid) -> list[str]:
         return []
     module, kind, rows, _ = cut[0]
     said = f"{module} has {rows} rows, no whole blocks of {grid[0]}, and runtimes fuse it"
-    mended = "a scale a row has no blocks: --channel"
+    mended = _NO_BLOCKS
     if kind.routed:
         return [f"{said}: {SGLANG} refuses it ({mended})"]
     return [f"{said}: {SGLANG} refuses it, {VLLM} gives rows another block's scale ({mended})"]

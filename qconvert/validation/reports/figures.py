@@ -44,7 +44,7 @@ def compared(group: Group) -> str:
     if usual is None or isnan(group.median) or group.worst == inf:
         return ""
     low, high = usual
-    rounding = f"rounding to {group.format} gives"
+    rounding = f"rounding to {group.format} usually gives"
     band = f"{low:g} to {high:g} dB"
     if group.median == inf:
         word = "most are exact"
