@@ -85,6 +85,8 @@ def test_a_misreading_at_some_sizes_leaves_the_others(models: Path, tmp_path: Pa
     ran(*line)
     found = api.advise(made, "vllm==0.33.0", api.Machine(8))
     assert (_choice(found).candidate.command, _choice(found).loads_at, found.tp) == ("", (1, 2), 2)
+    others = [one.candidate.command for one in found.others if isinstance(one, Choice)]
+    assert others[0] == "dequant SRC OUT"  # before what rounds to four bits once more
     assert "read" in next(
         line for line in lines_of(found) if line.startswith("  tp 4: does not load")
     )

@@ -16,11 +16,12 @@ from typing import Any
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.dtypes import TensorType, TypesOf
-from qconvert.core.errors import QConvertError, UsageError
+from qconvert.core.errors import PlanError, QConvertError, UsageError
 from qconvert.core.names import is_number
 from qconvert.core.parameter_names import Dialect
 from qconvert.core.roles import ALL_EXPERTS, EXPERT_COUNTS, Kind
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
+from qconvert.formats.registry import encoded
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
 from qconvert.passes.fuse import Fuse
@@ -211,7 +212,7 @@ def candidates(
     found = [Candidate("")]
     if runtime == "sglang" and checkpoint.role_index.dims.gdn is not None:
         found.append(Candidate("fuse SRC OUT --for sglang", (Fuse("sglang"),)))
-    if any(source.type.dtype in WEIGHT_DTYPES for source in checkpoint.values()):
+    if _is_encoded(checkpoint):
         found.append(Candidate("dequant SRC OUT", (Dequant(),)))
     if machine.capability >= BLACKWELL:
         # Beside block FP8 vLLM reads compressed-tensors' names alone.
@@ -224,6 +225,17 @@ def candidates(
         step = ExpertsToW4A16(group_size=group, targets=targets)
         found.append(Candidate(f"w4a16 SRC OUT --rtn --group-size {group}{words}", (step,)))
     return tuple(found)
+
+
+def _is_encoded(checkpoint: Checkpoint) -> bool:
+    """Tell whether there is something to dequantize; what cannot be read is, for the candidate to say
+    why."""
+    if any(source.type.dtype in WEIGHT_DTYPES for source in checkpoint.values()):
+        return True
+    try:
+        return next(encoded(Plan.identity(checkpoint)), None) is not None
+    except PlanError:
+        return True
 
 
 def cpu_candidates(numa: int) -> tuple[Candidate, ...]:
