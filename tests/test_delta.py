@@ -67,6 +67,10 @@ def test_old_and_delta_are_the_new_one(pair: tuple[Path, Path], tmp_path: Path) 
     made = run_cli("delta", old, new, tmp_path / "delta", "--json")
     told = json.loads(made.out)
     assert told["bytes"] < 0.06 * told["of_bytes"]
+    # It holds weights of the new checkpoint, which safetensors writes for their owner alone.
+    assert {file.stat().st_mode & 0o077 for file in (tmp_path / "delta").glob("*.safetensors")} == {
+        0
+    }
     done = run_cli("apply", old, tmp_path / "delta", tmp_path / "out", "--jobs", "1")
     assert done.code == 0, done.err
     assert read_tensors(tmp_path / "out") == read_tensors(new)

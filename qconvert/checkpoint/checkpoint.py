@@ -12,7 +12,7 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, Va
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from struct import unpack
@@ -337,6 +337,11 @@ class Checkpoint(Mapping[str, Source]):
     def role_index(self) -> RoleIndex:
         """Every tensor sorted by role."""
         return role_index(self.family, self.config, self.sources)
+
+    @property
+    def strictest_mode(self) -> int:
+        """Permissions that all of its shards give: what is made of them gives no more."""
+        return reduce(lambda mode, shard: mode & shard.path.stat().st_mode, self.shards, 0o666)
 
     @property
     def model_line(self) -> str:

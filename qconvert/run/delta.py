@@ -119,6 +119,8 @@ def write_delta(
             for reader in readers:
                 reader.close()
         shards.finish()
+        for file in out.glob("*.safetensors"):
+            files.restrict(file, new.strictest_mode)
         old.check_unchanged()
         new.check_unchanged()
         changed, kept = _files(old, new)

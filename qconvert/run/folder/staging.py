@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from hashlib import sha256 as new_sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -144,12 +143,9 @@ def stage_the_rest(ready: Prepared, space: Workspace, records: Mapping[int, Sequ
     for record in _file_records(ready, space, [*plan.side_files, *texts]):
         lines.append(json.dumps(record, separators=(",", ":")))
     space.stage_lines(RECEIPT, sealed_lines(lines))
-    strictest = reduce(
-        lambda mode, shard: mode & shard.path.stat().st_mode, plan.checkpoint.shards, 0o777
-    )
     written = [file.name for file in ready.layout.files if file.link is None]
     own = [*texts, RECEIPT, *written]
-    space.restrict([name for name in own if name not in space.away], strictest)
+    space.restrict([name for name in own if name not in space.away], plan.checkpoint.strictest_mode)
     check_staged(ready, space)
 
 
