@@ -70,7 +70,7 @@ def sample(tmp_path: Path) -> Path:
 
 
 def test_it_takes_less_than_150_mb(installed: Installed) -> None:
-    """139 MB with huggingface_hub 2.4 and numpy 2.4, bytecode included; numpy is half of it."""
+    """146 MB in November 2026, bytecode included; numpy is half of it."""
     own = [
         path for path in installed.packages.iterdir() if path.name.split("-")[0] not in _NOT_OURS
     ]

@@ -27,10 +27,10 @@ def described(kind: type[Any]) -> Iterator[str]:
     those of its settings."""
     for one in kind.__mro__:
         if is_dataclass(one) and (said := one.__dict__.get("__doc__")):
-            yield from (
-                *([] if one is kind else ["", f"{one.__name__}:"]),
-                *inspect.cleandoc(said).splitlines(),
-            )
+            parts = inspect.cleandoc(said).split("\n\n")
+            # What raises which error is for who calls it from Python.
+            shown = "\n\n".join(part for part in parts if not part.startswith("Raises "))
+            yield from (*([] if one is kind else ["", f"{one.__name__}:"]), *shown.splitlines())
     if fields(kind):
         yield ""
         yield "Options:"

@@ -515,7 +515,7 @@ def _place(stage: object) -> tuple[int, tuple[int, ...]] | None:
     return (number, layers) if 0 <= number < len(layers) == len(partition) else None
 
 
-_AT_ONE = "not at tp "
+_NOT_AT = "not at tp "
 
 
 def _loading(consumer: Consumer, folder: Offered, loader: RuntimeLoader | None = None) -> Loading:
@@ -555,8 +555,8 @@ def _loading(consumer: Consumer, folder: Offered, loader: RuntimeLoader | None =
                 failed = f"does not load it right: {_why(answer)}; {answer.cure}"
                 break
             cure = f"; {answer.cure}" if answer.cure else ""
-            failed = f"{_AT_ONE}{tp}: {_why(answer)}{cure}"
-    if failed.startswith(_AT_ONE) and not (whole or unknown):
+            failed = f"{_NOT_AT}{tp}: {_why(answer)}{cure}"
+    if failed.startswith(_NOT_AT) and not (whole or unknown):
         failed = f"not at any tp: {failed.partition(': ')[2]}"
     which, seen = _version_of(consumer, loader), loader is not None
     left = unread or frozenset()
