@@ -3,6 +3,8 @@ What was imported for all tests is left out of garbage collections: with torch a
 millions of objects, and each collection of a test that makes many would look at all of them.
 What is written is not forced onto the disk: those that cut the power record what would be lost
 (tests/crash/test_powercut.py), and the 36 syncs of a conversion's test take as long as all it computes.
+Products of BF16 are made as torch makes them, whatever the CPU: results are compared with transformers'
+own to the last digits (tests/test_bf16_products.py is about the other way).
 Properties have no deadline: how long an example takes says more of the machine than of the code.
 Ctrl-C has its usual effect in processes that tests start: a shell that runs the tests in the
 background has had it ignored. How often processes were killed is said at the end, by file."""
@@ -15,11 +17,15 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from functools import wraps
+from typing import Any
 
 import both_forms
 import made_once
 import pytest
 from hypothesis import settings
+
+from qconvert.calibrate import kernel_choice
 
 settings.register_profile("qconvert", deadline=None)
 settings.load_profile("qconvert")
@@ -46,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     here = pytest.MonkeyPatch()
     config.add_cleanup(here.undo)
     both_forms.begin(here)
+    decides: Any = kernel_choice.bf16_is_slow
+    here.setattr(kernel_choice, "bf16_is_slow", wraps(decides.__wrapped__)(lambda: False))
     for sync in ("fsync", "fdatasync"):
         here.setattr(os, sync, _not_synced)
 

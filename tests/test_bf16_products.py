@@ -79,15 +79,39 @@ def test_products_are_those_of_float32_rounded_once() -> None:
     assert not torch.is_grad_enabled() or found.requires_grad is False
 
 
-def test_a_measurement_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the shortest run of each way."""
-    choice.bf16_is_slow.cache_clear()
-    for first, slower in ((2.0, True), (0.5, False)):
-        took = iter([9.0, first, 9.0, 9.0, 9.0, 9.0, 9.0, 1.0])
-        with monkeypatch.context() as patched:
-            patched.setattr(choice, "_seconds", lambda way, took=took: next(took))
-            assert choice.bf16_is_slow() is slower
-        choice.bf16_is_slow.cache_clear()
+INTEL = "processor : 0\nvendor_id : GenuineIntel\nflags : fpu avx512_bf16{more}\n\nprocessor : 1\n"
+AMD = "processor : 0\nvendor_id : AuthenticAMD\nflags : fpu{more}\n\nprocessor : 1\nflags : amx_bf16"
+ARM = "processor\t: 0\nFeatures\t: fp asimd{more}\n\nprocessor\t: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "more", "fast"),
+    [
+        (INTEL, "", False), (INTEL, " amx_bf16 amx_tile", True),
+        (AMD, "", False), (AMD, " avx512_bf16", True),
+        (ARM, "", False), (ARM, " bf16 i8mm", True),
+        ("", "", False),
+    ],
+)  # fmt: skip
+def test_what_a_cpu_has_decides(said: str, more: str, fast: bool) -> None:
+    assert choice.multiplies_bf16(said.format(more=more)) is fast
+
+
+@pytest.mark.parametrize(
+    ("isa", "slow"),
+    [
+        ("", False),
+        ("all", False),
+        ("AVX512_CORE_AMX", False),
+        ("AVX512_CORE", True),
+        ("AVX2", True),
+    ],
+)
+def test_torch_may_be_held_to_less(isa: str, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+    monkeypatch.setattr(choice, "multiplies_bf16", lambda said: True)
+    decides: Any = choice.bf16_is_slow
+    assert decides.__wrapped__() is slow
 
 
 MAKES = (models.qwen3_moe, models.qwen3_next, models.deepseek_v3, models.llama)
