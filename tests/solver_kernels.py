@@ -68,17 +68,22 @@ def main() -> int:
 
 
 def _answers() -> Iterator[tuple[str, float]]:
-    """What experts answer added up, bit for bit, wide and narrow rows; and that NaN stays NaN."""
+    """What experts answer added up, bit for bit, wide and narrow rows, and rows in float32, which no
+    kernel adds; and that NaN stays NaN."""
     random = torch.Generator().manual_seed(0)
-    for width, k, dtype in ((1100, 3, torch.float32), (48, 8, torch.bfloat16)):
+    for width, k, dtype, held in (
+        (1100, 3, torch.float32, torch.bfloat16),
+        (48, 8, torch.bfloat16, torch.bfloat16),
+        (48, 8, torch.float32, torch.float32),
+    ):
         routes = torch.stack([torch.randperm(9, generator=random)[:k] for _ in range(20)]).int()
         shares = torch.rand(20, k, generator=random).to(dtype)
         sorted_by = dispatch_of(routes.to(ON), shares.to(ON), 9)
         start, stop = sorted_by.starts[2], sorted_by.starts[7]
-        answers = heavy_tailed((stop - start, width), random).bfloat16().to(ON)
+        answers = heavy_tailed((stop - start, width), random).to(held).to(ON)
         answers[3, 5] = torch.nan
         answers[4, 6] = torch.inf
-        before = heavy_tailed((20, width), random).bfloat16().to(ON)
+        before = heavy_tailed((20, width), random).to(held).to(ON)
         made, wanted = before.clone(), before.clone()
         assert kernel_choice.by_triton(made)
         token_dispatch.add_answers(made, answers, sorted_by, start)
@@ -87,7 +92,7 @@ def _answers() -> Iterator[tuple[str, float]]:
         assert wanted.isnan().any()
         assert wanted.isinf().any()
         same = (made == wanted) | (made.isnan() & wanted.isnan())
-        yield f"answers of {width} columns", 1 - float(same.float().mean())
+        yield f"answers of {width} columns in {held}", 1 - float(same.float().mean())
 
 
 def _compared(case: Case) -> Iterator[tuple[str, float]]:

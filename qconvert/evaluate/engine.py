@@ -8,9 +8,11 @@ of all heads.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -43,7 +45,6 @@ from qconvert.evaluate.result import (
 )
 from qconvert.evaluate.side import Experts, LoadedSide, Rounds, Side, side_of
 from qconvert.evaluate.task import Task, load_task, result_of
-from qconvert.models.experts import PROJECTIONS
 from qconvert.run.work.events import Events, NoEvents
 from qconvert.samples.data import digest, load_tokens
 from qconvert.samples.request import DataSpec
@@ -179,13 +180,22 @@ def _check(layer: Layer, quantizer: ExpertQuantizer, expert: Expert, routed: Rou
 def _read(
     experts: Experts, layer: int, numbers: Sequence[int], device: str, dtype: torch.dtype
 ) -> Iterator[Expert]:
+    """Experts in the order of their numbers. Threads read and decode them, as many as there are cores:
+    torch's products leave them idle."""
     import torch
 
-    for number in numbers:
-        gate, up, down = (
-            experts.matrix(layer, number, kind).to(device, dtype) for kind in PROJECTIONS
-        )
-        yield Expert(number, torch.cat([gate, up]), down, False, {})
+    def read(number: int) -> Expert:
+        gate = experts.matrix(layer, number, "gate_proj")
+        middle, hidden = gate.shape
+        both = torch.empty(2 * middle, hidden, dtype=dtype, device=device)
+        both[:middle].copy_(gate)
+        both[middle:].copy_(experts.matrix(layer, number, "up_proj"))
+        down = experts.matrix(layer, number, "down_proj").to(device, dtype)
+        return Expert(number, both, down, False, {})
+
+    threads = min(experts.threads, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, "qconvert-experts") as pool:
+        yield from pool.map(read, numbers)
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,14 @@ class TextModel(Model):
 Rounds = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
+READING = 8  # threads that read and decode experts, at most
+
+
 class Experts(Protocol):
-    """Routed experts of a model."""
+    """Routed experts of a model. `threads`: as many may ask at once."""
+
+    @property
+    def threads(self) -> int: ...
 
     def matrix(self, layer: int, expert: int, kind: str) -> torch.Tensor:
         """One of PROJECTIONS, BF16 [rows, columns]."""
@@ -201,9 +207,14 @@ class StoredExperts:
     found: Mapping[tuple[int, int, str], Projection]
     weights: Weights
 
+    @property
+    def threads(self) -> int:
+        return READING
+
     def matrix(self, layer: int, expert: int, kind: str) -> torch.Tensor:
         one = self.found[layer, expert, kind]
-        return self.weights.matrix(one.module, one.weight)[0]
+        with self.weights.lent() as weights:
+            return weights.matrix(one.module, one.weight)[0]
 
 
 @dataclass(frozen=True)
@@ -214,6 +225,7 @@ class AmxExperts:
     block: Block
     checkpoint: Checkpoint
     reader: Reader
+    threads = 1
 
     def matrix(self, layer: int, expert: int, kind: str) -> torch.Tensor:
         import torch

@@ -33,7 +33,7 @@ from qconvert.core.links import read_regular
 from qconvert.evaluate.activations import before, rounding
 from qconvert.evaluate.engine import finals_of, forward, rows_file, sizes_of
 from qconvert.evaluate.head import CHUNK, Budget, divergences
-from qconvert.evaluate.side import Experts, LoadedSide, Side
+from qconvert.evaluate.side import READING, Experts, LoadedSide, Side
 from qconvert.fit.groups import STAY, Encoded, Group, Model
 from qconvert.run.work.events import Events
 from qconvert.run.work.files import Files, write_whole
@@ -184,9 +184,14 @@ class _OtherExperts:
     made: Encoded
     weights: Weights
 
+    @property
+    def threads(self) -> int:
+        return READING
+
     def matrix(self, layer: int, expert: int, kind: str) -> torch.Tensor:
         module = self.opened.projections[layer, expert, kind].module
-        return self.weights.matrix(module, self.made.stored(module))[0]
+        with self.weights.lent() as weights:
+            return weights.matrix(module, self.made.stored(module))[0]
 
 
 @contextmanager
