@@ -149,7 +149,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="qconvert-quality-") as where:
             quality_real.compare(
                 asked.real, Path(where), samples=asked.samples or 32, length=256,
-                held_out=asked.held_out or 32, ways=asked.ways or (),
+                held_out=asked.held_out or 32, ways=asked.ways or (), peers=asked.peers,
             )  # fmt: skip
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"

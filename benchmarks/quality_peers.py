@@ -2,8 +2,9 @@
 
     python benchmarks/quality_peers.py NAME MODEL SAMPLES GROUP_SIZE DEVICE RESULT
 
-Quantizes the experts of a Qwen3-MoE to symmetric INT4 in groups with one of `PEERS`, with that project's
-own defaults, and writes what its codes mean (BF16, by published name) and the seconds of its `quantize`.
+Quantizes the experts of a Qwen3-MoE, or all linear layers of a model without experts, to symmetric INT4
+in groups with one of `PEERS`, with that project's own defaults, and writes what its codes mean (BF16, by
+published name) and the seconds of its `quantize`.
 GPTQModel 7.7 asks for a newer torch than constraints.txt has, and works with this one:
 
     pip install --no-deps --target DIR gptqmodel logbar tokenicer device-smi defuser pypcre threadpoolctl
@@ -31,7 +32,7 @@ import torch
 
 @dataclass(frozen=True)
 class Asked:
-    """`samples` int64 [S, T]; `device` is cpu or cuda."""
+    """`samples` int64 [S, T]; `group_size` is -1 for one a row; `device` is cpu or cuda."""
 
     model: Path
     samples: torch.Tensor
@@ -74,11 +75,14 @@ def run(name: str, model: Path, samples: torch.Tensor, group_size: int, device: 
 def _autoround(iterations: int) -> Peer:
     def quantized(asked: Asked) -> Done:
         """Version 0.15: `quantize` leaves in each linear what its codes mean."""
+        model = _model(asked.model)
+        of_experts = any(".experts." in name for name, _ in model.named_modules())
         rounder = import_module("auto_round").AutoRound(
-            _model(asked.model), tokenizer=byte_tokenizer(), scheme="W4A16", iters=iterations,
+            model, tokenizer=byte_tokenizer(), scheme="W4A16", iters=iterations,
             dataset=[sample[None] for sample in asked.samples], nsamples=len(asked.samples),
             seqlen=asked.samples.shape[1], group_size=asked.group_size, sym=True,
-            ignore_layers="self_attn,mlp.gate", device_map=asked.device,
+            ignore_layers="self_attn,mlp.gate" if of_experts else "lm_head",
+            device_map=asked.device,
         )  # fmt: skip
         start = time.monotonic()
         made, _ = rounder.quantize()
@@ -86,7 +90,8 @@ def _autoround(iterations: int) -> Peer:
         found = {
             f"{name}.weight": part.weight.detach()
             for name, part in made.named_modules()
-            if isinstance(part, torch.nn.Linear) and ".experts." in name
+            if isinstance(part, torch.nn.Linear)
+            and (".experts." in name if of_experts else name != "lm_head")
         }
         return Done(found, seconds)
 

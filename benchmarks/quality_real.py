@@ -11,6 +11,7 @@ answer.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import quality_model
+import quality_peers
+import safetensors.torch
 import torch
 import transformers
 
@@ -36,6 +39,11 @@ WAYS = {
     "channel, --gptq": f"w4a16 --gptq --group-size channel --targets Linear {_DATA}",
     "fit --bits 4.5, rounded": "fit --bits 4.5 --rtn --data CALIBRATION --samples 4 --length 128",
     "fit --bits 4.5": "fit --bits 4.5 --data CALIBRATION --samples 4 --length 128",
+}
+# AutoRound on the same tokens (`--peers`): its name among the peers, and the group size.
+PEERS = {
+    "g64, AutoRound (200)": ("AutoRound, 200 (default)", 64),
+    "channel, AutoRound (200)": ("AutoRound, 200 (default)", -1),
 }
 _FACTS: Mapping[str, Mapping[str, str]] = {
     "The capital of {} is": {
@@ -78,10 +86,17 @@ def questions() -> Iterator[dict[str, Any]]:
 
 
 def compare(
-    given: Path, work: Path, *, samples: int, held_out: int, length: int, ways: Sequence[str] = ()
+    given: Path,
+    work: Path,
+    *,
+    samples: int,
+    held_out: int,
+    length: int,
+    ways: Sequence[str] = (),
+    peers: bool = False,
 ) -> None:
-    """Print a row for each way, of samples of `length` tokens: `samples` to calibrate on, `held_out` to
-    measure with; and what each continues PROMPTS with."""
+    """Print a row for each way, and with `peers` for AutoRound, of samples of `length` tokens: `samples`
+    to calibrate on, `held_out` to measure with; and what each continues PROMPTS with."""
     source = given
     if given.is_file():
         source = work / "source"
@@ -103,6 +118,17 @@ def compare(
         _qconvert(command, source, made[name], *options)
         seconds.append(time.monotonic() - start)
         print(f"  made {name}: {seconds[-1]:.0f} s", flush=True)
+    for name, (peer, group_size) in PEERS.items() if peers else ():
+        tokens = _tokens(source, work / "calibration.txt", samples, length)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        done = quality_peers.run(peer, source, tokens, group_size, device)
+        if done is None:
+            print(f"  {name}: not installed")
+            continue
+        made[name] = work / f"{len(made)}"
+        _with_weights(source, done.weights, made[name])
+        seconds.append(done.seconds)
+        print(f"  made {name}: {seconds[-1]:.0f} s on {device}", flush=True)
     first, *others = made.values()
     text = api.evaluate(
         first, source, work / "held.txt", beside=others, samples=held_out, length=length, seed=1
@@ -120,12 +146,33 @@ def compare(
         print(_row(name, took, one, answers), flush=True)
     for name, folder in {"BF16": source, **made}.items():
         plain = folder
-        if folder != source:
+        if "quantization_config" in json.loads((folder / "config.json").read_text()):
             plain = work / f"{folder.name}-bf16"
             _qconvert("dequant", folder, plain)
         print(f"  {name}")
         for said in continued(plain, PROMPTS):
             print(f"    {said!r}", flush=True)
+
+
+def _tokens(source: Path, text: Path, samples: int, length: int) -> torch.Tensor:
+    """The first samples of a text, int64 [S, T]."""
+    tokenizer = hf.AutoTokenizer.from_pretrained(source)
+    words = text.read_text(encoding="utf-8")[: 20 * samples * length]
+    ids = torch.tensor(tokenizer(words)["input_ids"][: samples * length])
+    return ids.reshape(samples, length)
+
+
+def _with_weights(source: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:
+    """Write a folder of BF16 as `source`, with these weights in place of its own. Raises RuntimeError
+    for one that it has not."""
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("qconvert*"))
+    left = dict(weights)
+    for file in out.glob("*.safetensors"):
+        held = safetensors.torch.load_file(file)
+        held |= {name: left.pop(name) for name in held if name in left}
+        safetensors.torch.save_file(held, file, metadata={"format": "pt"})
+    if left:
+        raise RuntimeError(f"{source} has no {next(iter(left))}")
 
 
 def _row(name: str, seconds: float, text: api.Evaluation, task: api.Evaluation) -> str:
