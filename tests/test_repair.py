@@ -265,12 +265,22 @@ def test_the_config_of_a_conversion_comes_back(folder: Path) -> None:
 
 def test_the_manifest_records_both_hashes(folder: Path) -> None:
     _nested(folder)
+    _root(max_position_embeddings=12345)(folder)
     (done,) = api.repair(folder)
     said = json.loads((folder / MANIFEST).read_bytes())["repaired"]
     changed = {change.file for change in done.changes} - {MANIFEST, RECEIPT}
     assert {entry["file"] for entry in said} == changed
     assert CONFIG in changed
     assert all(entry["before"] != entry["after"] for entry in said)
+
+
+def test_what_is_as_it_was_written_again_is_not_recorded(folder: Path) -> None:
+    """The record of the conversion stays true, so that --verify finds no damage."""
+    kept = {name: (folder / name).read_bytes() for name in (CONFIG, MANIFEST, RECEIPT)}
+    _nested(folder)
+    (done,) = api.repair(folder)
+    assert [change.file for change in done.changes] == [CONFIG]
+    assert {name: (folder / name).read_bytes() for name in kept} == kept
 
 
 def test_metadata_changed_by_hand_is_recorded_as_it_is(folder: Path) -> None:
@@ -319,7 +329,7 @@ def test_what_no_config_describes_is_refused(folder: Path) -> None:
     result = run_cli("repair", folder)
     assert result.code == 1
     assert "QC012" in result.err
-    assert "convert again from the source" in result.err
+    assert "run the conversion (w4a16) again into this folder with --verify" in result.err
     assert tree(folder) == before
     shown = run_cli("repair", folder, "--dry-run")
     assert shown.code == 3

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import unified_diff
 from functools import partial
@@ -28,6 +28,7 @@ from qconvert.checkpoint.checkpoint import (
 )
 from qconvert.checkpoint.safetensors import Header, read_header
 from qconvert.core.errors import CheckpointError
+from qconvert.core.json_text import parse_object
 from qconvert.core.links import read_inside, resolved
 from qconvert.core.shown import count
 from qconvert.hub.card import README, card
@@ -42,7 +43,7 @@ from qconvert.repair.blocks import (
     with_true_numbers,
     without_stale_blocks,
 )
-from qconvert.repair.sealed import edited, hash_of, resealed
+from qconvert.repair.sealed import edited, hash_of, resealed, stated
 from qconvert.runtimes.serving import loads
 from qconvert.validation.findings import Finding
 from qconvert.validation.runner import validate_folder
@@ -134,6 +135,7 @@ _MENDS: tuple[Callable[[Checkpoint], MendedConfig | None], ...] = (
 )
 # An index and a receipt have a line a tensor: those of 95,000 tensors have some 60 MB.
 MOST = 1 << 30
+_LONGEST = 2000  # characters of a line that a diff shows as it is
 # The findings of a folder; the flag says whether links that lead out of it are followed.
 Judge = Callable[[Path, bool], Sequence[Finding]]
 
@@ -148,13 +150,19 @@ class Change:
     why: tuple[str, ...]
 
     def diff(self) -> list[str]:
-        """Lines of a unified diff."""
-        old, new = (
-            [] if data is None else data.decode("utf-8", "replace").splitlines()
-            for data in (self.before, self.after)
-        )
+        """Lines of a unified diff. JSON in one long line is compared key by key."""
+        both = (self.before or b"", self.after or b"")
+        old, new = (data.decode("utf-8", "replace").splitlines() for data in both)
+        if max(map(len, (*old, *new)), default=0) > _LONGEST:
+            with suppress(CheckpointError):
+                old, new = (_indented(data, self.file) for data in both)
         before, after = f"{self.file} (before)", f"{self.file} (after)"
         return list(unified_diff(old, new, before, after, n=1, lineterm=""))
+
+
+def _indented(data: bytes, file: str) -> list[str]:
+    """A JSON object as lines of a key each; none for no file. Raises CheckpointError for others."""
+    return as_json(parse_object(data, file)).decode().splitlines() if data else []
 
 
 @dataclass(frozen=True)
@@ -176,11 +184,14 @@ class Repair:
         # What a config states wrong is the cause of what its tensors are said to lack.
         first = next((f for f in self.left if f.where.startswith("config.json: ")), self.left[0])
         more = f" ({count(len(self.left) - 1, 'more error')})" if len(self.left) > 1 else ""
-        steps = f" ({' | '.join(self.steps)})" if self.steps else ""
+        again = "convert again from the source"
+        if self.steps:
+            steps = " | ".join(self.steps)
+            again = f"run the conversion ({steps}) again into this folder with --verify"
         raise CheckpointError(
             f"{first.rule}: {first.where}: {first.message}{more}: no block, number, list or index that "
             "repair can prove from the tensors or qconvert.json ends that, so nothing is written; state "
-            f"what holds in config.json by hand, or convert again from the source{steps}"
+            f"what holds in config.json by hand, or {again}"
         )
 
 
@@ -251,9 +262,11 @@ def _changes(
         old = readme.decode("utf-8", "replace")
         text = card(manifest, checkpoint.config, {}, None, old, said=said)
         change(README, text.encode(), ["the model card is made from config.json"])
+    written = stated(checkpoint)
     recorded: dict[str, tuple[str | None, bytes | None]] = {
         name: (hash_of(one.before), one.after) for name, one in changes.items()
-    }
+        if one.after is None or hash_of(one.after) != written.get(name)
+    }  # fmt: skip
     by_hand = edited(checkpoint)
     for name, (before, now) in by_hand.items():
         recorded[name] = (before, recorded[name][1] if name in recorded else now)

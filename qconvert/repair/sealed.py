@@ -23,16 +23,22 @@ Changed = Mapping[str, tuple[str | None, bytes | None]]
 
 def edited(checkpoint: Checkpoint) -> dict[str, tuple[str, bytes]]:
     """Metadata that is not what the receipt records: the hash there, and the bytes."""
+    found = {}
+    for name, wanted in stated(checkpoint).items():
+        now = checkpoint.read(name, checkpoint.receipt_limit)
+        if now is not None and digest(now) != wanted:
+            found[name] = (wanted, now)
+    return found
+
+
+def stated(checkpoint: Checkpoint) -> dict[str, str]:
+    """Hashes of metadata as the conversion wrote it, by file, from the receipt."""
     data = checkpoint.read(RECEIPT, checkpoint.receipt_limit)
     lines = () if data is None else parse_receipt(data, checkpoint.root / RECEIPT).lines
-    found = {}
-    for line in lines:
-        if "name" in line or line["file"] not in METADATA or "xxh3" not in line:
-            continue
-        now = checkpoint.read(line["file"], checkpoint.receipt_limit)
-        if now is not None and digest(now) != line["xxh3"]:
-            found[line["file"]] = (line["xxh3"], now)
-    return found
+    return {
+        line["file"]: line["xxh3"] for line in lines
+        if "name" not in line and line["file"] in METADATA and "xxh3" in line
+    }  # fmt: skip
 
 
 def resealed(checkpoint: Checkpoint, changed: Changed) -> dict[str, bytes]:
