@@ -22,7 +22,7 @@ from qconvert.checkpoint.receipt import is_own_name
 from qconvert.core.errors import OutputError
 from qconvert.core.links import SMALL, open_regular
 from qconvert.core.profiling import phase
-from qconvert.core.shown import shortened
+from qconvert.core.shown import exact_size, shortened
 from qconvert.run.work.files import Files
 from qconvert.run.work.upload_target import SentFile
 
@@ -259,7 +259,7 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
     ):
         if then.get(key) != now.get(key):
             return f"{label} changed since that run began{_moved(then, now)}"
-    before, after = list(then.get("passes", [])), list(now.get("passes", []))
+    before, after = _steps(then), _steps(now)
     for i in range(max(len(before), len(after))):
         was = before[i] if i < len(before) else NO_PASS
         wants = after[i] if i < len(after) else NO_PASS
@@ -271,8 +271,11 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
         ("sha256", "--sha256"),
         ("linked", "which files are hard links"),
     ):
-        if then.get(key) != now.get(key):
-            return f"{label} was {then.get(key)}, now {now.get(key)}"
+        was, wants = then.get(key), now.get(key)
+        if was != wants:
+            if type(was) is int and type(wants) is int:
+                was, wants = exact_size(was), exact_size(wants)
+            return f"{label} was {shortened(str(was), 200)}, now {wants}"
     was, wants = then.get("fingerprint"), now.get("fingerprint")
     if was != wants:
         # The source and passes agree, so it is most likely the text of a new file.
@@ -284,10 +287,15 @@ def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
     return None
 
 
+def _steps(header: Mapping[str, Any]) -> list[Any]:
+    found = header.get("passes")
+    return found if isinstance(found, list) else []
+
+
 def _step_text(step: Any) -> str:
     from qconvert.plan.pass_options import recipe_line
 
-    return NO_PASS if step == NO_PASS else f"`{recipe_line(step)}`"
+    return f"`{recipe_line(step)}`" if isinstance(step, Mapping) else NO_PASS
 
 
 def _moved(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

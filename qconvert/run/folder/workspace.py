@@ -25,6 +25,7 @@ from qconvert.core.shown import format_size
 from qconvert.run.folder.journal import (
     Journal,
     JournalContent,
+    first_difference,
     lines_of,
     read_journal,
     refuse_other_plan,
@@ -201,10 +202,14 @@ class Workspace:
         if self._is_ours():
             self.finished = True
             return
-        if identity_in(self.out / MANIFEST) is not None:
+        made = identity_in(self.out / MANIFEST)
+        if made is not None:
+            known = (
+                first_difference(made, lasting(self._identity)) if isinstance(made, dict) else None
+            )
             raise OutputError(
-                f"{self.out} already holds the finished result of another plan; choose another "
-                "folder"
+                f"{self.out} already holds the finished result of another plan"
+                f"{f' ({known})' if known else ''}; choose another folder"
             )
         raise OutputError(
             f"{self.out} is not empty ({entries[0]}) and is not a folder of qconvert's; choose an "
