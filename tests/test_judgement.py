@@ -253,7 +253,7 @@ def test_a_copied_tensor_that_nobody_knows_or_reads_is_a_warning(name: str, tmp_
     model.tensors[extra] = tensor("F32", 64)
     source = model.write(tmp_path / "source")
     done = ran("run", "copy", source, tmp_path / "out", "-q")
-    assert f"QC132 of the result: {extra}: a tensor of unknown role" in done.err
+    assert f"QC132 of the result (and 1 more): {extra}: a tensor of unknown role" in done.err
     found = api.plan("copy", source).warnings
     assert [text for text in found if "QC132" in text and extra in text]
 

@@ -100,14 +100,14 @@ def test_experts_of_which_a_rank_has_one_group(form: str) -> None:
     config: dict[str, Any] = {"dtype": "float16"}
     for runtime, concerned in (("vllm", True), ("sglang", not packed)):
         for ranks in (1, 2, 4, 8):
-            found = misread_of_ranks(integer_groups(runtime, config, tensors), ranks)
+            found = misread_of_ranks(runtime, integer_groups(runtime, config, tensors), ranks)
             wrong = [f"{at}.{part}.{scales}" for part in ("gate_proj", "up_proj")]
             assert [*found.wrong] == (wrong if concerned and ranks == 4 else [])
             assert bool(found.cure) == bool(found.wrong)
     codes_of_floats = {name: TensorType("U8", one.shape) if "packed" in name else one
                        for name, one in tensors.items()}  # fmt: skip
     if packed:
-        assert not misread_of_ranks(integer_groups("vllm", config, codes_of_floats), 4)
+        assert not misread_of_ranks("vllm", integer_groups("vllm", config, codes_of_floats), 4)
 
 
 def test_experts_in_fp8_on_a_gpu_without_its_units() -> None:
@@ -139,7 +139,8 @@ def test_a_size_at_which_experts_are_read_wrong(tmp_path: Path) -> None:
         line for line in done.out.splitlines() if "vllm 0.33.0" in line and "not at" in line
     )
     assert "not at tp 2" in said
-    assert "order of one group" in said
+    assert "order of a single group" in said
+    assert "--enable-expert-parallel" in said
     assert run_cli("w4a16", source, tmp_path / "out", "--rtn", "--jobs", "1").code == 0
     for more, code in ((("--tp", "2"), 3), (("--tp", "1"), 0), (("--tp", "2", "--ep", "2"), 0)):
         found = run_cli("validate", tmp_path / "out", "--for", "vllm", *more)

@@ -66,11 +66,12 @@ _GPTQ = ("qweight", "scales", "qzeros")
 @dataclass(frozen=True, slots=True)
 class Misread:
     """Tensors that reach no parameter (`unread`), or wrong ones (`wrong`: why, by name); and what a user
-    can do."""
+    can do. `refused`: the runtime ends with an error at the wrong ones, in place of reading them."""
 
     unread: tuple[str, ...] = ()
     wrong: Mapping[str, str] = field(default_factory=dict)
     cure: str = ""
+    refused: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.unread or self.wrong)
@@ -91,7 +92,7 @@ def misread(runtime: str, config: Config, tensors: Tensors) -> Misread:
     return Misread()
 
 
-def misread_of_ranks(groups: Mapping[int, Sequence[str]], ranks: int) -> Misread:
+def misread_of_ranks(runtime: str, groups: Mapping[int, Sequence[str]], ranks: int) -> Misread:
     """The same where each expert is divided among `ranks`, of what `integer_groups` found: scales of
     integer codes of w1 and w3, which are put into the order of a single group where a rank has a single
     group of the columns of w2: the sizes of w2 are handed over for those of w1 and w3 (vLLM,
@@ -100,8 +101,15 @@ def misread_of_ranks(groups: Mapping[int, Sequence[str]], ranks: int) -> Misread
     KL of 1.0 of the next token."""
     if not (each := groups.get(ranks, ())):
         return Misread()
-    why = "where a rank has one group of w2, its scales are put into the order of one group"
-    cure = "choose a smaller --tp or --group-size, or keep experts whole (expert parallel)"
+    why = (
+        "a rank has a single group of down_proj's columns, and the scales of gate_proj and up_proj are "
+        "put into the order of a single group, too"
+    )
+    whole = {"sglang": f"--ep-size {ranks}", "vllm": "--enable-expert-parallel"}[runtime]
+    cure = (
+        "choose a smaller --tp, or groups smaller than these (32 at the least), or start "
+        f"{runtime} with {whole}, which keeps experts whole (validate --ep {ranks})"
+    )
     return Misread(wrong=dict.fromkeys(each, why), cure=cure)
 
 
@@ -274,13 +282,13 @@ def _head(config: Config) -> int:
     return own or (_heads(config, "hidden_size") // heads if heads else 0)
 
 
-def _cut_parts(what: str) -> Callable[[str, Config, Tensors], Misread]:
+def _cut_parts(*, refused: bool) -> Callable[[str, Config, Tensors], Misread]:
     """The fact that parts of a fused matrix in FP8 are no whole blocks, so that those behind begin
-    within a block, and what becomes of it."""
-    return lambda name, config, tensors: _parts_that_cut(what, config, tensors)
+    within a block: the runtime refuses them, or gives them other rows' scales."""
+    return lambda name, config, tensors: _parts_that_cut(config, tensors, refused=refused)
 
 
-def _parts_that_cut(what: str, config: Config, tensors: Tensors) -> Misread:
+def _parts_that_cut(config: Config, tensors: Tensors, *, refused: bool) -> Misread:
     rows = _block_rows(config)
     if not rows:
         return Misread()
@@ -294,14 +302,15 @@ def _parts_that_cut(what: str, config: Config, tensors: Tensors) -> Misread:
             behind = _BEHIND.get(part)
             there = last != part or f"{parent}.{behind}.weight" in tensors
             if behind is not None and there and size % rows:
+                what = "" if refused else ": what follows is given other rows' scales"
                 wrong[one] = (
-                    f"{part} of a fused matrix has {size} rows, cut blocks of {rows}: {what}"
+                    f"{part} of a fused matrix has {size} rows, which cut blocks of {rows}{what}"
                 )
     cure = (
         "choose scales without blocks: fp8 --channel (in a recipe `fp8: {dialect: compressed-tensors, "
-        "block: null}`), or dequant"
+        "block: null}`) of the model in BF16"
     )
-    return Misread(wrong=wrong, cure=cure)
+    return Misread(wrong=wrong, cure=cure, refused=refused)
 
 
 # What follows a part in the matrix that runtimes make of both. Routed experts are apart: vLLM cuts their
@@ -362,11 +371,11 @@ _FACTS: Mapping[str, tuple[Callable[[str, Config, Tensors], Misread], ...]] = {
         _block_scales,
         _without_paths,
         _rows_of(("weight",)),
-        _cut_parts("refused"),
+        _cut_parts(refused=True),
     ),
     "vllm": (
         _numbered_on,
         _rows_of(("weight", "weight_packed", "weight_scale")),
-        _cut_parts("other rows' scales"),
+        _cut_parts(refused=False),
     ),
 }

@@ -129,6 +129,18 @@ class Answer:
         return next((rank for rank in self.ranks if rank.refused is not None), None)
 
     @property
+    def rule(self) -> str:
+        """The rule of validation that finds what goes wrong first, "" where nothing does."""
+        if self.refused is not None:
+            return "QC130"
+        for rank in self.ranks:
+            if rank.missing or rank.empty:
+                return "QC131"
+            if rank.misread:
+                return "QC133"
+        return "QC132" if self.ignored else ""
+
+    @property
     def nbytes(self) -> int:
         return max(rank.nbytes for rank in self.ranks)
 
@@ -259,14 +271,18 @@ def served(
         if not known:
             of_groups = partial(integer_groups, runtime)
             groups = named.once(f"groups {runtime}", folder.config, of_groups)
-            known = misread_of_ranks(groups, setting.moe_tp)
+            known = misread_of_ranks(runtime, groups, setting.moe_tp)
     experts = named.once("fp8 experts", folder.config, fp8_experts)
     if (refusal := refused_by_gpu(runtime, experts, setting.capability)) is not None:
         return Answer(
             (SimulatedLoad(setting, refusal),), (), cure="dequantize them (qconvert dequant)"
         )
     if known:
-        ranks = (SimulatedLoad(setting, None, misread=known.wrong),)
+        end = None
+        if known.refused:
+            end = LoadRefused("", "", known.first, known.wrong[known.first])
+        wrong = {} if known.refused else known.wrong
+        ranks = (SimulatedLoad(setting, end, misread=wrong),)
         return Answer(ranks, known.unread, cure=known.cure)
     simulate = partial(_SIMULATE[runtime], groups=folder.groups, draft=draft, version=version)
     if loader is not None:
@@ -386,12 +402,21 @@ _MOST_WHY = 300
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a size does not load: the rule of validation that finds it
+    (validators/headers/for_runtime.py), and the reason in words."""
+
+    rule: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loading:
     """At which tensor-parallel sizes a runtime of this version loads a folder whole. `sizes` are by the
     option with which it does ("" for none), with the bytes of weights that a rank then holds; `cache`:
-    what it leaves of the KV cache's scales there. `failed`:
-    at which it does not, and why; `draft`: why it does not load the draft in the folder; `unknown`: why
-    nothing is said of its other sizes, or of any. `asked` are the sizes that the simulator was asked of;
+    what it leaves of the KV cache's scales there. `failed`: the first at which it does not, and why;
+    `failures`, all; `draft`: why it does not load the draft in the folder; `unknown`: why nothing is
+    said of its other sizes, or of any. `asked` are the sizes that the simulator was asked of;
     `unread`: tensors that it reads nowhere at the first, or the one for which it refuses the folder;
     `seen`: its own loader was asked, not its simulator."""
 
@@ -405,6 +430,7 @@ class Loading:
     asked: tuple[int, ...] = ()
     unread: frozenset[str] = frozenset()
     seen: bool = False
+    failures: Mapping[int, Failure] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
@@ -522,6 +548,7 @@ def _loading(consumer: Consumer, folder: Offered, loader: RuntimeLoader | None =
     whole: dict[str, dict[int, int]] = {}
     failed = draft = unknown = cache = ""
     unread: frozenset[str] | None = None
+    failures: dict[int, Failure] = {}
     sizes: list[int] = []
     for tp in _SIZES:
         beside = None
@@ -550,18 +577,32 @@ def _loading(consumer: Consumer, folder: Offered, loader: RuntimeLoader | None =
             if beside is not None and not beside.whole and not draft:
                 option = f", but with {beside.required_flag}" if beside.required_flag else ""
                 draft = f"does not load its draft at tp {tp}{option}: {_why(beside)}"
-        elif not failed:
-            if answer.cure and not whole:
-                failed = f"does not load it right: {_why(answer)}; {answer.cure}"
-                break
-            cure = f"; {answer.cure}" if answer.cure else ""
-            failed = f"{_NOT_AT}{tp}: {_why(answer)}{cure}"
+            continue
+        why = f"{_why(answer)}; {answer.cure}" if answer.cure else _why(answer)
+        failures[tp] = Failure(answer.rule, why)
+        if answer.cure and not whole and not failed:
+            right = "" if answer.refused else " right"
+            failed = f"does not load it{right}: {why}"
+            failures = dict.fromkeys(_SIZES, failures[tp])
+            sizes = list(_SIZES)
+            break
+        failed = failed or f"{_NOT_AT}{tp}: {why}"
     if failed.startswith(_NOT_AT) and not (whole or unknown):
         failed = f"not at any tp: {failed.partition(': ')[2]}"
     which, seen = _version_of(consumer, loader), loader is not None
     left = unread or frozenset()
     return Loading(
-        consumer.name, which, whole, failed, draft, unknown, cache, tuple(sizes), left, seen
+        consumer.name,
+        which,
+        whole,
+        failed,
+        draft,
+        unknown,
+        cache,
+        tuple(sizes),
+        left,
+        seen,
+        failures,
     )
 
 

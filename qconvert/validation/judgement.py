@@ -45,7 +45,7 @@ from qconvert.run.folder.prepare import Prepared
 from qconvert.run.folder.staging import Staged
 from qconvert.runtimes.consumers import consumer_in
 from qconvert.runtimes.loader.ask import FILES, loaders_for
-from qconvert.runtimes.serving import SIMULATED, Loading, loads
+from qconvert.runtimes.serving import SIMULATED, Failure, Loading, loads
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Folder, judge_headers, rules
 
@@ -222,9 +222,15 @@ def _not_served(plan: Plan, said: Sequence[Loading]) -> Iterator[Finding]:
     asked = [tp for entry in plan.log if (tp := entry.options.get("tp")) is not None]
     nowhere = said and all(one.verdict == "does not load" for one in said)
     for one in said:
-        if nowhere or any(one.at(tp) == "does not load" for tp in asked):
-            message = f"{one.runtime} {one.version} {one.fails}"
-            yield Finding("QC130", "warning", "config.json", message)
+        at = next((tp for tp in asked if one.at(tp) == "does not load"), None)
+        found = one.failures.get(at or min(one.failures, default=0), Failure("QC130", one.fails))
+        if at is not None and not nowhere:
+            text = f"does not load it at --tp {at}: {found.why}"
+        else:
+            text = one.fails
+        if nowhere or at is not None:
+            who = f"{one.runtime} {one.version}"
+            yield Finding(found.rule, "warning", "config.json", f"{who} {text}")
 
 
 def _unread(here: PlannedCheckpoint, said: Sequence[Loading]) -> Iterator[Finding]:
