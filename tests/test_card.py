@@ -402,7 +402,9 @@ def test_many_findings_are_counted_and_errors_come_first() -> None:
 
 
 def test_nothing_checked_is_said_so() -> None:
-    assert "No result stands here yet: `qconvert validate DIR" in card(manifest(), BF16, {})
+    assert "Nothing is noted here before an upload: `qconvert validate DIR" in card(
+        manifest(), BF16, {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -430,7 +432,7 @@ def test_nothing_checked_is_said_so() -> None:
         ({"calibration": {"data": "0f", "samples": 8, "length": 64, "solver": "best"}}, FP8,
          ["- calibrated by solver best on at most 8 samples of text, each of up to 64 tokens (xxh3-12"]),
         ({"calibration": {"synthetic": True}}, FP8, ["samples of random token ids"]),
-        ({"tp_sizes": []}, FP8, ["whole groups of its packed weights at no size."]),
+        ({"tp_sizes": []}, FP8, ["whole groups, or blocks, of its quantized weights at no size."]),
         ({"passes": [{"name": "w4a16", "matched": 1, "expected": 1,
                       "options": options_of(ExpertsToW4A16(scales="search"))}]}, BF16,
          ["- some scales are negative: run so with transformers, compressed-tensors, kt-kernel"]),

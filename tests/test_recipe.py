@@ -258,7 +258,7 @@ def test_passes_and_their_options_are_listed() -> None:
             assert re.search(rf"^  {field.name}: .+ \[(default: .+|required)\]", said, re.M), name
     said = run_cli("recipes", "passes", "w4a16").out
     assert "  bits: 4, 8 [default: 4]" in said
-    assert "  group_size: number [default: 128]" in said
+    assert "  group_size: number or null [default: 128]" in said
     assert "  samples: number [default: 512]  Number of samples." in said
     assert "`targets` and `ignore` are names" in said
     assert "passes are amx, " in run_cli("recipes", "passes", "nope").err

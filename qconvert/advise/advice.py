@@ -168,6 +168,9 @@ def fit_line(found: Advice) -> str:
     return " ".join(words)
 
 
+_LEAST_HOPPER = 60 * 10**9  # bytes of the smallest GPU of capability 9.0, and some room
+
+
 @dataclass(frozen=True)
 class Advice:
     """`best` is what to do, None if nothing considered loads and fits; `others` what was considered too.
@@ -211,10 +214,16 @@ class Advice:
     def assumes(self) -> str:
         """Return what the answer rests on."""
         one = self.machine
+        small = ""
+        if one.capability == (9, 0) and 10**9 < one.gpu_memory < _LEAST_HOPPER:
+            small = (
+                " (none of that capability has so little: give --capability, 8.6 for an A10 or RTX "
+                "3090, 8.9 for an L4, L40S or RTX 4090)"
+            )
         memory = "" if one.cpu_memory is None else f", {format_size(one.cpu_memory)} of main memory"
         return (
             f"assumed: {count(one.gpus, 'GPU')} of capability {one.capability[0]}.{one.capability[1]} "
-            f"with {format_size(one.gpu_memory)} each{memory}; weights take at most "
+            f"with {format_size(one.gpu_memory)} each{small}{memory}; weights take at most "
             f"{FOR_WEIGHTS:.0%} of a GPU; a disk of {format_size(one.disk)}/s; no other options"
         )
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from qconvert.core.shown import count, printable, shortened
+from qconvert.core.shown import count, format_size, printable, shortened
 from qconvert.evaluate.paired import Differences
 from qconvert.evaluate.result import Evaluation
 from qconvert.evaluate.task import Accuracy
@@ -30,6 +30,7 @@ def _lines(found: Evaluation) -> Iterator[str]:
     for other in found.beside:
         if other.differences is not None:
             yield from _compared(found.folder, other.folder, other.differences)
+            yield from _sizes(found, other)
             yield ""
     for number, one in enumerate((found, *found.beside)):
         if number:
@@ -49,6 +50,13 @@ def _compared(first: str, second: str, apart: Differences) -> Iterator[str]:
         yield f"{label:<{_LABEL}}{values[0]:>10}{values[1]:>10}{values[2]:>11}"
     if apart.changed is not None:
         yield f"{'questions answered otherwise':<{_LABEL}}{apart.changed:>10,}"
+
+
+def _sizes(first: Evaluation, second: Evaluation) -> Iterator[str]:
+    """Bytes of both folders' tensors where they differ: what is larger may well be better."""
+    if first.nbytes and second.nbytes and first.nbytes != second.nbytes:
+        sizes = f"{format_size(first.nbytes)}, {format_size(second.nbytes)}"
+        yield f"{'bytes of tensors':<{_LABEL}} {sizes:>{WIDTH - _LABEL - 1}}"
 
 
 def verdict(first: str, second: str, apart: Differences) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import nullcontext
 from importlib import import_module
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -65,6 +66,18 @@ _MEANT = {
     "recommend": "advise", "stack": "experts stack", "unstack": "experts unstack", "fix": "repair",
     "version": "--version", "lora": "merge", "adapter": "merge",
 }  # fmt: skip
+
+
+# Options that people give a command that has none of the name, with where that is said.
+_OPTION_MEANT = {
+    "--for": "the lines `loads` of --dry-run say which runtimes load the result; `qconvert validate OUT "
+    "--for RUNTIME --tp N` says it of one",
+    "--tp": "`qconvert validate OUT --for RUNTIME --tp N` says whether it loads on N ranks",
+}  # fmt: skip
+_OF_A_STEP = (
+    "options of a step stand in the recipe, `- w4a16: {tp: 2}`; "
+    "`qconvert recipes passes NAME` lists them"
+)
 
 
 class Commands(MutableMapping[str, click.Command]):
@@ -125,6 +138,17 @@ class Root(click.Group):
 
 
 _NAME = max(map(len, _PLACES))
+
+
+def _options_of_steps() -> frozenset[str]:
+    """Names of what any pass takes, and what is typed of a pass's command alone."""
+    from dataclasses import fields
+
+    from qconvert.passes import passes
+
+    kinds: list[Any] = list(passes().values())
+    named = {field.name for kind in kinds for field in fields(kind)}
+    return frozenset({*named, "for", "channel", "rtn", "gptq", "ue8m0"})
 
 
 def _meant(word: str) -> str:
@@ -255,4 +279,10 @@ def _say_usage(error: click.ClickException) -> None:
             say(f"Try '{context.command_path} {names[-1]}' for help.", "", err=True)
     # A list of choices, which click puts on lines of their own.
     text = error.format_message().replace(":\n\t", ": ").replace(",\n\t", ", ")
+    if isinstance(error, click.NoSuchOption):
+        name = "" if context is None else context.command.name
+        hint = _OPTION_MEANT.get(error.option_name, "")
+        if name == "run" and error.option_name.lstrip("-").replace("-", "_") in _options_of_steps():
+            hint = _OF_A_STEP
+        text = f"No such option {error.option_name!r}: {hint}." if hint else text
     say(f"Error: {message(text)}", err=True)

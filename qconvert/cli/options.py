@@ -481,7 +481,7 @@ _SHARED_EXPERTS = rare(
 )  # fmt: skip
 TP = click.option(
     "--tp", type=Count(), metavar="N",
-    help="Refuse a result that would not load on N tensor-parallel ranks.",
+    help="Check that the result loads on N tensor-parallel ranks.",
 )  # fmt: skip
 
 

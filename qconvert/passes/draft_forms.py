@@ -96,7 +96,7 @@ class RelabelDraft:
     """Write a draft in another project's form.
 
     `to` is the form. `verifier` is the repo of its target, which speculators' form names, and
-    `tokens` how many are drafted at once (None: 3 for EAGLE3, for DFlash its block less one, as in
+    `tokens` how many are drafted at once (null: 3 for EAGLE3, for DFlash its block less one, as in
     speculators' own conversion).
 
     Raises PlanError for another folder, one in the form already, and what the form cannot say.

@@ -58,12 +58,12 @@ class ToFp8(Quantizing):
     """Quantize linear layers to FP8.
 
     All that runtimes load so, or with `targets: [experts]` the routed experts. There is one scale for
-    each square of `block` rows and columns, or (None) for each row, which dialect compressed-tensors
-    alone has; with `tensor` for each matrix, whatever `block` says, and those that runtimes compute as
-    one share it. `input_scale` (their largest size / 448) and `stats`, of routed experts, are for
-    such. `exponents`: scales are powers of two (ue8m0), by block in dialect fp8 only. `consumer` is
-    the runtime that is to load it: where its class is known to misread dialect fp8
-    (`runtimes/misreadings.py`), compressed-tensors' form is written. The rest is `Quantizing`'s.
+    each square of `block` rows and columns; with `block: null` and `dialect: compressed-tensors` for
+    each row (`--channel` of the command); with `tensor` for each matrix, whatever `block` says, and
+    those that runtimes compute as one share it. `input_scale` (their largest size / 448) and `stats`, of
+    routed experts, are for such. `exponents`: scales are powers of two (ue8m0), by block in dialect fp8
+    only. `consumer` is the runtime that is to load it: where its class is known to misread dialect fp8,
+    compressed-tensors' form is written.
 
     Raises PlanError where the dialect has no such scales, where the consumer misreads either dialect,
     and as `Quantizing` does.

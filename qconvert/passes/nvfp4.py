@@ -62,7 +62,7 @@ class ToNvfp4(Quantizing):
     excludes, the config says that activations stay bf16. Block `scales` are each block's largest
     weight / 6, or with `search` those around it whose codes have the least error. With `calibrate`
     GPTQ finds codes and block scales of routed experts; gate and up still share a global scale, that
-    of rounding. The rest is `Quantizing`'s.
+    of rounding.
 
     Raises PlanError where expert columns are not whole blocks of 16, where FP8 layers would stay and the
     dialect has no place for them, where statistics do not fit, where a search is asked for and MXFP4

@@ -85,12 +85,14 @@ class _WithoutData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantizing(_WithoutData):
-    """Base of the passes, and the options of all of them. `targets` and `ignore` are names, ends of
-    names, `re:` patterns, or `Linear`; EXPERTS means the routed experts of every family.
-    `shared_experts` says whether shared experts beside routed ones are quantized too or kept; None:
+    """Base of the passes that quantize, with the options of all of them.
+
+    `targets` and `ignore` are names of modules, ends of names, or `re:` patterns; `experts` are the
+    routed experts of every family, `Linear` all linear layers that runtimes load quantized.
+    `shared_experts`: whether shared experts beside routed ones are quantized, too, or kept; null:
     quantized only where sglang would otherwise fuse them and not read them, and kept where data decides,
-    of which there is none of theirs; `named`: as targets name them alone. `tp` is a tensor-parallel size
-    that the result must load at.
+    of which there is none of theirs; `named`: as targets name them alone. `tp`: the number of
+    tensor-parallel ranks that the result must load on.
 
     Raises PlanError for targets that match nothing, for part of what runtimes load as one, where a rank
     would cut a block, where layers in another quantized form would stay, and as `routed_experts` does.
@@ -410,8 +412,10 @@ def compressed_block(
 
 class ByFormat(Quantizing):
     """Base of passes whose format says it all: an op that encodes a matrix row by row, the names of its
-    results and a group of compressed-tensors' config. Linears of draft (MTP) layers stay as they are;
-    their experts are encoded with the others."""
+    results and a group of compressed-tensors' config.
+
+    Linears of draft (MTP) layers stay as they are; their experts are encoded with the others.
+    """
 
     __slots__ = ()
     format: str
@@ -479,8 +483,7 @@ def written(name: str) -> Format:
 class Quantize(ByFormat):
     """Quantize to any registered format, by its name.
 
-    `format` may be another package's. Linears whose columns are no whole groups are left. The rest is
-    `Quantizing`'s.
+    `format` may be another package's. Linears whose columns are no whole groups are left.
 
     Raises PlanError for an unknown format, where expert columns are not whole groups, and as
     `Quantizing` does.

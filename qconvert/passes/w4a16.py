@@ -59,13 +59,13 @@ _CHANNEL_STEP = 64
 class ExpertsToW4A16(Quantizing):
     """Quantize routed experts, or linear layers, to packed INT4 or INT8.
 
-    Weights have `bits`, in groups of `group_size` columns that share a scale (None: a whole row does),
+    Weights have `bits`, in groups of `group_size` columns that share a scale (null: a whole row does),
     packed as `packing` says. Layers that no runtime is known to load quantized are never taken. With
     `leave_bf16` a linear whose columns are not whole groups stays as it is (an expert never does). With
     `calibrate` GPTQ finds the codes of all that is targeted. `scales` of rounding to nearest are each
     group's amax over half the range, or with `search` those whose codes lose least
     (formats/int_packed/search.py); `signs` of symmetric INT4's says whether scales below 0 are tried,
-    too. The rest is `Quantizing`'s.
+    too.
 
     Raises PlanError for groups that do not fit (naming groups that do), for a search beside a
     calibration, and as `Quantizing` does.

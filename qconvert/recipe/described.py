@@ -13,6 +13,7 @@ from qconvert.core.options import options_in
 from qconvert.plan.plan import Pass
 from qconvert.samples.request import Calibration
 
+_RAISES = re.compile(r"(?:^|\s+)Raises \w+Error\b.*\Z", re.DOTALL)
 _WORDS = {str: "text", int: "number", float: "number", bool: "true or false"}
 
 
@@ -27,10 +28,10 @@ def described(kind: type[Any]) -> Iterator[str]:
     those of its settings."""
     for one in kind.__mro__:
         if is_dataclass(one) and (said := one.__dict__.get("__doc__")):
-            parts = inspect.cleandoc(said).split("\n\n")
-            # What raises which error is for who calls it from Python.
-            shown = "\n\n".join(part for part in parts if not part.startswith("Raises "))
-            yield from (*([] if one is kind else ["", f"{one.__name__}:"]), *shown.splitlines())
+            # What raises which error is for who calls it from Python, as is what a base is of.
+            parts = [_RAISES.sub("", part) for part in inspect.cleandoc(said).split("\n\n")]
+            shown = "\n\n".join(part for part in parts[one is not kind :] if part)
+            yield from (*([] if one is kind or not shown else [""]), *shown.splitlines())
     if fields(kind):
         yield ""
         yield "Options:"
@@ -45,8 +46,13 @@ def _options(kind: type) -> Iterator[str]:
     types, helps = get_type_hints(kind), options_in(kind)
     for field in fields(kind):
         about = helps[field.name][1].help if field.name in helps else ""
-        line = f"  {field.name}: {_values(types[field.name])} {_default(field)}"
+        null = " or null" if field.default is not None and _may_be_null(types[field.name]) else ""
+        line = f"  {field.name}: {_values(types[field.name])}{null} {_default(field)}"
         yield f"{line}  {about}".rstrip()
+
+
+def _may_be_null(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType) and NoneType in get_args(kind)
 
 
 def _values(kind: Any) -> str:
@@ -69,7 +75,9 @@ def _default(field: Field[Any]) -> str:
     if field.default is MISSING:
         return "[required]"
     value = field.default
-    if value is None or value == ():
-        return "[default: none]"
+    if value is None:
+        return "[default: null]"
+    if value == ():
+        return "[default: []]"
     shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return f"[default: {shown.lower() if isinstance(value, bool) else shown}]"

@@ -265,7 +265,7 @@ def _build(
             what = f"it has {', '.join(allowed)}" if allowed else "it has no options"
             raise RecipeError(
                 f"{name}:{lines.get(key, line)}: {kind.name!r} has no option {key!r}"
-                f"{did_you_mean(key, allowed)}; {what}"
+                f"{did_you_mean(key, allowed)}; {what}; `qconvert recipes passes {kind.name}` says more"
             )
     try:
         return TypeAdapter(kind).validate_python(dict(values))

@@ -195,7 +195,8 @@ class Report:
     """The result of a validation. `proved` was shown from content, `read` only read in what the folder
     states about itself, `not_checked` was not checked. `about` says what was validated: `folder`,
     `against`, `model`, `format`, `level`, in that order, as far as known.
-    `beside` is the report of another folder of the same source, to compare this one with."""
+    `beside` is the report of another folder of the same source, to compare this one with. `compared`:
+    there is a source or a receipt, so that values read were held to others."""
 
     about: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -205,6 +206,7 @@ class Report:
     measures: list[Measure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     beside: Report | None = None
+    compared: bool = True
 
     @property
     def errors(self) -> int:
@@ -320,6 +322,7 @@ def validate_folder(
             source = as_stated(source, scheme)
         folder = Folder(here, source, partner, request)
         have = _at_hand(folder)
+        report.compared = source is not None or "receipt" in have
         report.about["model"] = folder.checkpoint.model_line
     except CheckpointError as error:
         report.findings.append(Finding("QC001", "error", str(out), str(error)))

@@ -195,7 +195,8 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
     kind = _code(str(config.get("model_type")))
     consumer = consumer_of(manifest)
     commands = {
-        name: f"    {command(name, manifest, config, said)}" for name in (*loaders, *untried)
+        name: f"    {_variable(name, manifest)}{command(name, manifest, config, said)}"
+        for name in (*loaders, *untried)
     }
     about = f"It was made for {consumer}" if consumer else "It was not made for a specific runtime"
     if consumer in CLASSES:
@@ -226,7 +227,7 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
     tp_sizes = manifest.get("tp_sizes")
     if tp_sizes is not None:
         held = f"at tensor parallel {', '.join(map(str, tp_sizes))}" if tp_sizes else "at no size"
-        lines += ["", f"Ranks get whole groups of its packed weights {held}."]
+        lines += ["", f"Ranks get whole groups, or blocks, of its quantized weights {held}."]
     return "\n".join([*lines, *_stage_lines(manifest)])
 
 
@@ -236,6 +237,13 @@ def _of_stage(manifest: Mapping[str, Any], said: Loads) -> Loads:
     if variables is None:
         return said
     return {name: one for name, one in said.items() if VARIABLE.get(name) in variables}
+
+
+def _variable(runtime: str, manifest: Mapping[str, Any]) -> str:
+    """The variable of a pipeline stage's cut, as it stands before a runtime's command; "" of others."""
+    name = VARIABLE.get(runtime, "")
+    value = ((manifest.get("stage") or {}).get("environment") or {}).get(name)
+    return f"{name}={value} " if value else ""
 
 
 def _stage_lines(manifest: Mapping[str, Any]) -> list[str]:
@@ -316,8 +324,10 @@ def proof(report: Report | None, *, forced: bool) -> str:
     head = ["## What was checked", ""]
     if report is None:
         by = "`qconvert validate DIR --against SRC --level full`"
-        noted = "`qconvert upload` validates and writes what was found"
-        return "\n".join([*head, f"No result stands here yet: {by} checks it, and {noted}."])
+        noted = "`qconvert upload` validates, too, and writes here what was found"
+        return "\n".join(
+            [*head, f"Nothing is noted here before an upload: {by} checks it; {noted}."]
+        )
     source = "with its source" if "against" in report.about else "without its source"
     level = plain(report.about.get("level", "headers"))
     tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"

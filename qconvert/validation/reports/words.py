@@ -13,6 +13,9 @@ _NOT_READ = {
     "headers": "bytes of weights were not checked (--level full reads them)",
     "sample": "only a sample of the weights was read (--level full reads all)",
 }
+_NOT_COMPARED = (
+    "weights are numbers, compared with no source and no receipt (--against SRC compares them)"
+)
 
 
 def verdict(report: Report) -> str:
@@ -30,11 +33,12 @@ def totals(report: Report) -> str:
 
 def headline(report: Report) -> str:
     """First line of reports for people: the verdict, the level unless every weight was read, and what of
-    the weights was not read."""
+    the weights was not read, or was compared with nothing."""
     level = report.about.get("level", "")
     unread = _NOT_READ.get(level)
     if unread is None:
-        return f"{verdict(report)}: {totals(report)}"
+        said = f"{verdict(report)}: {totals(report)}"
+        return said if report.compared else f"{said}; {_NOT_COMPARED}"
     return f"{verdict(report)} at level {level}: {totals(report)}; {unread}"
 
 
