@@ -80,7 +80,9 @@ def test_products_are_those_of_float32_rounded_once() -> None:
 
 
 INTEL = "processor : 0\nvendor_id : GenuineIntel\nflags : fpu avx512_bf16{more}\n\nprocessor : 1\n"
-AMD = "processor : 0\nvendor_id : AuthenticAMD\nflags : fpu{more}\n\nprocessor : 1\nflags : amx_bf16"
+AMD = (
+    "processor : 0\nvendor_id : AuthenticAMD\nflags : fpu{more}\n\nprocessor : 1\nflags : amx_bf16"
+)
 ARM = "processor\t: 0\nFeatures\t: fp asimd{more}\n\nprocessor\t: 1\n"
 
 

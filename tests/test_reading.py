@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,8 @@ from reading_models import FAMILY_FILE, remote
 from sampled import sampled
 
 from qconvert import api
+from qconvert.checkpoint.checkpoint import Checkpoint
+from qconvert.checkpoint.reading import reading_as
 from qconvert.core.errors import CheckpointError, UsageError
 from qconvert.core.roles import Kind
 
@@ -145,6 +150,24 @@ def test_a_hand_written_family_is_one_too(tmp_path: Path) -> None:
         found = api.open_checkpoint(source)
     assert (found.family.name, found.family.class_name) == ("qwen3_moe", "")
     assert found.absent() == []
+
+
+def test_families_reach_the_processes_that_calibrate(tmp_path: Path) -> None:
+    """Of a class that was read from transformers, and in a file: each process has what this one has."""
+    file = tmp_path / "acme.py"
+    file.write_text(
+        FAMILY_FILE.replace("qwen_dims,\n    roles", "lambda c: qwen_dims(c),\n    roles")
+    )
+    told = "import pickle, sys; o = pickle.load(sys.stdin.buffer); print(o.family.dims(o.config))"
+    source = remote().write(tmp_path / "source")
+    for asked in ({"architecture": ALIKE}, {"family": file}):
+        with reading_as(**asked):
+            one = Checkpoint.open(source)
+            assert "lambda" in file.read_text()
+            assert one.family.dims(one.config).num_experts
+        words = [sys.executable, "-c", told]
+        done = subprocess.run(words, input=pickle.dumps(one), capture_output=True, check=True)
+        assert done.stdout.decode().strip() == str(one.family.dims(one.config))
 
 
 def test_a_family_in_a_file(tmp_path: Path) -> None:

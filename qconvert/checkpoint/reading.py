@@ -9,10 +9,10 @@ from there, but a file is code, and is only run if the user names it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from typing import Any
 
 from qconvert.checkpoint.stated_as import stating
 from qconvert.core.errors import CheckpointError, UsageError
-from qconvert.core.family import Config, Family, generic, role_index
+from qconvert.core.family import Config, Dims, Family, generic, role_index
 from qconvert.core.links import read_regular
 from qconvert.core.names import parse
 from qconvert.layouts.derived.find import architecture as architecture_of
@@ -169,4 +169,27 @@ def _from_file(file: Path) -> Reading:
             f"{file}: expected FAMILY = Family(...), found {type(family).__name__}; "
             "qconvert/layouts/qwen3_moe.py is a short one"
         )
-    return Reading("", file.name, digest, family)
+    dims = _DimsOfFile(file.absolute(), family.dims)
+    return Reading("", file.name, digest, replace(family, dims=dims))
+
+
+@dataclass(frozen=True)
+class _DimsOfFile:
+    """`dims` of a family in a file. A process that calibrates, which it is sent to, runs the file again:
+    the functions of its module have no other place."""
+
+    file: Path
+    dims: Callable[[Config], Dims]
+
+    def __call__(self, config: Config) -> Dims:
+        return self.dims(config)
+
+    def __reduce__(self) -> tuple[Callable[[Path], _DimsOfFile], tuple[Path]]:
+        return _dims_of, (self.file,)
+
+
+def _dims_of(file: Path) -> _DimsOfFile:
+    family = _from_file(file).family
+    assert family is not None
+    assert isinstance(family.dims, _DimsOfFile)
+    return family.dims

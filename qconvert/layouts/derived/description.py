@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from qconvert.core.family import Config, Dims, Family, Role, first_int, generic_dims, text_config
@@ -311,31 +312,38 @@ def _dims(
     counted."""
     own = [n for group, found in groups.items() for n in found if group in counted]
     layers = max(own, default=-1) + 1
+    # No closure: a family is sent to the processes that calibrate.
+    return partial(_read_dims, description.keys, description.sizes, groups, layers, numbered_on)
 
-    def dims(config: Config) -> Dims:
-        found, text, keys = generic_dims(config), text_config(config), description.keys
-        sizes = description.sizes
-        experts = first_int(text, keys["num_experts"]) if "num_experts" in keys else 0
-        width = first_int(text, keys.get("moe_intermediate_size", "")) if experts else 0
-        number = found.num_layers or layers
-        of = {
-            group: tuple(n for n in all_of if not numbered_on or _draft(group) == (n >= number))
-            for group, all_of in {**groups, "moe": groups.get("moe", ())}.items()
-        }
-        drafted = {n for group, all_of in of.items() if _draft(group) for n in all_of}
-        return replace(
-            found,
-            num_layers=number,
-            hidden_size=found.hidden_size or sizes.get("hidden_size", 0),
-            num_experts=experts or sizes.get("num_experts", 0) or found.num_experts,
-            moe_intermediate_size=width
-            or sizes.get("moe_intermediate_size", 0)
-            or found.moe_intermediate_size,
-            mtp_layers=found.mtp_layers or len(drafted),
-            groups=of,
-        )
 
-    return dims
+def _read_dims(
+    keys: Mapping[str, str],
+    sizes: Mapping[str, int],
+    groups: Mapping[str, tuple[int, ...]],
+    layers: int,
+    numbered_on: bool,
+    config: Config,
+) -> Dims:
+    found, text = generic_dims(config), text_config(config)
+    experts = first_int(text, keys["num_experts"]) if "num_experts" in keys else 0
+    width = first_int(text, keys.get("moe_intermediate_size", "")) if experts else 0
+    number = found.num_layers or layers
+    of = {
+        group: tuple(n for n in all_of if not numbered_on or _draft(group) == (n >= number))
+        for group, all_of in {**groups, "moe": groups.get("moe", ())}.items()
+    }
+    drafted = {n for group, all_of in of.items() if _draft(group) for n in all_of}
+    return replace(
+        found,
+        num_layers=number,
+        hidden_size=found.hidden_size or sizes.get("hidden_size", 0),
+        num_experts=experts or sizes.get("num_experts", 0) or found.num_experts,
+        moe_intermediate_size=width
+        or sizes.get("moe_intermediate_size", 0)
+        or found.moe_intermediate_size,
+        mtp_layers=found.mtp_layers or len(drafted),
+        groups=of,
+    )
 
 
 def _draft(group: str) -> bool:
