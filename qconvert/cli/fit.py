@@ -64,7 +64,8 @@ _BUDGET: Callable[[Any], Any] = stacked(
     help="Round to nearest. [without --data random token ids show what matters]",
 )  # fmt: skip
 @option_of(DataSpec, "samples", given=True, default="16")
-@options_of(DataSpec, "length", "seed", "column", given=True)
+@option_of(DataSpec, "length", given=True, default="512")
+@options_of(DataSpec, "seed", "column", given=True)
 @click.option(
     "--formats", "formats", multiple=True, metavar="NAME", type=click.Choice(NAMES),
     help="Format to choose from, beside BF16. Repeatable. [default: all that the runtime loads]",

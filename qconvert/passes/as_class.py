@@ -44,8 +44,8 @@ VISION_FILES = (
 class AsClass:
     """Rename tensors and rewrite the config for another model class.
 
-    `to` is `qwen3_next` from Qwen3.5, or
-    `qwen3_5_text` (dense or MoE by the config's experts) from Qwen3-Next.
+    `to` is `qwen3_next` from Qwen3.5, or `qwen3_5_text` (dense or MoE by the config's experts) from
+    Qwen3-Next.
 
     Raises PlanError for another source, and if the projections are not in the order the target
     class takes: `fuse` to the interleaved order, or `unfuse`, first.

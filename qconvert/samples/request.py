@@ -25,7 +25,6 @@ _SUFFIXES: dict[str, Kind] = {
 _SEEDS = 2**32
 _DATASET_NAME = re.compile(r"hf-dataset(:[^:]+){1,3}")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
-_RARER = "A rarer setting."  # docs/calibration.md says what each does
 _PLACES = ("data", "save_stats", "devices", "distributed")
 _MOST_SWEEPS = 1000  # of refits and descents: far more than change anything
 # What only `solver: best` has.
@@ -113,11 +112,17 @@ class GptqSettings:
     of the unquantized model (calibrate/propagated_error.py). Raises PlanError for settings out of range.
     """
 
-    dampening_frac: float = option(0.01, _RARER, setting=True)
+    dampening_frac: float = option(
+        0.01, "Part of the Hessian's mean diagonal that is added to it.", setting=True
+    )
     block_size: int = 128
-    experts: Literal["routed", "all"] = option("routed", _RARER, setting=True)
-    min_tokens: int = option(128, _RARER, setting=True)
-    undersampled: Literal["all", "rtn"] = option("all", _RARER, setting=True)
+    experts: Literal["routed", "all"] = option(
+        "routed", "Tokens that an expert is calibrated on.", setting=True
+    )
+    min_tokens: int = option(128, "Of fewer tokens an expert is undersampled.", setting=True)
+    undersampled: Literal["all", "rtn"] = option(
+        "all", "An undersampled expert: calibrated on all tokens, or rounded.", setting=True
+    )
     solver: Literal["best", "llmcompressor"] = option(
         "best", "Of --gptq. `best`: scales are searched for and refitted, columns ordered, codes "
         "improved one by one. `llmcompressor`: llm-compressor's codes.",
@@ -130,11 +135,17 @@ class GptqSettings:
         "observer's; amx and kt round as --rounding says.",
         choices=("amax", "search"), shown="amax; with --gptq search",
     )  # fmt: skip
-    signs: Signs = option("both", _RARER, setting=True)
-    order: Literal["importance", "stored"] = option("importance", _RARER, setting=True)
-    refit: int = option(2, _RARER, setting=True)
-    descent: int = option(2, _RARER, setting=True)
-    propagated_error: Literal["ignore", "correct"] = option("correct", _RARER, setting=True)
+    signs: Signs = option("both", "Those of searched scales of symmetric INT4.", setting=True)
+    order: Literal["importance", "stored"] = option(
+        "importance", "Order in which columns are solved.", setting=True
+    )
+    refit: int = option(
+        2, "How often scales are fitted to codes, and codes found anew.", setting=True
+    )
+    descent: int = option(2, "Sweeps of coordinate descent after that.", setting=True)
+    propagated_error: Literal["ignore", "correct"] = option(
+        "correct", "What layers before lost: half of it is made up for, or none.", setting=True
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.dampening_frac < 1:
