@@ -423,7 +423,7 @@ def test_nothing_checked_is_said_so() -> None:
                       "expected": 1}]}, FP8, ["    vllm serve REPO"]),
         ({"passes": [{"name": "fuse", "options": {"consumer": "transformers"}, "matched": 1,
                       "expected": 1}]}, FP8, ['from_pretrained("REPO")']),
-        ({"passes": []}, BF16, ["All tensors are unchanged.", "not made for a specific runtime"]),
+        ({"passes": []}, BF16, ["All tensors are unchanged.", "## How to serve it"]),
         ({"dropped": {"drop: what=mtp": ["a", "b"]}, "dropped_files": {"x.json": "amx: stale"}}, BF16,
          ["dropped: 2 tensors, by the rule `drop: what=mtp`", "the file `x.json`"]),
         ({"stage": {"number": 1, "of": 4, "layers": [15, 30],
@@ -524,9 +524,12 @@ def test_a_stage_that_holds_what_another_builds_is_served(tmp_path: Path) -> Non
         "split", source, tmp_path / "out", "--pp", "2,1", "--for", "sglang", "--jobs", "1"
     )
     assert done.code == 0, done.err
-    for stage in ("stage-00-of-02", "stage-01-of-02"):
-        text = (tmp_path / "out" / stage / "README.md").read_text()
-        assert "sglang.launch_server --model-path REPO --tp-size 1 --pp-size 2\n" in text
+    for number in range(2):
+        text = (tmp_path / "out" / f"stage-0{number}-of-02" / "README.md").read_text()
+        line = (
+            "sglang.launch_server --model-path REPO --tp-size 1 --pp-size 2 --nnodes 2 --node-rank"
+        )
+        assert f"=2,1 python -m {line} {number} --dist-init-addr FIRST:5000\n" in text
         assert "loads it whole at tensor parallel 1 (" in text
         assert "It was made for sglang, with REPO as" in text
         assert "vllm" not in text.partition("## How to serve it")[2].partition("<!--")[0]

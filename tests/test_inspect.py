@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Model, edit_json, fp8_moe, run_cli, tensor
+from checkpoints import Model, edit_json, fp8_moe, ran, run_cli, tensor
 from gdn_models import model as gdn_model
 from models import nvfp4_moe, qwen3_moe
 
@@ -206,6 +206,17 @@ def test_diff_of_a_config(tmp_path: Path) -> None:
     }  # fmt: skip
     told = run_cli("diff", one, two, "--headers")
     assert (told.code, told.out) == (0, f"no difference: {equal} in name, dtype and shape\n")
+
+
+def test_lists_of_what_is_not_quantized_are_named(moe: Path, tmp_path: Path) -> None:
+    """They are not compared: a conversion and its reverse spell them otherwise. But said to differ."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        ran("w4a16", moe, folder, "--rtn", "--group-size", "32", "--jobs", "1")
+    assert "not compared" not in ran("diff", *folders).out
+    edit_json(folders[1] / "config.json", lambda c: c["quantization_config"].update(ignore=[]))
+    said = ran("diff", *folders).out
+    assert "not compared: config.json: quantization_config.ignore, which differ" in said
 
 
 def test_diff_of_a_thousand_roles_is_a_screen(tmp_path: Path) -> None:

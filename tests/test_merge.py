@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapters import f32, lora, of_experts, write
-from checkpoints import Tensor, edit_json, ran, read_tensors, refused, write_shard
+from checkpoints import Tensor, edit_json, ran, read_tensors, refused, run_cli, write_shard
 from loaders.published import published
 from made_once import made_once
 from models import qwen3_moe
@@ -56,6 +56,12 @@ def test_only_what_an_adapter_names_changes(base: Path, tmp_path: Path) -> None:
     off = np.abs(numbers(tmp_path / "out", f"{QUERY}.weight") - exact)
     assert (off <= 2.0**-8 * np.exp2(np.floor(np.log2(np.abs(exact)))) + 1e-7).all()
     assert f"--adapter {adapter}" in done.err
+    sent = ("upload", tmp_path / "out", "me/model", "--dry-run", "--level", "headers")
+    against = (*sent, "--against", base)
+    assert "QC031" in run_cli(*against).err
+    assert "--adapter ADAPTER" in (tmp_path / "out" / "README.md").read_text()
+    assert "0 errors" in ran(*against, "--adapter", adapter).out
+    assert run_cli(*sent, "--adapter", adapter).code == 2
     manifest = json.loads((tmp_path / "out" / "qconvert.json").read_text())
     (record,) = manifest["merge"]
     assert (record["name"], record["scale"], len(record["digest"])) == ("adapter", 0.5, 64)

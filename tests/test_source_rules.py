@@ -107,6 +107,12 @@ def test_drafts_that_were_dropped_are_not_counted(tmp_path: Path) -> None:
     edit_json(kept / "config.json", lambda c: c["text_config"].update(mtp_num_hidden_layers=0))
     key = "text_config.mtp_num_hidden_layers"
     assert said(found(kept, source)) == [("QC083", "error", f"{key} is 0, the source's is 1")]
+    # Where neither has any, the count is as much a setting as others, of which nothing depends.
+    none = copied(out, tmp_path / "none")
+    unsigned(none)
+    edit_json(none / "config.json", lambda c: c["text_config"].update(mtp_num_hidden_layers=1))
+    unsigned(out)
+    assert said(found(out, none)) == [("QC083", "warning", f"{key} is 0, the source's is 1")]
 
 
 def test_stages_of_a_tied_model_and_joined_again(tmp_path: Path) -> None:

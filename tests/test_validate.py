@@ -301,6 +301,14 @@ def test_another_file_is_only_a_warning(out: Path) -> None:
     assert found_in(out) == ["QC020"]
 
 
+def test_files_of_git_are_nobody_s_business(out: Path) -> None:
+    """A repository that holds the folder has its workflows beside the weights."""
+    (out / ".github" / "workflows").mkdir(parents=True)
+    (out / ".github" / "workflows" / "validate.yml").write_text("name: validate\n")
+    (out / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    assert validate_folder(out).findings == []
+
+
 def test_an_added_shard_that_is_read_first_is_of_two_rules(out: Path) -> None:
     """A file that was not written, which transformers reads instead of the index's shards."""
     write_shard(out / "model.safetensors", {"a": tensor("U8", 1)})

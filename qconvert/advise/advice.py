@@ -217,8 +217,8 @@ class Advice:
         small = ""
         if one.capability == (9, 0) and 10**9 < one.gpu_memory < _LEAST_HOPPER:
             small = (
-                " (none of that capability has so little: give --capability, 8.6 for an A10 or RTX "
-                "3090, 8.9 for an L4, L40S or RTX 4090)"
+                " (none of that capability has so little, and of others the runtime itself must be "
+                "asked: --loader PYTHON --capability 8.9 for an L4, L40S or RTX 4090)"
             )
         memory = "" if one.cpu_memory is None else f", {format_size(one.cpu_memory)} of main memory"
         return (

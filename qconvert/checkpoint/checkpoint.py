@@ -29,7 +29,15 @@ from qconvert.checkpoint.safetensors import MAX_HEADER, Header, read_header
 from qconvert.checkpoint.stated_as import as_stated
 from qconvert.checkpoint.store import RemoteObject, Store, StoredObject, mirrored_at, named
 from qconvert.core.errors import CheckpointError, UsageError
-from qconvert.core.family import QUANTIZATION_KEYS, Family, RoleIndex, is_mlx, role_index
+from qconvert.core.family import (
+    MTP_COUNTS,
+    QUANTIZATION_KEYS,
+    Family,
+    RoleIndex,
+    is_mlx,
+    role_index,
+    text_config,
+)
 from qconvert.core.graph import Source
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import (
@@ -354,7 +362,11 @@ class Checkpoint(Mapping[str, Source]):
             parts.append(count(dims.mtp_layers or 1, "MTP layer"))
         else:
             counted = count(dims.mtp_layers, "MTP layer")
-            parts.append(f"none of the config's {counted}" if dims.mtp_layers else "no MTP tensors")
+            stated = any(key in text_config(self.config) for key in MTP_COUNTS)
+            missed = (
+                dims.mtp_layers and stated
+            )  # of a class that always has one, nobody may have it
+            parts.append(f"none of the config's {counted}" if missed else "no MTP tensors")
         kind = self.config.get("model_type")
         label = family.name if family.name == kind else f"{kind} (family {family.name})"
         return f"{label}: {', '.join(parts)}"

@@ -38,6 +38,7 @@ def tell_next(
     *,
     validated: bool,
     lossy: bool = False,
+    patched: bool = False,
 ) -> None:
     """Name, on stderr, the command that compares the first folder with its source, or, where that has
     been done, the place of the line that serves it; of what lost something, the one that measures how
@@ -49,6 +50,9 @@ def tell_next(
     if lossy:
         measure = ["qconvert", "eval", first, "--against", source, *pair, "--data", "TEXT"]
         say(f"cost    {shlex.join(measure)}", err=True)
+    if patched:
+        say(f"next    qconvert diff NEW {first}    (NEW: what the delta was made of)", err=True)
+        return
     if validated:
         say(
             f"next    {first}/README.md says how to serve it, and at which sizes it loads", err=True
@@ -139,11 +143,12 @@ def carry_out(
         name = source if isinstance(source, str) else source.name
         names = [result.name for result in results]
         # What a delta makes has been compared with its hashes, and differs from its source.
-        known = bool(reports) or isinstance(planned.source, Patched)
+        patched = isinstance(planned.source, Patched)
+        known = bool(reports) or patched
         plan = planned.folders[0].ready.plan
         # What dequantizing loses is below what BF16 itself does.
         lossy = bool(plan.losses()) and any(entry.name != "dequant" for entry in plan.log)
-        tell_next(names, name, draft, adapters, validated=known, lossy=lossy)
+        tell_next(names, name, draft, adapters, validated=known, lossy=lossy, patched=patched)
 
 
 def checked(

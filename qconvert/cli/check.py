@@ -129,8 +129,9 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
       qconvert diff V3-bf16 hf://me/DeepSeek-V3-bf16
     """
     from qconvert import api
-    from qconvert.core.shown import count
+    from qconvert.core.shown import count, several
     from qconvert.validation.diff import compared_text, grouped_lines
+    from qconvert.validation.settings import different_lists
 
     if not headers and any(name.startswith("hf://") for name in (a, b)) and not _offline():
         return _diff_files(a, b, follow_links=follow_links, as_json=as_json)
@@ -154,6 +155,9 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
             say(f"no difference: {what} in name, dtype and shape")
         else:
             say(f"no difference: {what}, and so are {compared_text(*both)}")
+        lists = different_lists(*both)
+        if lists and not headers:
+            say(f"not compared: {several(lists)}, which differ: qconvert validate judges each")
     return FINDINGS if found else 0
 
 

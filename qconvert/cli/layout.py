@@ -374,7 +374,7 @@ def unfuse(
 
 @click.group()
 def experts() -> None:
-    """Stack or unstack routed experts; their use.
+    """Stack, unstack or count routed experts.
 
     \b
     Examples:

@@ -20,6 +20,7 @@ from qconvert.cli.options import (
     File,
     FolderPath,
     option_of,
+    options_of,
 )
 from qconvert.cli.progress import Bar
 from qconvert.core.say import say, say_json
@@ -49,6 +50,7 @@ _MOST_LISTED = 12
 )
 @option_of(RunOptions, "base_model", default="what README.md names")
 @option_of(ValidateOptions, "against")
+@options_of(ValidateOptions, "draft", "adapter", rare=True)
 @SAMPLE_LEVEL
 @click.option("--no-card", is_flag=True, help="Do not write the model card.")
 @click.option(
@@ -70,6 +72,8 @@ def upload(
     commit_message: str | None,
     base_model: str | None,
     against: str | None,
+    draft: str | None,
+    adapter: tuple[str, ...],
     level: Literal["headers", "sample", "full"],
     no_card: bool,
     read_back: bool,
@@ -95,11 +99,13 @@ def upload(
     from qconvert import api
     from qconvert.core.shown import count
 
+    ValidateOptions(against=against, draft=draft, adapter=adapter)  # what goes with what
     api.destination(repo, revision, create_pr=create_pr)  # before the folder is read
     with Bar() as bar:
         checked = api.check_upload(
-            folder, against, level=level, dry_run=dry_run, follow_links=follow_links, events=bar
-        )
+            folder, against, draft=draft, adapters=adapter, level=level, dry_run=dry_run,
+            follow_links=follow_links, events=bar,
+        )  # fmt: skip
         if checked.hidden:
             say(_hidden(checked.hidden), err=True)
         _tell_findings(checked.report)

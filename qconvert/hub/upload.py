@@ -307,12 +307,15 @@ def check_upload(
     folder: str | Path,
     against: str | Path | None = None,
     *,
+    draft: str | None = None,
+    adapters: Sequence[str] = (),
     level: Level = "sample",
     dry_run: bool = False,
     follow_links: bool = False,
     events: Events | None = None,
 ) -> CheckedFolder:
-    """Validate a folder before it is uploaded. Without `dry_run` its receipt is brought up to date with
+    """Validate a folder before it is uploaded, with the `draft` that was grafted to its source, and the
+    `adapters` that were merged into it. Without `dry_run` its receipt is brought up to date with
     its README.md first, which people edit. Raises UsageError for the folder of all stages of a split,
     OutputError for one that is not finished, and as `validate` does."""
     where = Path(folder)
@@ -330,8 +333,9 @@ def check_upload(
         account_for_readme(where)
     source = None if against is None else str(against)
     report = validate_folder(
-        where, source, request=Request(level), progress=events, follow_links=follow_links
-    )
+        where, source, draft=draft, adapters=adapters, request=Request(level), progress=events,
+        follow_links=follow_links,
+    )  # fmt: skip
     if dry_run:
         report = without_readme(report)
     return CheckedFolder(where, report, hidden, follow_links, dry_run)

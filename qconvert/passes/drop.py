@@ -50,8 +50,8 @@ class Drop:
             raise PlanError(
                 f"nothing matches {self.match!r}; see `qconvert inspect SRC --tensors '*'` for the names"
                 if self.match is not None
-                else "nothing matches 'mtp': no tensor is known as one of an MTP (draft) layer; leave "
-                "the step out"
+                else "no tensor is known as one of an MTP (draft) layer, so there is nothing to drop; a "
+                "count of them in config.json is set to 0 by `qconvert repair`"
             )
         dropped = {**plan.dropped, **sources_of(plan, gone, rule)}
         removed = set(gone)

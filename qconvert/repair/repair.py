@@ -270,6 +270,13 @@ def _changes(
     by_hand = edited(checkpoint)
     for name, (before, now) in by_hand.items():
         recorded[name] = (before, recorded[name][1] if name in recorded else now)
+    for name, one in changes.items():
+        if written.get(name, "") not in ("", hash_of(one.before), hash_of(one.after)):
+            told = (
+                "the conversion wrote other bytes, which no repair knows: with the source, its command "
+                "with --verify restores them"
+            )
+            changes[name] = replace(one, why=(*one.why, told))
     why = [f"records {', '.join(sorted(recorded))}"]
     why += [f"{name} was changed after the conversion" for name in by_hand]
     for name, data in resealed(checkpoint, recorded).items():

@@ -92,11 +92,13 @@ def misread(runtime: str, config: Config, tensors: Tensors) -> Misread:
     return Misread()
 
 
-def misread_of_ranks(runtime: str, groups: Mapping[int, Sequence[str]], ranks: int) -> Misread:
-    """The same where each expert is divided among `ranks`, of what `integer_groups` found: scales of
-    integer codes of w1 and w3, which are put into the order of a single group where a rank has a single
-    group of the columns of w2: the sizes of w2 are handed over for those of w1 and w3 (vLLM,
-    `fused_moe/oracle/int_wna16.py`, pull request 50196; sglang,
+def misread_of_ranks(
+    runtime: str, groups: Mapping[int, Sequence[str]], ranks: int, *, finer: bool = False
+) -> Misread:
+    """The same where each expert is divided among `ranks`, of what `integer_groups` found (`finer`:
+    their groups could be smaller): scales of integer codes of w1 and w3, which are put into the order of
+    a single group where a rank has a single group of the columns of w2: the sizes of w2 are handed over
+    for those of w1 and w3 (vLLM, `fused_moe/oracle/int_wna16.py`, pull request 50196; sglang,
     `hardware_backend/gpu/quantization/gptq_kernels.py`, `awq_kernels.py`). Seen with vLLM on two H200: a
     KL of 1.0 of the next token."""
     if not (each := groups.get(ranks, ())):
@@ -105,10 +107,11 @@ def misread_of_ranks(runtime: str, groups: Mapping[int, Sequence[str]], ranks: i
         "a rank has a single group of down_proj's columns, and the scales of gate_proj and up_proj are "
         "put into the order of a single group, too"
     )
+    smaller = ", or groups smaller than these" if finer else ""
     whole = {"sglang": f"--ep-size {ranks}", "vllm": "--enable-expert-parallel"}[runtime]
     cure = (
-        "choose a smaller --tp, or groups smaller than these (32 at the least), or start "
-        f"{runtime} with {whole}, which keeps experts whole (validate --ep {ranks})"
+        f"choose a smaller --tp{smaller}, or start {runtime} with {whole}, which keeps experts whole "
+        f"(validate --ep {ranks})"
     )
     return Misread(wrong=dict.fromkeys(each, why), cure=cure)
 
@@ -160,6 +163,15 @@ def integer_groups(runtime: str, config: Config, tensors: Tensors) -> dict[int, 
     for layer, groups in of_w2.items():
         found[groups] += scales[layer]
     return dict(found)
+
+
+def could_be_finer(tensors: Tensors, scales: str) -> bool:
+    """Tell whether a matrix of 4-bit codes has groups of more columns than 32, the fewest: of more than
+    four words of eight codes."""
+    module, _, leaf = scales.rpartition(".")
+    codes, each = tensors[f"{module}.{_CODES[leaf]}"].shape, tensors[scales].shape
+    at = 1 if leaf == "weight_scale" else 0
+    return codes[at] > 4 * each[at]
 
 
 # Scales of integer codes, and their codes.

@@ -29,6 +29,7 @@ from qconvert.runtimes.loading.building import text_config
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.misreadings import (
+    could_be_finer,
     fp8_experts,
     integer_groups,
     misread,
@@ -271,7 +272,9 @@ def served(
         if not known:
             of_groups = partial(integer_groups, runtime)
             groups = named.once(f"groups {runtime}", folder.config, of_groups)
-            known = misread_of_ranks(runtime, groups, setting.moe_tp)
+            at = groups.get(setting.moe_tp, [])
+            finer = any(could_be_finer(folder.tensors, name) for name in at[:1])
+            known = misread_of_ranks(runtime, groups, setting.moe_tp, finer=finer)
     experts = named.once("fp8 experts", folder.config, fp8_experts)
     if (refusal := refused_by_gpu(runtime, experts, setting.capability)) is not None:
         return Answer(

@@ -42,6 +42,20 @@ def compared_files(a: Checkpoint, b: Checkpoint) -> list[str]:
     return [CONFIG, *by_key, *sorted(name for name in there if _BY_BYTES.fullmatch(name))]
 
 
+def different_lists(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Lists of modules that are not quantized which differ, by their places in config.json; they are
+    not compared."""
+    found: list[str] = []
+    blocks = [block for checkpoint in (a, b) for block in checkpoint.quantization_configs]
+    for where in dict.fromkeys(block.where for block in blocks):
+        of_both = [block.block for block in blocks if block.where == where]
+        for key in _UNQUANTIZED:
+            values = {tuple(sorted(map(str, block.get(key) or ()))) for block in of_both}
+            if len(values) > 1:
+                found.append(f"{where}.{key}")
+    return found
+
+
 def different_settings(a: Checkpoint, b: Checkpoint) -> Iterator[tuple[str, str, str]]:
     """Everything that differs: the file, the kind (`config`: a key's value; `file`: the bytes; `file-a`,
     `file-b`: only one has it), and a detail. Raises CheckpointError for a file that cannot be read."""

@@ -61,7 +61,7 @@ def card(
     front = front_matter(manifest, config, source, front, base_model, said)
     if manifest is not None:
         front = with_results(front, manifest, config)
-    sections = {"proof": proof(report, forced=forced)}
+    sections = {"proof": proof(report, manifest, forced=forced)}
     if manifest is not None:
         ours = {
             "made": made(manifest, base_model_of(front)),

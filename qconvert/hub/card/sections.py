@@ -196,9 +196,10 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
     consumer = consumer_of(manifest)
     commands = {
         name: f"    {_variable(name, manifest)}{command(name, manifest, config, said)}"
+        f"{_node(name, manifest)}"
         for name in (*loaders, *untried)
     }
-    about = f"It was made for {consumer}" if consumer else "It was not made for a specific runtime"
+    about = f"It was made for {consumer}" if consumer else ""
     if consumer in CLASSES:
         about = f"It has the model class {kind}"
     if consumer in loaders:
@@ -206,8 +207,9 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
         lines += [f"{about}, with REPO as this repo's id or folder:", "", commands[consumer]]
         lines += ["", f"Loaded by {also} as well."] if also else []
     elif loaders:
-        lines += [f"{about}; these load {kind}:", "", *(commands[name] for name in loaders)]
-    else:
+        these = f"{about}; these" if about else "These"
+        lines += [f"{these} load {kind}:", "", *(commands[name] for name in loaders)]
+    elif about:
         lines.append(f"{about}.")
     if untried:
         lines += ["", *_to_try(untried, config, said), *(commands[name] for name in untried)]
@@ -246,6 +248,14 @@ def _variable(runtime: str, manifest: Mapping[str, Any]) -> str:
     return f"{name}={value} " if value else ""
 
 
+def _node(runtime: str, manifest: Mapping[str, Any]) -> str:
+    """What sglang is told on the machine of a pipeline stage: each has its stage's folder alone."""
+    stage = manifest.get("stage")
+    if stage is None or runtime != "sglang":
+        return ""
+    return f" --nnodes {stage['of']} --node-rank {stage['number']} --dist-init-addr FIRST:5000"
+
+
 def _stage_lines(manifest: Mapping[str, Any]) -> list[str]:
     """The place of a pipeline stage, and the variable that tells a runtime the cut; none of others."""
     stage = manifest.get("stage")
@@ -254,7 +264,7 @@ def _stage_lines(manifest: Mapping[str, Any]) -> list[str]:
     settings = " or ".join(_code(f"{k}={v}") for k, v in stage["environment"].items())
     first, stop = stage["layers"]
     which = f"stage {stage['number']} of {stage['of']}, layers {first} to {stop - 1}"
-    lines = ["", f"It is pipeline {which}: set {settings}."]
+    lines = ["", f"It is pipeline {which}, for a machine of its own: set {settings} on each."]
     if stage.get("repos"):
         lines += ["", f"All stages: {', '.join(map(_repo, stage['repos']))}."]
     return lines
@@ -319,11 +329,21 @@ def _sizes(said: Loads) -> list[str]:
     return lines
 
 
-def proof(report: Report | None, *, forced: bool) -> str:
+def _checked_by(manifest: Mapping[str, Any]) -> str:
+    """The command that holds a folder to what it was made of."""
+    steps = {step.get("name") for step in manifest.get("passes", ())}
+    if "apply_delta" in steps:
+        return "diff NEW DIR"  # the checkpoint that the delta was made of
+    more = " --draft DRAFT" if "graft_draft" in steps else ""
+    more += " --adapter ADAPTER" if "merge" in steps else ""
+    return f"validate DIR --against SRC{more} --level full"
+
+
+def proof(report: Report | None, manifest: Mapping[str, Any] | None, *, forced: bool) -> str:
     """Return what a validation proved, only read, and did not check; its findings, if any."""
     head = ["## What was checked", ""]
     if report is None:
-        by = "`qconvert validate DIR --against SRC --level full`"
+        by = f"`qconvert {_checked_by(manifest or {})}`"
         noted = "`qconvert upload` validates, too, and writes here what was found"
         return "\n".join(
             [*head, f"Nothing is noted here before an upload: {by} checks it; {noted}."]

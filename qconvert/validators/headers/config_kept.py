@@ -194,9 +194,10 @@ def _differences(
         name = key.rpartition(".")[2]
         if key in ours and ours[key] == value:
             continue
-        if name in MTP_COUNTS and not ours.get(key) and not _has_drafts(here, source):
-            continue
-        known = name not in _OF_TRAINING and (value is not None or key in ours)
+        of_drafts = name in MTP_COUNTS and not ours.get(key) and not _has_drafts(here, source)
+        if of_drafts and _has_drafts(source, source):
+            continue  # dropped by a rule, or QC030
+        known = name not in _OF_TRAINING and (value is not None or key in ours) and not of_drafts
         found = f"is {ours[key]!r}" if key in ours else "is missing"
         message = f"{key} {found}, the source's is {value!r}"
         yield Finding("QC083", "error" if known else "warning", CONFIG, message)

@@ -61,6 +61,8 @@ def _strays(checkpoint: Checkpoint, known: set[str]) -> Iterator[Finding]:
     for file in (*checkpoint.side_files, *checkpoint.denied_files):
         if file in known or file in EDITED or file == RECEIPT or file.endswith("/"):
             continue
+        if file.startswith("."):  # of git, and of those that check a repository
+            continue
         severity: Literal["error", "warning"] = (
             "error" if file.endswith(".safetensors") else "warning"
         )
