@@ -81,7 +81,9 @@ def test_a_misreading_at_some_sizes_leaves_the_others(models: Path, tmp_path: Pa
     line = ("w4a16", tmp_path / "bf16", made, "--rtn", "--group-size", "128")
     for tp, warned in (("2", False), ("4", True)):
         told = run_cli(*line, "--tp", tp, "--dry-run").out
-        assert ("QC133 of the result: config.json: vllm 0.33.0 does not" in told) is warned, told
+        assert ("QC133 of the result: config.json: vllm 0.33.0 loads it wrong" in told) is warned, (
+            told
+        )
     ran(*line)
     found = api.advise(made, "vllm==0.33.0", api.Machine(8))
     assert (_choice(found).candidate.command, _choice(found).loads_at, found.tp) == ("", (1, 2), 2)

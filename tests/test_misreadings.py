@@ -141,13 +141,13 @@ def test_a_size_at_which_experts_are_read_wrong(tmp_path: Path) -> None:
     assert "not at tp 2" in said
     assert "order of a single group" in said
     assert "--enable-expert-parallel" in said
-    assert "or groups smaller than these" in said
+    assert "or smaller groups" in said
     finer = ("w4a16", source, tmp_path / "finer", "--rtn", "--group-size", "32", "--dry-run")
     (told,) = (
         line for line in run_cli(*finer).out.splitlines() if "vllm 0.33.0 (H200) not at" in line
     )
     assert "not at tp 8" in told
-    assert "groups smaller" not in told
+    assert "or groups of 16 (in a recipe `w4a16: {group_size: 16}`)" in told
     assert run_cli("w4a16", source, tmp_path / "out", "--rtn", "--jobs", "1").code == 0
     for more, code in ((("--tp", "2"), 3), (("--tp", "1"), 0), (("--tp", "2", "--ep", "2"), 0)):
         found = run_cli("validate", tmp_path / "out", "--for", "vllm", *more)

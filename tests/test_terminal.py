@@ -127,7 +127,9 @@ def test_after_a_validation_the_card_is_named(source: Path, tmp_path: Path) -> N
     out = tmp_path / "out"
     done = run_cli("dequant", source, out, "--jobs", "1", "--validate", "sample")
     assert (done.code, "qconvert validate" in done.err) == (0, False)
-    assert done.err.splitlines()[-1].startswith(f"next    {out}/README.md says how to serve it")
+    assert done.err.splitlines()[-1].startswith(
+        f"next    {out}/README.md says which runtimes load it"
+    )
     assert "## How to serve it" in (out / "README.md").read_text(encoding="utf-8")
 
 

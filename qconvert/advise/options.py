@@ -24,6 +24,7 @@ from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import encoded
 from qconvert.passes.amx import ExpertsToAmx
 from qconvert.passes.dequant import Dequant
+from qconvert.passes.fp8 import ToFp8
 from qconvert.passes.fuse import Fuse
 from qconvert.passes.nvfp4 import ToNvfp4
 from qconvert.passes.w4a16 import ExpertsToW4A16
@@ -208,12 +209,17 @@ class Choice:
 def candidates(
     checkpoint: Checkpoint, machine: Machine, runtime: str = "sglang"
 ) -> tuple[Candidate, ...]:
-    """In the order of what they lose: nothing, rounding to bf16, 4 bits in small and larger groups."""
+    """In the order of what they lose: nothing, rounding to bf16, to FP8 by row, to 4 bits in small and
+    larger groups."""
     found = [Candidate("")]
     if runtime == "sglang" and checkpoint.role_index.dims.gdn is not None:
         found.append(Candidate("fuse SRC OUT --for sglang", (Fuse("sglang"),)))
     if _is_encoded(checkpoint):
         found.append(Candidate("dequant SRC OUT", (Dequant(),)))
+    if any(source.type.dtype == "F8_E4M3" for source in checkpoint.values()):
+        # Blocks may be what ranks cut, and BF16 too much.
+        rows = ToFp8("compressed-tensors", None)
+        found.append(Candidate("fp8 SRC OUT --channel", (rows,)))
     if machine.capability >= BLACKWELL:
         # Beside block FP8 vLLM reads compressed-tensors' names alone.
         dialect: Dialect = "compressed-tensors" if runtime == "vllm" else "modelopt"

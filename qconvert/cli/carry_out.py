@@ -55,7 +55,8 @@ def tell_next(
         return
     if validated:
         say(
-            f"next    {first}/README.md says how to serve it, and at which sizes it loads", err=True
+            f"next    {first}/README.md says which runtimes load it, at which sizes, and how",
+            err=True,
         )
         return
     words = ["qconvert", "validate", first, "--against", source, *pair]

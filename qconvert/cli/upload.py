@@ -50,7 +50,7 @@ _MOST_LISTED = 12
 )
 @option_of(RunOptions, "base_model", default="what README.md names")
 @option_of(ValidateOptions, "against")
-@options_of(ValidateOptions, "draft", "adapter", rare=True)
+@options_of(ValidateOptions, "draft", "adapter")
 @SAMPLE_LEVEL
 @click.option("--no-card", is_flag=True, help="Do not write the model card.")
 @click.option(

@@ -107,11 +107,11 @@ def misread_of_ranks(
         "a rank has a single group of down_proj's columns, and the scales of gate_proj and up_proj are "
         "put into the order of a single group, too"
     )
-    smaller = ", or groups smaller than these" if finer else ""
+    smaller = "smaller groups" if finer else "groups of 16 (in a recipe `w4a16: {group_size: 16}`)"
     whole = {"sglang": f"--ep-size {ranks}", "vllm": "--enable-expert-parallel"}[runtime]
     cure = (
-        f"choose a smaller --tp{smaller}, or start {runtime} with {whole}, which keeps experts whole "
-        f"(validate --ep {ranks})"
+        f"choose a smaller --tp, or {smaller}, or start {runtime} with {whole}, which keeps experts "
+        f"whole (validate --ep {ranks})"
     )
     return Misread(wrong=dict.fromkeys(each, why), cure=cure)
 

@@ -44,6 +44,7 @@ _SGLANG = Consumer("sglang")
 SIMULATED = {"sglang": SGLANG.version, "vllm": VLLM.version}
 _SIMULATE = {"sglang": sglang.simulate, "vllm": vllm.simulate}
 NO_FUSION = "--disable-shared-experts-fusion"
+MISREAD = "QC133"  # the rule of what a runtime reads wrong, without an error
 # What a statement about a runtime, a folder and a number of ranks can be.
 Verdict = Literal["loads", "does not load", "not known"]
 
@@ -138,7 +139,7 @@ class Answer:
             if rank.missing or rank.empty:
                 return "QC131"
             if rank.misread:
-                return "QC133"
+                return MISREAD
         return "QC132" if self.ignored else ""
 
     @property
@@ -443,11 +444,9 @@ class Loading:
     @property
     def fails(self) -> str:
         """`failed` as a predicate."""
-        return (
-            self.failed.replace("not ", "does not load it ", 1)
-            if self.failed[:4] == "not "
-            else (self.failed)
-        )
+        first = next(iter(self.failures.values()), None)
+        how = "loads it wrong " if first and first.rule == MISREAD else "does not load it "
+        return self.failed.replace("not ", how, 1) if self.failed[:4] == "not " else self.failed
 
     def at(self, tp: int) -> Verdict:
         """Tell whether it does at one."""

@@ -45,7 +45,7 @@ from qconvert.run.folder.prepare import Prepared
 from qconvert.run.folder.staging import Staged
 from qconvert.runtimes.consumers import consumer_in
 from qconvert.runtimes.loader.ask import FILES, loaders_for
-from qconvert.runtimes.serving import SIMULATED, Failure, Loading, loads
+from qconvert.runtimes.serving import MISREAD, SIMULATED, Failure, Loading, loads
 from qconvert.validation.findings import Finding, Verdict
 from qconvert.validation.runner import Folder, judge_headers, rules
 
@@ -225,7 +225,8 @@ def _not_served(plan: Plan, said: Sequence[Loading]) -> Iterator[Finding]:
         at = next((tp for tp in asked if one.at(tp) == "does not load"), None)
         found = one.failures.get(at or min(one.failures, default=0), Failure("QC130", one.fails))
         if at is not None and not nowhere:
-            text = f"does not load it at --tp {at}: {found.why}"
+            how = "loads it wrong" if found.rule == MISREAD else "does not load it"
+            text = f"{how} at --tp {at}: {found.why}"
         else:
             text = one.fails
         if nowhere or at is not None:

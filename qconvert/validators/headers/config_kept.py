@@ -26,7 +26,7 @@ from qconvert.core.family import (
     without_quantization,
 )
 from qconvert.core.names import is_scale, scale_candidates
-from qconvert.validation.findings import Finding
+from qconvert.validation.findings import Finding, OnlyRead
 from qconvert.validation.runner import Folder, NotChecked, validator
 from qconvert.validators.reading.decode import FP8
 from qconvert.validators.reading.draft import draft_stated
@@ -78,7 +78,7 @@ Settings = dict[str, Any]  # by dotted path
 
 
 @validator("config.json has every setting of the source, changed only as its passes say", "source")
-def config_kept(folder: Folder) -> Iterator[Finding]:
+def config_kept(folder: Folder) -> Iterator[Finding | OnlyRead]:
     """The folder's config.json against the source's."""
     here, source = folder.checkpoint, folder.source
     assert source is not None
@@ -106,7 +106,10 @@ def config_kept(folder: Folder) -> Iterator[Finding]:
         wanted = {k: less.setting(k.rpartition(".")[2], v) for k, v in wanted.items()}
     if parts_in(source.sources) and not parts_in(here.sources):
         wanted = {**wanted, _PRESHARDED: False}  # else sglang's class ends the load
-    found = [*_tied(here, source), *_differences(here, source, ours, wanted)]
+    found: list[Finding | OnlyRead] = [
+        *_tied(here, source),
+        *_differences(here, source, ours, wanted),
+    ]
     yield from found[:_MOST]
     if len(found) > _MOST:
         message = f"{len(found) - _MOST} more settings differ from the source's"
@@ -189,7 +192,7 @@ def _of_text_alone(here: Checkpoint, source: Checkpoint) -> tuple[Settings, Sett
 
 def _differences(
     here: Checkpoint, source: Checkpoint, ours: Settings, wanted: Settings
-) -> Iterator[Finding]:
+) -> Iterator[Finding | OnlyRead]:
     for key, value in wanted.items():
         name = key.rpartition(".")[2]
         if key in ours and ours[key] == value:
@@ -197,7 +200,10 @@ def _differences(
         of_drafts = name in MTP_COUNTS and not ours.get(key) and not _has_drafts(here, source)
         if of_drafts and _has_drafts(source, source):
             continue  # dropped by a rule, or QC030
-        known = name not in _OF_TRAINING and (value is not None or key in ours) and not of_drafts
+        if of_drafts:
+            yield OnlyRead(f"{key} is 0, and the source's {value!r}: neither has such layers")
+            continue
+        known = name not in _OF_TRAINING and (value is not None or key in ours)
         found = f"is {ours[key]!r}" if key in ours else "is missing"
         message = f"{key} {found}, the source's is {value!r}"
         yield Finding("QC083", "error" if known else "warning", CONFIG, message)
