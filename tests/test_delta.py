@@ -64,6 +64,9 @@ def change(folder: Path) -> None:
 
 def test_old_and_delta_are_the_new_one(pair: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = pair
+    shutil.copytree(new, tmp_path / "new")
+    new = tmp_path / "new"
+    (new / "chat_template.jinja").write_text("{{ messages }}")  # which the old one has not
     made = run_cli("delta", old, new, tmp_path / "delta", "--json")
     told = json.loads(made.out)
     assert told["bytes"] < 0.06 * told["of_bytes"]
@@ -74,7 +77,7 @@ def test_old_and_delta_are_the_new_one(pair: tuple[Path, Path], tmp_path: Path) 
     done = run_cli("apply", old, tmp_path / "delta", tmp_path / "out", "--jobs", "1")
     assert done.code == 0, done.err
     assert read_tensors(tmp_path / "out") == read_tensors(new)
-    for name in ("tokenizer.model", "merges.txt"):
+    for name in ("tokenizer.model", "merges.txt", "chat_template.jinja"):
         assert (tmp_path / "out" / name).read_bytes() == (new / name).read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_bytes())
     assert config == json.loads((new / "config.json").read_bytes())

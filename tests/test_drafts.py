@@ -149,7 +149,12 @@ def test_models_that_do_not_fit(tmp_path: Path) -> None:
     )
     assert "no tensor is known as one of a draft" in refusal("mtp", "graft", bare, bare, out)
     assert "no tensor is known as one of a draft" in refusal("mtp", "extract", bare, out)
-    assert "nothing matches 'mtp'" in refusal("mtp", "drop", bare, out)
+    assert "config.json counts none: there is nothing to drop" in refusal("mtp", "drop", bare, out)
+    edit_json(bare / "config.json", lambda c: c["text_config"].update(mtp_num_hidden_layers=1))
+    true = made("mtp", "drop", bare, tmp_path / "true")  # a count alone is dropped, too
+    assert (
+        json.loads((true / "config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 0
+    )
     other = written(tmp_path, "deepseek_v3")
     assert "found one for deepseek_v3" in refusal("mtp", "graft", bare, other, out)
     edit_json(source / "config.json", lambda c: c["text_config"].update(num_attention_heads=8))

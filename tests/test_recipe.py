@@ -324,7 +324,7 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
         ("{}", "either"),
         ("{match: x}", "why"),
         ("{match: no-such-tensor, why: x}", "no-such-tensor"),
-        ("{what: mtp}", "mtp"),
+        ("{what: mtp}", "MTP"),
         ("{match: 'model.layers.0.mlp.experts.0.*', why: x}", "kept or dropped whole"),
     ],
 )

@@ -357,7 +357,7 @@ def lines_of(found: Advice) -> Iterator[str]:
         yield from _said(best, found, found.tp)
     else:
         yield (
-            f"{found.not_known}; start the server to try"
+            f"{found.not_known}; --loader PYTHON asks the runtime itself, or start the server to try"
             if found.not_known
             else "nothing that was considered loads and fits"
         )

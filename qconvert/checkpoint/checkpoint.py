@@ -690,7 +690,8 @@ def _shard_files(
                 raise CheckpointError(f"{file}: is not a regular file, and {INDEX} names it")
             if not file.is_file():
                 raise CheckpointError(
-                    f"{root / INDEX} names {name}, which is missing; the download is incomplete"
+                    f"{root / INDEX} names {name}, which is missing: the download is incomplete, "
+                    "or the index is wrong"
                 )
             if of_ranks and file not in of_ranks:
                 raise CheckpointError(

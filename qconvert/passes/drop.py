@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 from qconvert.core.errors import PlanError
-from qconvert.core.family import MTP_COUNTS
+from qconvert.core.family import MTP_COUNTS, first_int, text_config
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.passes.replace_weights import sources_of
 from qconvert.plan.pass_options import options_of
@@ -46,12 +46,13 @@ class Drop:
             raise PlanError("the folder holds a draft alone, so nothing would be left of a model")
         rule = f"drop: {self.why}" if self.match is not None else "drop: what=mtp"
         gone = [name for name in plan.tensors if goes(name)]
-        if not gone:
+        counted = self.what == "mtp" and first_int(text_config(plan.config), *MTP_COUNTS) > 0
+        if not gone and not counted:  # a count alone is dropped, too
             raise PlanError(
                 f"nothing matches {self.match!r}; see `qconvert inspect SRC --tensors '*'` for the names"
                 if self.match is not None
-                else "no tensor is known as one of an MTP (draft) layer, so there is nothing to drop; a "
-                "count of them in config.json is set to 0 by `qconvert repair`"
+                else "no tensor is known as one of an MTP (draft) layer, and config.json counts none: "
+                "there is nothing to drop"
             )
         dropped = {**plan.dropped, **sources_of(plan, gone, rule)}
         removed = set(gone)

@@ -93,10 +93,10 @@ def misread(runtime: str, config: Config, tensors: Tensors) -> Misread:
 
 
 def misread_of_ranks(
-    runtime: str, groups: Mapping[int, Sequence[str]], ranks: int, *, finer: bool = False
+    runtime: str, groups: Mapping[int, Sequence[str]], ranks: int, *, columns: int = 128
 ) -> Misread:
-    """The same where each expert is divided among `ranks`, of what `integer_groups` found (`finer`:
-    their groups could be smaller): scales of integer codes of w1 and w3, which are put into the order of
+    """The same where each expert is divided among `ranks`, of what `integer_groups` found
+    (`columns` of a group): scales of integer codes of w1 and w3, which are put into the order of
     a single group where a rank has a single group of the columns of w2: the sizes of w2 are handed over
     for those of w1 and w3 (vLLM, `fused_moe/oracle/int_wna16.py`, pull request 50196; sglang,
     `hardware_backend/gpu/quantization/gptq_kernels.py`, `awq_kernels.py`). Seen with vLLM on two H200: a
@@ -107,10 +107,12 @@ def misread_of_ranks(
         "a rank has a single group of down_proj's columns, and the scales of gate_proj and up_proj are "
         "put into the order of a single group, too"
     )
-    smaller = "smaller groups" if finer else "groups of 16 (in a recipe `w4a16: {group_size: 16}`)"
+    smaller = ", or smaller groups" if columns > 32 else ""
+    if columns == 32:
+        smaller = ", or groups of 16 (in a recipe `w4a16: {group_size: 16}`)"
     whole = {"sglang": f"--ep-size {ranks}", "vllm": "--enable-expert-parallel"}[runtime]
     cure = (
-        f"choose a smaller --tp, or {smaller}, or start {runtime} with {whole}, which keeps experts "
+        f"choose a smaller --tp{smaller}, or start {runtime} with {whole}, which keeps experts "
         f"whole (validate --ep {ranks})"
     )
     return Misread(wrong=dict.fromkeys(each, why), cure=cure)
@@ -165,13 +167,12 @@ def integer_groups(runtime: str, config: Config, tensors: Tensors) -> dict[int, 
     return dict(found)
 
 
-def could_be_finer(tensors: Tensors, scales: str) -> bool:
-    """Tell whether a matrix of 4-bit codes has groups of more columns than 32, the fewest: of more than
-    four words of eight codes."""
+def group_columns(tensors: Tensors, scales: str) -> int:
+    """Columns of a matrix that share one of these scales, of 4-bit codes, eight in a word."""
     module, _, leaf = scales.rpartition(".")
     codes, each = tensors[f"{module}.{_CODES[leaf]}"].shape, tensors[scales].shape
     at = 1 if leaf == "weight_scale" else 0
-    return codes[at] > 4 * each[at]
+    return 8 * codes[at] // each[at]
 
 
 # Scales of integer codes, and their codes.
@@ -320,7 +321,7 @@ def _parts_that_cut(config: Config, tensors: Tensors, *, refused: bool) -> Misre
                 )
     cure = (
         "choose scales without blocks: fp8 --channel (in a recipe `fp8: {dialect: compressed-tensors, "
-        "block: null}`) of the model in BF16"
+        "block: null}`)"
     )
     return Misread(wrong=wrong, cure=cure, refused=refused)
 

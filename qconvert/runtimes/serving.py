@@ -29,8 +29,8 @@ from qconvert.runtimes.loading.building import text_config
 from qconvert.runtimes.loading.load_weights import SimulatedLoad, Tensors
 from qconvert.runtimes.loading.setting import LoadRefused, NotSimulated, Setting
 from qconvert.runtimes.misreadings import (
-    could_be_finer,
     fp8_experts,
+    group_columns,
     integer_groups,
     misread,
     misread_of_ranks,
@@ -273,9 +273,9 @@ def served(
         if not known:
             of_groups = partial(integer_groups, runtime)
             groups = named.once(f"groups {runtime}", folder.config, of_groups)
-            at = groups.get(setting.moe_tp, [])
-            finer = any(could_be_finer(folder.tensors, name) for name in at[:1])
-            known = misread_of_ranks(runtime, groups, setting.moe_tp, finer=finer)
+            at = groups.get(setting.moe_tp)
+            columns = group_columns(folder.tensors, at[0]) if at else 0
+            known = misread_of_ranks(runtime, groups, setting.moe_tp, columns=columns)
     experts = named.once("fp8 experts", folder.config, fp8_experts)
     if (refusal := refused_by_gpu(runtime, experts, setting.capability)) is not None:
         return Answer(

@@ -157,7 +157,7 @@ def side_bytes(plan: Plan) -> int:
     source = plan.checkpoint
     for name in plan.side_files:
         source.real(name)  # some are made when they are asked for
-    return sum(file_size(source.root / name) for name in plan.side_files)
+    return sum(file_size(source.real(name)) for name in plan.side_files)
 
 
 def disk_bytes(ready: Prepared) -> int:

@@ -489,7 +489,10 @@ def _drafts(checkpoint: Checkpoint) -> Iterator[Number]:
     nested = checkpoint.config.get("text_config")
     inside = () if not isinstance(nested, Mapping) or key in checkpoint.config else ("text_config",)
     yield Number(
-        (*inside, key), text.get(key), len(layers), "the names of draft (MTP) layers say so"
+        (*inside, key),
+        text.get(key),
+        len(layers),
+        "the names of draft (MTP) layers say so" if layers else "no name is of a draft (MTP) layer",
     )
 
 
