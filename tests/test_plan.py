@@ -428,7 +428,7 @@ def test_dropping_mtp_by_name_sets_its_count_to_zero() -> None:
         (Drop(what="mtp", match="*"), "give either"),
         (Drop(match="x.*"), "needs `why:`"),
         (Drop(match="x.*", why="y"), "nothing matches"),
-        (Drop(what="mtp"), "nothing matches"),
+        (Drop(what="mtp"), "nothing to drop"),
     ],
 )
 def test_drop_says_what_it_needs(rule: Drop, said: str) -> None:

@@ -377,6 +377,7 @@ _READERS = {
     "hub/headers.py": "writes headers into a folder of its own",
     "hub/compare.py": "descriptors",
     "hub/signing.py": "descriptors; writes a signature",
+    "calibrate/kernel_choice.py": "/proc",
     "calibrate/memory.py": "/proc",
     "compiled/choice.py": "our own sources, our own cache",
     "compiled/jit.py": "locks in our own cache",

@@ -568,7 +568,7 @@ def test_the_workflow_s_command_is_one() -> None:
     assert [suffix_format(file) for file in params["files"]] == ["html", "sarif"]
     uploads = [step["with"] for step in steps if "upload" in step.get("uses", "")]
     assert [one.get("path") or one["sarif_file"] for one in uploads] == [
-        "validation.*", "validation.sarif",
+        "${{ runner.temp }}/validation.*", "${{ runner.temp }}/validation.sarif",
     ]  # fmt: skip
     assert workflow["permissions"]["security-events"] == "write"
 

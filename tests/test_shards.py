@@ -298,7 +298,7 @@ def test_another_plan_version_or_source_is_refused(
     assert plan.code == 1
     assert "pass 1 was" in plan.err
     size = run_cli("dequant", source, out, "--max-shard-size", "99999", "--shard", "1/4")
-    assert "--max-shard-size was 150000, now 99999" in size.err
+    assert "--max-shard-size was 150 KB, now 99999 B" in size.err
     with monkeypatch.context() as patched:
         patched.setattr(staging, "__version__", "9.9")
         version = _shard(source, out, "1/4")

@@ -116,7 +116,8 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
 
     Tensor by tensor, key by key of config.json; as well generation_config.json, hf_quant_config.json,
     files of tokenizers and processors, and the model's code. README, qconvert's own files and who
-    wrote a config (transformers_version) are not compared.
+    wrote a config (transformers_version) are not compared; of lists of modules that are not quantized
+    it is said whether they differ.
     Differences are grouped by role, at most a screen of them. Exit code 0 if A and B are equal, 3 if
     they differ. A repo that is named by hf:// is compared file by file, by the sizes and hashes that the
     Hub lists: no weights are fetched.
@@ -129,9 +130,8 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
       qconvert diff V3-bf16 hf://me/DeepSeek-V3-bf16
     """
     from qconvert import api
-    from qconvert.core.shown import count, several
-    from qconvert.validation.diff import compared_text, grouped_lines
-    from qconvert.validation.settings import different_lists
+    from qconvert.core.shown import count
+    from qconvert.validation.diff import compared_text, grouped_lines, lists_text
 
     if not headers and any(name.startswith("hf://") for name in (a, b)) and not _offline():
         return _diff_files(a, b, follow_links=follow_links, as_json=as_json)
@@ -148,16 +148,20 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
         else:
             say_all(grouped_lines(found))
         equal = len({*both[0], *both[1]}) - sum(not d.of_file for d in found)
+        lists = "" if headers else lists_text(*both)
         what = f"{count(equal, 'tensor')} {'is' if equal == 1 else 'are'} equal"
         if found:
             say(f"{count(len(found), 'difference')}; {what}")
         elif headers:
             say(f"no difference: {what} in name, dtype and shape")
         else:
-            say(f"no difference: {what}, and so are {compared_text(*both)}")
-        lists = different_lists(*both)
-        if lists and not headers:
-            say(f"not compared: {several(lists)}, which differ: qconvert validate judges each")
+            but = "no difference" if not lists else "no difference but in lists"
+            say(f"{but}: {what}, and so are {compared_text(*both)}")
+        if lists:
+            say(
+                f"lists     of modules that are not quantized differ, and are not compared: "
+                f"{lists}; qconvert validate judges each"
+            )
     return FINDINGS if found else 0
 
 

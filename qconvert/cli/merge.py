@@ -73,7 +73,7 @@ def delta(old: str, new: str, out: Path, follow_links: bool, as_json: bool) -> N
 
     OUT is a folder that turns OLD into NEW: the bytes that changed, in any encoding. A tensor that
     changed in few places is stored as these and their new values, 4 bytes for a BF16 weight; one
-    that did not, as its hash. `apply` makes NEW of OLD and OUT, byte for byte. A run that is
+    that did not, as its hash. `apply` makes NEW of OLD and OUT, each tensor byte for byte. A run that is
     interrupted begins anew.
 
     \b
@@ -98,7 +98,7 @@ def delta(old: str, new: str, out: Path, follow_links: bool, as_json: bool) -> N
     say(
         f"{out}: {made.changed} of {count(tensors, 'tensor')} changed, {format_size(made.nbytes)} "
         f"({share:.2f} % of NEW)",
-        f"next    qconvert apply {old} {out} NEW",
+        f"next    qconvert apply {old} {out} FOLDER    (to be made)",
     )
 
 

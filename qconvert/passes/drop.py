@@ -62,7 +62,8 @@ class Drop:
             config = _without_mtp(config)
             if family.dims(config).mtp_layers:  # the class assumes a draft that is not stated
                 config = {**config, "mtp_num_hidden_layers": 0}
-        entry = LogEntry(self.name, options_of(self), len(gone), None)
+        notes = () if gone else ("none is there; config.json counts none now",)
+        entry = LogEntry(self.name, options_of(self), len(gone), None, notes)
         return plan.logged(entry, tensors=kept, dropped=dropped, config=config)
 
 

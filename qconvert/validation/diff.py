@@ -12,7 +12,7 @@ from qconvert.core.graph import Source
 from qconvert.core.names import natural_key, parse, split_parameter
 from qconvert.core.shown import count, several
 from qconvert.run.work.reader import Reader
-from qconvert.validation.settings import compared_files, different_settings
+from qconvert.validation.settings import compared_files, different_lists, different_settings
 
 _CHUNK = 4 << 20
 _MOST_LINES = 30
@@ -110,6 +110,12 @@ def grouped_lines(found: Sequence[Difference], most: int = _MOST_LINES) -> Itera
     left = len(found) - len(settings) - sum(len(members) for _, members in shown)
     if left:
         yield f"... and {count(left, 'tensor')} of {count(len(groups) - len(shown), 'other group')}"
+
+
+def lists_text(a: Checkpoint, b: Checkpoint) -> str:
+    """Places of lists of modules that are not quantized which differ, and are not compared; "" of
+    none."""
+    return several(different_lists(a, b)) if different_lists(a, b) else ""
 
 
 def compared_text(a: Checkpoint, b: Checkpoint) -> str:

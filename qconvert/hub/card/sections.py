@@ -249,7 +249,7 @@ def _variable(runtime: str, manifest: Mapping[str, Any]) -> str:
 
 
 def _node(runtime: str, manifest: Mapping[str, Any]) -> str:
-    """What sglang is told on the machine of a pipeline stage: each has its stage's folder alone."""
+    """Options of sglang on the machine of a pipeline stage, which has its stage's folder alone."""
     stage = manifest.get("stage")
     if stage is None or runtime != "sglang":
         return ""
@@ -349,6 +349,9 @@ def proof(report: Report | None, manifest: Mapping[str, Any] | None, *, forced: 
             [*head, f"Nothing is noted here before an upload: {by} checks it; {noted}."]
         )
     source = "with its source" if "against" in report.about else "without its source"
+    steps = {step.get("name") for step in (manifest or {}).get("passes", ())}
+    if "against" in report.about and "merge" in steps:
+        source = "with its source and the adapters that were merged into it"
     level = plain(report.about.get("level", "headers"))
     tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
     lines = [*head, f"`qconvert validate` at level {level}, {source}: {tally}."]

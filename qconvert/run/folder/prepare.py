@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qconvert.checkpoint.checkpoint import file_size
+from qconvert.checkpoint.checkpoint import Checkpoint, file_size
 from qconvert.core.dtypes import TensorType
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
@@ -157,7 +157,14 @@ def side_bytes(plan: Plan) -> int:
     source = plan.checkpoint
     for name in plan.side_files:
         source.real(name)  # some are made when they are asked for
-    return sum(file_size(source.real(name)) for name in plan.side_files)
+    return sum(_size(source, name) for name in plan.side_files)
+
+
+def _size(source: Checkpoint, name: str) -> int:
+    """Bytes of a side file, where the source has it: of a delta beside it. Raises CheckpointError for
+    one that cannot be read."""
+    found = source.there(name)
+    return file_size(source.root / name) if found is None else found.st_size
 
 
 def disk_bytes(ready: Prepared) -> int:
