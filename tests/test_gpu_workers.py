@@ -16,6 +16,7 @@ import pytest
 from calibrate_models import llama, qwen3_moe, samples, saved
 from safetensors.numpy import save_file
 
+from qconvert.calibrate import kernel_choice
 from qconvert.calibrate.engine import Event
 from qconvert.calibrate.gpu_workers import CalibrationArgs, WorkerPool, calibrate_with
 from qconvert.calibrate.packing import Packed, Packers
@@ -36,6 +37,13 @@ PACKERS = Packers(dict.fromkeys(PLACES, (PackQuantized(SCHEME),)), {})
 pytestmark = pytest.mark.crash
 
 Place = tuple[int, int | None, str]
+
+
+@pytest.fixture(autouse=True)
+def as_in_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of BF16 as this CPU makes them, which tests else do as torch does (conftest.py)."""
+    decides: Any = kernel_choice.bf16_is_slow
+    monkeypatch.setattr(kernel_choice, "bf16_is_slow", decides.__wrapped__)
 
 
 @pytest.fixture(scope="module")

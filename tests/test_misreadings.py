@@ -336,4 +336,4 @@ def test_a_plan_of_odd_heads_says_that_no_rank_gets_whole_blocks(tmp_path: Path)
     assert "vllm serve" not in text
     assert run_cli("validate", out, "--for", "vllm").code == 3
     channel = run_cli("fp8", where, tmp_path / "rows", "--channel", "--dry-run")
-    assert "ranks get whole blocks at tensor parallel 1" in channel.out
+    assert "ranks get whole rows at tensor parallel 1" in channel.out

@@ -49,6 +49,10 @@ class Adapted(Checkpoint):
     base: Checkpoint | None = None
     adapters: tuple[Adapter, ...] = ()
 
+    @property
+    def added(self) -> str:
+        return " and its adapters"
+
     @cached_property
     def family(self) -> Family:
         assert self.base is not None

@@ -352,6 +352,11 @@ class Checkpoint(Mapping[str, Source]):
         return reduce(lambda mode, shard: mode & shard.path.stat().st_mode, self.shards, 0o666)
 
     @property
+    def added(self) -> str:
+        """Words on what lies beside its own tensors, "" where nothing does."""
+        return ""
+
+    @property
     def model_line(self) -> str:
         """`deepseek_v3: 61 layers, 256 experts, 1 MTP layer`."""
         dims, family = self.role_index.dims, self.family

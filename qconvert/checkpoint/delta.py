@@ -116,6 +116,10 @@ class Patched(Checkpoint):
     delta: Delta = field(default_factory=lambda: Delta("", "", {}, (), ()))
     patches: Checkpoint | None = None
 
+    @property
+    def added(self) -> str:
+        return " and the delta"
+
     def real(self, name: str) -> Path:
         folder, path = self._place(name)
         return Checkpoint.real(self, name) if folder is self else folder.real(path)

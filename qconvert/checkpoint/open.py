@@ -248,6 +248,10 @@ class Grafted(Checkpoint):
     draft: Checkpoint | None = None
     names: frozenset[str] = frozenset()
 
+    @property
+    def added(self) -> str:
+        return " and the draft"
+
 
 def grafted(model: Checkpoint, draft: Checkpoint) -> Grafted:
     """Raises CheckpointError where the model has a draft already, the other folder has none, or the two

@@ -57,7 +57,7 @@ def plan_lines(
     lines = [
         checkpoint.model_line,
         (
-            f"source  {checkpoint.name}: {count(len(checkpoint.shards), 'file')}, "
+            f"source  {checkpoint.name}{checkpoint.added}: {count(len(checkpoint.shards), 'file')}, "
             f"{count(len(checkpoint), 'tensor')}, "
             f"{format_size(plan.bytes_in)}"
         ),

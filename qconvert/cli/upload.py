@@ -125,7 +125,9 @@ def upload(
         if as_json:
             say_json({**_validated(checked.report), **_considered(repo, files, checked.hidden)})
         else:
-            how = level if against is None else f"{level}, against {against}"
+            how = ", ".join((level, *([f"against {against}"] if against else []), *(
+                f"with {one}" for one in (*([draft] if draft else []), *adapter)
+            )))  # fmt: skip
             errors, warnings = checked.report.errors, count(checked.report.warnings, "warning")
             word = "WRONG" if errors else "valid"
             say(
@@ -139,9 +141,9 @@ def upload(
                 )
             elif revision is not None:
                 say(f"to branch {revision}")
-            if not no_card:
+            if not no_card and not is_verbose():
                 say("README.md is the card that qconvert writes; -v prints it")
-            if not no_card and is_verbose():
+            elif not no_card:
                 say(*checked.card(base_model=base_model, force=force).splitlines())
         return 0
     if as_json:

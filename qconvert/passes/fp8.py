@@ -141,7 +141,7 @@ class ToFp8(Quantizing):
     def notes(
         self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
     ) -> list[str]:
-        sizes = loads_note(loads_at(chosen.sizes, self.grid))
+        sizes = loads_note(loads_at(chosen.sizes, self.grid), grid=self.grid)
         cut = cut_notes(chosen.sizes, self.grid)
         return [*shared_notes(plan, chosen, block), sizes, *cut, *inputs.notes()]
 

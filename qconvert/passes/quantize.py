@@ -461,7 +461,7 @@ class ByFormat(Quantizing):
             *self.form.notes,
             *experts,
             *shared_notes(plan, chosen, block),
-            loads_note(loads_at(chosen.sizes, self.grid)),
+            loads_note(loads_at(chosen.sizes, self.grid), grid=self.grid),
             *left_note(chosen, f": no whole groups of {self.grid[1]}"),
         ]
 

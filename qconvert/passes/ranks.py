@@ -62,9 +62,10 @@ def listed(sizes: Iterable[int]) -> str:
     return ", ".join(map(str, sizes)) or "none of the usual sizes"
 
 
-def loads_note(sizes: Iterable[int], what: str = "blocks") -> str:
-    """The same for people. Whether a runtime loads the folder, its simulator says."""
-    found = list(sizes)
+def loads_note(sizes: Iterable[int], what: str = "blocks", grid: Grid | None = None) -> str:
+    """The same for people; of scales a row there are no blocks. Whether a runtime loads the folder, its
+    simulator says."""
+    found, what = list(sizes), "rows" if grid == (1, 1) else what
     if not found:
         return f"ranks get whole {what} at none of the usual tensor-parallel sizes"
     return f"ranks get whole {what} at tensor parallel {listed(found)}"
