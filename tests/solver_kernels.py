@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _answers() -> Iterator[tuple[str, float]]:
-    """What experts answer added up, bit for bit, wide and narrow rows, and rows in float32, which no
+    """Answers of experts added up, bit for bit, wide and narrow rows, and rows in float32, which no
     kernel adds; and that NaN stays NaN."""
     random = torch.Generator().manual_seed(0)
     for width, k, dtype, held in (

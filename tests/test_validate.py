@@ -301,7 +301,7 @@ def test_another_file_is_only_a_warning(out: Path) -> None:
     assert found_in(out) == ["QC020"]
 
 
-def test_files_of_git_are_nobody_s_business(out: Path) -> None:
+def test_files_of_git_are_passed_over(out: Path) -> None:
     """A repository that holds the folder has its workflows beside the weights."""
     (out / ".github" / "workflows").mkdir(parents=True)
     (out / ".github" / "workflows" / "validate.yml").write_text("name: validate\n")

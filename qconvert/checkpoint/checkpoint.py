@@ -368,9 +368,7 @@ class Checkpoint(Mapping[str, Source]):
         else:
             counted = count(dims.mtp_layers, "MTP layer")
             stated = any(key in text_config(self.config) for key in MTP_COUNTS)
-            missed = (
-                dims.mtp_layers and stated
-            )  # of a class that always has one, nobody may have it
+            missed = dims.mtp_layers and stated  # else the class assumes one
             parts.append(f"none of the config's {counted}" if missed else "no MTP tensors")
         kind = self.config.get("model_type")
         label = family.name if family.name == kind else f"{kind} (family {family.name})"

@@ -148,7 +148,7 @@ def _options_of_steps() -> frozenset[str]:
 
     kinds: list[Any] = list(passes().values())
     named = {field.name for kind in kinds for field in fields(kind)}
-    return frozenset({*named, "for", "channel", "rtn", "gptq", "ue8m0"})
+    return frozenset({*named, "channel", "rtn", "gptq", "ue8m0"})
 
 
 def _meant(word: str) -> str:

@@ -207,9 +207,7 @@ class StoredExperts:
     found: Mapping[tuple[int, int, str], Projection]
     weights: Weights
 
-    @property
-    def threads(self) -> int:
-        return READING
+    threads = READING
 
     def matrix(self, layer: int, expert: int, kind: str) -> torch.Tensor:
         one = self.found[layer, expert, kind]

@@ -184,9 +184,7 @@ class _OtherExperts:
     made: Encoded
     weights: Weights
 
-    @property
-    def threads(self) -> int:
-        return READING
+    threads = READING
 
     def matrix(self, layer: int, expert: int, kind: str) -> torch.Tensor:
         module = self.opened.projections[layer, expert, kind].module

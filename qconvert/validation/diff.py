@@ -115,7 +115,8 @@ def grouped_lines(found: Sequence[Difference], most: int = _MOST_LINES) -> Itera
 def lists_text(a: Checkpoint, b: Checkpoint) -> str:
     """Places of lists of modules that are not quantized which differ, and are not compared; "" of
     none."""
-    return several(different_lists(a, b)) if different_lists(a, b) else ""
+    lists = different_lists(a, b)
+    return several(lists) if lists else ""
 
 
 def compared_text(a: Checkpoint, b: Checkpoint) -> str:

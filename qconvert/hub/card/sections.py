@@ -265,6 +265,8 @@ def _stage_lines(manifest: Mapping[str, Any]) -> list[str]:
     first, stop = stage["layers"]
     which = f"stage {stage['number']} of {stage['of']}, layers {first} to {stop - 1}"
     lines = ["", f"It is pipeline {which}, for a machine of its own: set {settings} on each."]
+    if any(VARIABLE["sglang"] in key for key in stage["environment"]):
+        lines[-1] += " FIRST is the name of the first machine."
     if stage.get("repos"):
         lines += ["", f"All stages: {', '.join(map(_repo, stage['repos']))}."]
     return lines
@@ -329,9 +331,14 @@ def _sizes(said: Loads) -> list[str]:
     return lines
 
 
+def _steps(manifest: Mapping[str, Any]) -> set[str]:
+    """Names of the passes that made a folder."""
+    return {str(step.get("name")) for step in manifest.get("passes", ())}
+
+
 def _checked_by(manifest: Mapping[str, Any]) -> str:
     """The command that holds a folder to what it was made of."""
-    steps = {step.get("name") for step in manifest.get("passes", ())}
+    steps = _steps(manifest)
     if "apply_delta" in steps:
         return "diff NEW DIR"  # the checkpoint that the delta was made of
     more = " --draft DRAFT" if "graft_draft" in steps else ""
@@ -349,8 +356,7 @@ def proof(report: Report | None, manifest: Mapping[str, Any] | None, *, forced: 
             [*head, f"Nothing is noted here before an upload: {by} checks it; {noted}."]
         )
     source = "with its source" if "against" in report.about else "without its source"
-    steps = {step.get("name") for step in (manifest or {}).get("passes", ())}
-    if "against" in report.about and "merge" in steps:
+    if "against" in report.about and "merge" in _steps(manifest or {}):
         source = "with its source and the adapters that were merged into it"
     level = plain(report.about.get("level", "headers"))
     tally = f"{count(report.errors, 'error')}, {count(report.warnings, 'warning')}"
