@@ -6,8 +6,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import calibrate_models as models
@@ -22,8 +24,9 @@ from loaders.published import published
 from made_once import made_once
 
 from qconvert import api
+from qconvert.calibrate.activation_store import ScratchRows
 from qconvert.core.errors import OutputError, PlanError, RunError, UsageError
-from qconvert.evaluate import head
+from qconvert.evaluate import engine, head
 from qconvert.fit import ACTIVATIONS, NAMES
 from qconvert.fit import fitting as fit_module
 from qconvert.fit import measure as measuring
@@ -326,6 +329,62 @@ def test_a_killed_measurement_goes_on(
     (fitting.folder / "measured.json").write_text("{}")
     with pytest.raises(RunError, match=r"is no measurement.*remove"):
         fitting.kept()
+
+
+@pytest.mark.parametrize("direct", [0, 1000])
+@pytest.mark.parametrize("name", MAKES)
+def test_the_disk_that_a_plan_states(
+    name: str, direct: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No less than what the files take at any time, and little more; less of it is refused first."""
+    monkeypatch.setattr(measuring, "DIRECT", direct)
+    fitting = _fitting(name, tmp_path)
+    stated, seen, through = fitting.estimate().disk, [0], measuring._Run.through
+
+    def watched(run: Any, *given: Any) -> None:
+        through(run, *given)
+        seen.append(sum(file.stat().st_size for file in fitting.folder.glob("*.rows")))
+
+    close = ScratchRows.close
+
+    def closed(scratch: Any) -> None:
+        seen.append(sum(file.stat().st_size for file in fitting.folder.glob("*.rows")))
+        close(scratch)
+
+    monkeypatch.setattr(measuring._Run, "through", watched)
+    monkeypatch.setattr(ScratchRows, "close", closed)
+    with monkeypatch.context() as small:
+        small.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=stated - 1))
+        with pytest.raises(RunError, match="--measured DIR"):
+            fitting.measured()
+    assert len(seen) == 1
+    fitting.measured()
+    assert max(seen) <= 1.05 * stated  # routes of experts are not counted
+    assert max(seen) >= 0.95 * stated
+
+
+def test_experts_are_read_once_for_all_that_goes_through_a_layer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Once as they are, whatever formats linears are tried in, and once in each format of theirs."""
+    fitting = _fitting("moe", tmp_path)
+    asked, read = list[object](), engine._read
+
+    def counted(experts: Any, *given: Any) -> Any:
+        made = getattr(experts, "made", None)
+        asked.append(next((name for name, one in fitting.made.items() if one is made), STAY))
+        return read(experts, *given)
+
+    monkeypatch.setattr(engine, "_read", counted)
+    with monkeypatch.context() as alone:
+        alone.setattr(fit_module, "mixture_kl", lambda *_, **__: 0.0)
+        fitting.measured()
+    groups = [number for number, group in enumerate(fitting.model.groups) if group.experts]
+    assert len(groups) == 3
+    wanted = [
+        name for number in groups for name, one in fitting.made.items() if number in one.nbytes
+    ]
+    assert sorted(map(str, asked)) == sorted([STAY] * 3 + wanted)
 
 
 def test_two_runs_do_not_measure_at_once(measured: Mapping[str, Fitting]) -> None:

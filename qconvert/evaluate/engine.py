@@ -11,19 +11,20 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qconvert.calibrate.activation_store import InFile, Rows, ScratchRows, TokenRows
+from qconvert.calibrate.activation_store import InFile, Rows, ScratchRows
 from qconvert.calibrate.backend import silence_transformers
 from qconvert.calibrate.devices import check_devices, found_devices
 from qconvert.calibrate.experts import Expert, ExpertQuantizer, RoutedInputs
 from qconvert.calibrate.kernel_choice import linear
+from qconvert.calibrate.layers import LayerStream
 from qconvert.calibrate.memory import keep_nothing_freed, trim
 from qconvert.calibrate.model import Layer, class_config
 from qconvert.calibrate.token_dispatch import dispatch_of
@@ -66,24 +67,37 @@ _CHECKED = 16
 Tell = Callable[[int], None]
 
 
+@dataclass(frozen=True)
+class Stream:
+    """Samples of `lengths` on their way through a layer: what goes into it, and what goes into the next
+    one; `changed` is entered whenever the layer itself runs over them."""
+
+    lengths: Sequence[int]
+    states: Rows
+    following: Rows
+    changed: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
 def forward(
     opened: LoadedSide,
     layer: Layer,
-    states: Rows,
-    following: Rows,
+    streams: Sequence[Stream],
     *,
     together: Sequence[int],
     tell: Tell,
 ) -> None:
-    """Compute `following`, what goes into the next layer, of `states`, what goes into this one.
-    `together` is how many experts each device has at a time; `tell` is called with samples as they are
-    done."""
-    layers = opened.layers
-    number, device = layer.number, layers.device
+    """Run a layer over some streams. Its routed experts are read once for all of them, which is most of
+    what a large model's layer takes. `together` is how many experts each device has at a time; `tell` is
+    called with samples as they are done."""
+    by_stream = [replace(opened.layers, lengths=stream.lengths) for stream in streams]
+    number, device = layer.number, opened.layers.device
     if not layer.sparse:
-        for batch, hidden, call in layers.through(number, states):
-            following.write(batch.start, layer.forward(hidden, call).flatten(0, 1))
-            tell(batch.count)
+        for stream, layers in zip(streams, by_stream, strict=True):
+            with stream.changed():
+                for batch, hidden, call in layers.through(number, stream.states):
+                    following = layer.forward(hidden, call).flatten(0, 1)
+                    stream.following.write(batch.start, following)
+                    tell(batch.count)
         return
     if opened.experts is None:
         raise PlanError(
@@ -92,18 +106,26 @@ def forward(
         )
     import torch
 
-    scratch = ScratchRows(layers.folder, {}, layers.files)
+    scratch = ScratchRows(opened.layers.folder, {}, opened.layers.files)
     try:
-        answers = scratch.rows("answers", layers.total, layers.hidden, layers.model.dtype)
-        routed = layers.attend(layer, states, scratch)
+        inside: list[LayerStream] = []
+        for place, (stream, layers) in enumerate(zip(streams, by_stream, strict=True)):
+            with stream.changed():
+                routed = layers.attend(layer, stream.states, scratch, f"{place}.")
+            name, dtype = f"{place}.answers", layers.model.dtype
+            answers = scratch.rows(name, layers.total, layers.hidden, dtype)
+            inside.append(LayerStream(routed, answers))
+        samples = sum(len(stream.lengths) for stream in streams)
         with torch.no_grad():
-            _answer(opened, opened.experts, layer, routed, answers, together, tell)
-            for batch, hidden, call in layers.through(number, states):
-                answer = answers.read(batch.start, batch.stop).to(device)
-                following.write(batch.start, layer.joined(hidden, call, answer).flatten(0, 1))
+            _answer(opened, opened.experts, layer, inside, together, samples, tell)
+            for stream, layers, own in zip(streams, by_stream, inside, strict=True):
+                with stream.changed():
+                    for batch, hidden, call in layers.through(number, stream.states):
+                        answer = own.answers.read(batch.start, batch.stop).to(device)
+                        following = layer.joined(hidden, call, answer).flatten(0, 1)
+                        stream.following.write(batch.start, following)
     finally:
         scratch.close()
-    del routed
     trim()
 
 
@@ -111,12 +133,13 @@ def _answer(
     opened: LoadedSide,
     experts: Experts,
     layer: Layer,
-    routed: RoutedInputs,
-    answers: TokenRows,
+    streams: Sequence[LayerStream],
     together: Sequence[int],
+    samples: int,
     tell: Tell,
 ) -> None:
-    """Return what every expert answers to its tokens, added up in the order of their numbers."""
+    """Return what every expert answers to its tokens, added up in the order of their numbers; of so many
+    samples in all."""
     layers, rounds = opened.layers, opened.rounds
 
     def middle(device: str) -> Rounds:
@@ -129,7 +152,8 @@ def _answer(
         )
         for device in opened.devices
     ]
-    used = [number for number, tokens in enumerate(routed.counts) if tokens]
+    counts = zip(*(stream.routed.counts for stream in streams), strict=True)
+    used = [number for number, tokens in enumerate(counts) if any(tokens)]
     at = told = 0
     while at < len(used):
         first, groups = at == 0, []
@@ -139,31 +163,41 @@ def _answer(
             groups.append(list(_read(experts, layer.number, mine, quantizer.device, dtype)))
             at += len(mine)
         if first and rounds is None:  # which the class itself does not do
-            _check(layer, quantizers[0], groups[0][0], routed)
-        for start, stop in routed.chunks:
-            rows = answers.read(start, stop)
-            for quantizer, group in zip(quantizers, groups, strict=True):
-                with quantizer.clock("forward", quantizer.device) as tick:
-                    routes, weights, inputs, rows = (
-                        one.to(quantizer.device)
-                        for one in (
-                            routed.experts.read(start, stop),
-                            routed.weights.read(start, stop),
-                            routed.inputs.read(start, stop),
-                            rows,
-                        )
-                    )
-                    if rounds is not None:
-                        inputs = rounds(inputs)
-                    quantizer.answer(
-                        group, rows, inputs, dispatch_of(routes, weights, len(routed.counts)), tick
-                    )
-            answers.write(start, rows)
-        done = len(layers.lengths) * at // len(used)
+            _check(layer, quantizers[0], groups[0][0], streams[0].routed)
+        for stream in streams:
+            _add(stream, zip(quantizers, groups, strict=True), rounds)
+        done = samples * at // len(used)
         tell(done - told)
         told = done
         del groups
         trim()
+
+
+def _add(
+    stream: LayerStream,
+    groups: Iterable[tuple[ExpertQuantizer, Sequence[Expert]]],
+    rounds: Rounds | None,
+) -> None:
+    """Add what some experts of each device answer to a stream's tokens."""
+    routed, groups = stream.routed, list(groups)
+    for start, stop in routed.chunks:
+        rows = stream.answers.read(start, stop)
+        for quantizer, group in groups:
+            with quantizer.clock("forward", quantizer.device) as tick:
+                routes, weights, inputs, rows = (
+                    one.to(quantizer.device)
+                    for one in (
+                        routed.experts.read(start, stop),
+                        routed.weights.read(start, stop),
+                        routed.inputs.read(start, stop),
+                        rows,
+                    )
+                )
+                if rounds is not None:
+                    inputs = rounds(inputs)
+                slots = dispatch_of(routes, weights, len(routed.counts))
+                quantizer.answer(group, rows, inputs, slots, tick)
+        stream.answers.write(start, rows)
 
 
 def _check(layer: Layer, quantizer: ExpertQuantizer, expert: Expert, routed: RoutedInputs) -> None:
@@ -363,7 +397,8 @@ def _advanced(
         following = rows_file(opened, f"hidden.{number + 1}", opened.layers.total)
         layer = opened.layers.model.layer(number, opened.weights, opened.layers.device)
         with nullcontext(opened) if inputs is None else as_stated(opened, layer, inputs) as side:
-            forward(side, layer, before, following, together=together, tell=events.wrote)
+            stream = Stream(opened.layers.lengths, before, following)
+            forward(side, layer, [stream], together=together, tell=events.wrote)
         del layer
         found.append(following)
     for before in states:

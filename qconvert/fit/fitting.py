@@ -54,7 +54,7 @@ from qconvert.fit.groups import (
     solved_steps,
     steps_of,
 )
-from qconvert.fit.measure import STATE, Measured, carried, forwards, measure, mixture_kl
+from qconvert.fit.measure import STATE, Measured, forwards, hidden_rows, measure, mixture_kl
 from qconvert.fit.solve import Solution, solve
 from qconvert.models.skip_reasons import check_runs
 from qconvert.plan.plan import Pass, Plan, run_passes
@@ -326,11 +326,11 @@ class Fitting:
         runs = forwards(self.model, self.made, layers)
         tokens = most_tokens(self.data)
         total = runs / max(1, layers) * per_token * tokens
-        streams = 1 + len(carried(self.model, self.made))
+        rows = hidden_rows(self.model, self.made, layers)
         on_cpu = not count_gpus() if not self.devices else set(self.devices) == {"cpu"}
         seconds = total / _rate() if on_cpu else None
         solved = [plan.bytes_out for plan in self._solved_plans.values()]
-        disk = 8 * streams * tokens * dims.hidden_size + sum(solved)
+        disk = 4 * rows * tokens * dims.hidden_size + sum(solved)
         return Estimate(runs, total, seconds, disk, len(solved))
 
     def measured(self, events: Events | None = None) -> Measured:

@@ -16,9 +16,11 @@ goes on from there, to the same figures.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +33,7 @@ from qconvert.core.errors import RunError
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import read_regular
 from qconvert.evaluate.activations import before, rounding
-from qconvert.evaluate.engine import finals_of, forward, rows_file, sizes_of
+from qconvert.evaluate.engine import Stream, finals_of, forward, rows_file, sizes_of
 from qconvert.evaluate.head import CHUNK, Budget, divergences
 from qconvert.evaluate.side import READING, Experts, LoadedSide, Side
 from qconvert.fit.groups import STAY, Encoded, Group, Model
@@ -104,15 +106,21 @@ class Measured:
         )
 
 
-def carried(model: Model, made: Mapping[str, Encoded]) -> frozenset[Pair]:
-    """The pairs whose hidden states go through all layers behind: all of them, or of a large model the
-    smallest format of each group, whose error is the largest."""
-    pairs = [
+def _pairs(model: Model, made: Mapping[str, Encoded], layer: int | None = None) -> list[Pair]:
+    """Groups of a layer, or of all, each in every format that it may have."""
+    return [
         (number, name)
-        for number in range(len(model.groups))
+        for number, group in enumerate(model.groups)
+        if layer is None or group.layer == layer
         for name, one in made.items()
         if number in one.nbytes
     ]
+
+
+def carried(model: Model, made: Mapping[str, Encoded]) -> frozenset[Pair]:
+    """The pairs whose hidden states go through all layers behind: all of them, or of a large model the
+    smallest format of each group, whose error is the largest."""
+    pairs = _pairs(model, made)
     if len(pairs) <= DIRECT:
         return frozenset(pairs)
     smallest: dict[int, Pair] = {}
@@ -128,16 +136,27 @@ def forwards(model: Model, made: Mapping[str, Encoded], layers: int) -> int:
     streams, total = 1, 0
     some = carried(model, made)
     for layer in range(layers):
-        own = [
-            (number, name)
-            for number, group in enumerate(model.groups)
-            if group.layer == layer
-            for name, one in made.items()
-            if number in one.nbytes
-        ]
+        own = _pairs(model, made, layer)
         total += streams + len(own)
         streams += sum(pair in some for pair in own)
     return total
+
+
+def hidden_rows(model: Model, made: Mapping[str, Encoded], layers: int) -> int:
+    """Return how many float32 rows of hidden states a measurement's files hold for each token, at the
+    most: of every stream what goes into a layer and comes out of it, of a layer with routed experts also
+    what they get and answer, and what is tried in one layer alone."""
+    some = carried(model, made)
+    streams, most = 1, 0
+    for layer in range(layers):
+        own = _pairs(model, made, layer)
+        linears = [pair for pair in own if not model.groups[pair[0]].experts]
+        after = streams + sum(pair in some for pair in own)
+        rows = streams + after + sum(pair not in some for pair in own)
+        if len(linears) < len(own):
+            rows += 2 * (streams + len(linears))
+        streams, most = after, max(most, rows)
+    return most
 
 
 # --- Hidden states --------------------------------------------------------------------------------
@@ -251,16 +270,18 @@ class _Run:
     def layers(self) -> int:
         return self.opened.side.model.layers
 
-    def through(
-        self, opened: LoadedSide, layer: Layer, states: Rows, following: Rows, streams: int = 1
-    ) -> None:
-        """Run a layer over some streams, one after another in their files."""
-        layers = replace(opened.layers, lengths=self.lengths * streams)
-        forward(
-            replace(opened, layers=layers), layer, states, following,
-            together=self.together, tell=self.events.wrote,
-        )  # fmt: skip
+    @property
+    def hidden(self) -> int:
+        return self.opened.layers.hidden
+
+    def through(self, opened: LoadedSide, layer: Layer, streams: Sequence[Stream]) -> None:
+        """Run a layer over some streams."""
+        forward(opened, layer, streams, together=self.together, tell=self.events.wrote)
         trim()
+
+    def stream(self, states: Rows, following: Rows, count: int = 1) -> Stream:
+        """The samples as one stream, or `count` times, one after another in the files."""
+        return Stream(self.lengths * count, states, following)
 
     def layer(self, number: int) -> Layer:
         return self.opened.side.model.layer(number, self.opened.weights, self.opened.layers.device)
@@ -311,10 +332,12 @@ def measure(
     token ids, each int64 [length]. `folder` holds hidden states, and how far it has come: it is this
     measurement's alone.
 
-    Raises RunError where `memory`, in bytes, is too small, and for hidden states that are not finite;
-    PlanError for a model that cannot be run a layer at a time."""
+    Raises RunError where `memory`, in bytes, or the folder's disk is too small, before anything is
+    run, and for hidden states that are not finite; PlanError for a model that cannot be run a layer at a
+    time."""
     with _running(side, model, made, tokens, folder, memory, devices, events) as run:
         runs = forwards(model, made, run.layers) + len(carried(model, made))
+        _check_disk(folder, 4 * hidden_rows(model, made, run.layers) * run.total * run.hidden)
         events.start(runs * len(tokens), 0)
         state = _State.read(folder, len(model.groups))
         streams = 1 + len(state.streams)
@@ -366,11 +389,10 @@ def mixture_kl(
                 events.phase(f"layer {number} of {run.layers} of the chosen mixture")
                 following = rows_file(run.opened, f"mixture.{number + 1}", 2 * run.total)
                 layer = run.layer(number)
-                run.through(run.opened, layer, states, following)
+                run.through(run.opened, layer, [run.stream(states, following)])
+                second = run.stream(_Part(states, run.total), _Part(following, run.total))
                 with _all_changed(run, layer, chosen) as opened:
-                    run.through(
-                        opened, layer, _Part(states, run.total), _Part(following, run.total)
-                    )
+                    run.through(opened, layer, [second])
                 states.close()
                 states.path.unlink()
                 states = following
@@ -379,6 +401,18 @@ def mixture_kl(
             states.close()
             states.path.unlink(missing_ok=True)
     return found
+
+
+def _check_disk(folder: Path, need: int) -> None:
+    """Raise RunError where a folder has no room for hidden states of so many bytes, those that an
+    interrupted run has left there counted in."""
+    left = sum(file.stat().st_size for file in folder.glob("*.rows"))
+    free = shutil.disk_usage(folder).free + left
+    if need > free:
+        raise RunError(
+            f"{folder}: hidden states take up to {need >> 20} MiB, and {free >> 20} MiB are free; name "
+            "a folder on a larger disk (--measured DIR), or give fewer --samples"
+        )
 
 
 @contextmanager
@@ -422,35 +456,43 @@ def _one_layer(
     run: _Run, number: int, states: InFile, state: _State, some: frozenset[Pair]
 ) -> tuple[InFile, _State]:
     """Run a layer over all streams, and over the clean one with each of its groups in each format."""
-    own = [
-        (place, name)
-        for place, group in enumerate(run.model.groups)
-        if group.layer == number
-        for name, one in run.made.items()
-        if place in one.nbytes
-    ]
+    groups = run.model.groups
+    own = _pairs(run.model, run.made, number)
     new = [pair for pair in own if pair in some]
+    tried = [pair for pair in own if pair not in some]
     before = 1 + len(state.streams)
     following = run.file(number + 1, before + len(new))
+    scratch = rows_file(run.opened, "tried", len(tried) * run.total)
+    targets = {
+        pair: _Part(file, (first + place) * run.total)
+        for file, first, pairs in ((following, before, new), (scratch, 0, tried))
+        for place, pair in enumerate(pairs)
+    }
     layer = run.layer(number)
-    run.through(run.opened, layer, states, following, before)
-    scratch = rows_file(run.opened, "tried", run.total)
+
+    def changed(pair: Pair) -> AbstractContextManager[LoadedSide]:
+        made, weights = run.made[pair[1]], run.weights(pair[1])
+        return _changed(run.opened, layer, groups[pair[0]], made, weights)
+
     errors = [dict(one) for one in state.errors]
     try:
-        place = before
+        # All streams that routed experts answer as they are.
+        streams = [run.stream(states, following, before)]
+        streams += [
+            replace(run.stream(states, targets[pair]), changed=partial(changed, pair))
+            for pair in own
+            if not groups[pair[0]].experts
+        ]
+        run.through(run.opened, layer, streams)
         for pair in own:
-            target: Rows = scratch
-            if pair in some:
-                target = _Part(following, place * run.total)
-                place += 1
-            group, made = run.model.groups[pair[0]], run.made[pair[1]]
-            with _changed(run.opened, layer, group, made, run.weights(pair[1])) as opened:
-                run.through(opened, layer, states, target)
-            error = _apart(following, target, run.total)
+            if groups[pair[0]].experts:
+                with changed(pair) as opened:
+                    run.through(opened, layer, [run.stream(states, targets[pair])])
+            error = _apart(following, targets[pair], run.total)
             if not isfinite(error):
                 raise RunError(
-                    f"{group.name} in {pair[1]}: hidden states are not finite; check the source with "
-                    "qconvert validate --level full"
+                    f"{groups[pair[0]].name} in {pair[1]}: hidden states are not finite; check the "
+                    "source with qconvert validate --level full"
                 )
             errors[pair[0]][pair[1]] = error
     finally:
