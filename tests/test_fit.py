@@ -366,25 +366,26 @@ def test_the_disk_that_a_plan_states(
 def test_experts_are_read_once_for_all_that_goes_through_a_layer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Once as they are, whatever formats linears are tried in, and once in each format of theirs."""
+    """Once as they are, whatever formats linears are tried in, and once in each format of theirs; and
+    twice in each of two mixtures. A plan counts just these."""
     fitting = _fitting("moe", tmp_path)
-    asked, read = list[object](), engine._read
+    asked, weights, read = list[str](), [0], engine._read
 
-    def counted(experts: Any, *given: Any) -> Any:
+    def counted(experts: Any, *given: Any) -> Iterator[Any]:
         made = getattr(experts, "made", None)
         asked.append(next((name for name, one in fitting.made.items() if one is made), STAY))
-        return read(experts, *given)
+        for one in read(experts, *given):
+            weights[0] += one.gate_up.numel() + one.down.numel()
+            yield one
 
     monkeypatch.setattr(engine, "_read", counted)
-    with monkeypatch.context() as alone:
-        alone.setattr(fit_module, "mixture_kl", lambda *_, **__: 0.0)
-        fitting.measured()
+    fitting.measured()
     groups = [number for number, group in enumerate(fitting.model.groups) if group.experts]
     assert len(groups) == 3
-    wanted = [
-        name for number in groups for name, one in fitting.made.items() if number in one.nbytes
-    ]
-    assert sorted(map(str, asked)) == sorted([STAY] * 3 + wanted)
+    wanted = [form for n in groups for form, one in fitting.made.items() if n in one.nbytes]
+    assert sorted(asked[: -2 * 3]) == sorted([STAY] * 3 + wanted)
+    fitting.fit(Budget(bits=4.6))
+    assert weights[0] == measuring.weights_read(fitting.model, fitting.made)[1]
 
 
 def test_two_runs_do_not_measure_at_once(measured: Mapping[str, Fitting]) -> None:
@@ -518,9 +519,12 @@ def test_what_a_measurement_would_take(tmp_path: Path) -> None:
     ]  # fmt: skip
     told = json.loads(ran("fit", _source("moe"), tmp_path / "out", *words, "--json").out)
     assert told["measured"] is False
-    assert told["seconds"] > 0
+    assert told["seconds"] > told["reading"] > 0
     assert told["forwards"] > 9 * (len(NAMES) - 3)  # groups, and formats that experts may have
-    assert "to measure: " in ran("fit", _source("moe"), tmp_path / "out", *words).out
+    assert "s on this CPU; " in ran("fit", _source("moe"), tmp_path / "out", *words).out
+    words[words.index("cpu")] = "cuda:0"
+    on_gpus = ran("fit", _source("moe"), tmp_path / "out", *words).out
+    assert "about 0 s to read and decode weights, and what the GPUs compute; " in on_gpus
     assert not list(tmp_path.iterdir())
 
 

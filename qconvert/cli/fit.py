@@ -169,7 +169,7 @@ def _say_estimate(found: Estimate, *, as_json: bool) -> None:
         say_json({"measured": False, **found.as_object()})
         return
     took = (
-        "time not known"
+        f"about {duration(found.reading)} to read and decode weights, and what the GPUs compute"
         if found.seconds is None
         else f"about {duration(found.seconds)} on this CPU"
     )

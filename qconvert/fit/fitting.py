@@ -35,7 +35,7 @@ from qconvert.core.family import text_config
 from qconvert.core.json_text import parse_object
 from qconvert.core.links import read_regular
 from qconvert.core.shown import exact_size, format_size
-from qconvert.evaluate.side import Side, TextModel
+from qconvert.evaluate.side import READING, Side, TextModel
 from qconvert.fit import NAMES
 from qconvert.fit.groups import (
     FORMS,
@@ -54,7 +54,15 @@ from qconvert.fit.groups import (
     solved_steps,
     steps_of,
 )
-from qconvert.fit.measure import STATE, Measured, forwards, hidden_rows, measure, mixture_kl
+from qconvert.fit.measure import (
+    STATE,
+    Measured,
+    forwards,
+    hidden_rows,
+    measure,
+    mixture_kl,
+    weights_read,
+)
 from qconvert.fit.solve import Solution, solve
 from qconvert.models.skip_reasons import check_runs
 from qconvert.plan.plan import Pass, Plan, run_passes
@@ -76,6 +84,7 @@ _MEASURED, _MIXTURES, _LOCK = "measured.json", "mixtures.json", "lock"
 FOR_SERVING = 0.85
 # Samples of a calibration for one of the measurement: codes take more than errors do.
 _SAMPLES = 8
+_READ = 3e-9  # seconds of a core to read a weight, encode and decode it: 1.4e-9 to 4.3e-9 by format
 _ATTEMPTS = (
     12  # to meet a budget of files or ranks, of which a choice says only nearly how large they are
 )
@@ -225,13 +234,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Cost of a measurement that has not been made: layers run over all samples, their operations, and
-    seconds where they are computed on this machine's CPU (None: not known); bytes of disk. Before
-    it come `calibrations`, of formats whose codes are found as --gptq does: neither operations nor
-    seconds count them, and disk counts what they write."""
+    """Cost of a measurement that has not been made: layers run over all samples, and their operations;
+    seconds of reading and decoding weights, and of all where it is computed on this machine's CPU (None:
+    not known); bytes of disk. Before it come `calibrations`, of formats whose codes are found as --gptq
+    does: neither operations nor seconds count them, and disk counts what they write."""
 
     forwards: int
     operations: float
+    reading: float
     seconds: float | None
     disk: int
     calibrations: int = 0
@@ -328,10 +338,12 @@ class Fitting:
         total = runs / max(1, layers) * per_token * tokens
         rows = hidden_rows(self.model, self.made, layers)
         on_cpu = not count_gpus() if not self.devices else set(self.devices) == {"cpu"}
-        seconds = total / _rate() if on_cpu else None
+        linears, experts = weights_read(self.model, self.made)
+        reading = _READ * (linears + experts / min(READING, len(os.sched_getaffinity(0))))
+        seconds = reading + total / _rate() if on_cpu else None
         solved = [plan.bytes_out for plan in self._solved_plans.values()]
         disk = 4 * rows * tokens * dims.hidden_size + sum(solved)
-        return Estimate(runs, total, seconds, disk, len(solved))
+        return Estimate(runs, total, reading, seconds, disk, len(solved))
 
     def measured(self, events: Events | None = None) -> Measured:
         """Raises PlanError for a model that cannot be run a layer at a time, DataError for the data,

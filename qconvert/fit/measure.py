@@ -142,6 +142,21 @@ def forwards(model: Model, made: Mapping[str, Encoded], layers: int) -> int:
     return total
 
 
+def weights_read(model: Model, made: Mapping[str, Encoded]) -> tuple[int, int]:
+    """Return how many weights a measurement and the two mixtures behind it read and decode: of linears,
+    one after another, and of routed experts, which threads read. A layer with experts puts linears in
+    place twice, before its experts and behind them."""
+    sparse = {group.layer for group in model.groups if group.experts}
+    linears = experts = 0
+    for number, group in enumerate(model.groups):
+        times = sum(number in one.nbytes for one in made.values())
+        if group.experts:
+            experts += (5 + times) * group.weights
+        else:
+            linears += (5 + times * (1 + (group.layer in sparse))) * group.weights
+    return linears, experts
+
+
 def hidden_rows(model: Model, made: Mapping[str, Encoded], layers: int) -> int:
     """Return how many float32 rows of hidden states a measurement's files hold for each token, at the
     most: of every stream what goes into a layer and comes out of it, of a layer with routed experts also
