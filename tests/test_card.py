@@ -428,14 +428,15 @@ def test_nothing_checked_is_said_so() -> None:
          ["dropped: 2 tensors, by the rule `drop: what=mtp`", "the file `x.json`"]),
         ({"stage": {"number": 1, "of": 4, "layers": [15, 30],
                     "environment": {"SGLANG_PP_LAYER_PARTITION": "15,15,15,16"}}}, BF16,
-         ["pipeline stage 1 of 4, layers 15 to 29", "`SGLANG_PP_LAYER_PARTITION=15,15,15,16`"]),
+         ["pipeline stage 1 of 4, counted from 0, layers 15 to 29",
+          "`SGLANG_PP_LAYER_PARTITION=15,15,15,16`"]),
         ({"calibration": {"data": "0f", "samples": 8, "length": 64, "solver": "best"}}, FP8,
          ["- calibrated by solver best on at most 8 samples of text, each of up to 64 tokens (xxh3-12"]),
         ({"calibration": {"synthetic": True}}, FP8, ["samples of random token ids"]),
         ({"tp_sizes": []}, FP8, ["whole groups, or blocks, of its quantized weights at no size."]),
         ({"passes": [{"name": "w4a16", "matched": 1, "expected": 1,
                       "options": options_of(ExpertsToW4A16(scales="search"))}]}, BF16,
-         ["- some scales are negative: run so with transformers, compressed-tensors, kt-kernel"]),
+         ["- some scales are negative. transformers, compressed-tensors, kt-kernel, and vLLM"]),
     ],
 )  # fmt: skip
 def test_how_it_was_made_and_is_served(
@@ -466,7 +467,7 @@ def test_which_folders_may_hold_scales_below_0(step: ExpertsToW4A16, signed: boo
     options = options_with(step, None if step.calibrate is None else "0f")
     made = {"name": "w4a16", "options": options, "matched": 1, "expected": 1}
     text = card(manifest(passes=[made]), BF16, {}, base_model=BASE)
-    assert ("- some scales are negative: " in text) == signed
+    assert ("- some scales are negative. " in text) == signed
 
 
 @pytest.mark.parametrize(
@@ -593,8 +594,9 @@ def test_each_stage_says_which_it_is(tmp_path: Path) -> None:
     texts = [
         with_card(stage, BASE).new_files["README.md"] for stage in split_plan(whole, (1, 1), "vllm")
     ]
-    assert "pipeline stage 0 of 2, layers 0 to 0" in texts[0]
-    assert "pipeline stage 1 of 2, layers 1 to 1" in texts[1]
+    assert "pipeline stage 0 of 2, counted from 0, layer 0" in texts[0]
+    assert "pipeline stage 1 of 2, counted from 0, layer 1" in texts[1]
+    assert ", stage 1 of 0 to 1 alone, not a whole model" in texts[1]
 
 
 # --- The receipt ----------------------------------------------------------------------------------

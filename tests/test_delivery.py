@@ -90,8 +90,8 @@ def test_from_store_to_store_on_the_command_line(source: Path, tmp_path: Path) -
     assert found["validation"]["errors"] == 0
     assert list(work.rglob("*.safetensors")) == []
     once_more = run_cli(*words)
-    assert f"{there} already holds this very result" in once_more.out
-    assert f"{there} already holds this very result" in run_cli(*words, "--dry-run").out
+    assert f"{there} already holds this result" in once_more.out
+    assert f"{there} already holds this result" in run_cli(*words, "--dry-run").out
 
 
 class Broken(RunError):

@@ -199,7 +199,7 @@ def test_two_commands_make_what_one_makes(
     # Again: nothing is left, which the second one is told.
     (code, said), (other, told) = run(both)
     assert (code, other) == (0, 0), said + told
-    assert "already holds this very result" in said
+    assert "already holds this result" in said
 
 
 @pytest.mark.crash

@@ -146,9 +146,8 @@ def test_a_finished_result_and_unfinished_work_are_told(
 ) -> None:
     dry = run_cli("dequant", source, finished, "--dry-run")
     assert (dry.code, dry.err) == (0, "")
-    assert dry.out.endswith(
-        f"{finished} already holds this very result (--verify hashes all of it); nothing to do\n"
-    )
+    how = "headers and sizes; --verify hashes every byte"
+    assert dry.out.endswith(f"{finished} already holds this result ({how}); nothing to do\n")
     told = json.loads(run_cli("plan", "dequant-fp8", source, finished, "--json").out)
     assert (told["out"]["state"], told["refusals"]) == ("finished", [])
 
@@ -189,7 +188,7 @@ def test_both_folders_of_a_pair(moe: Path, tmp_path: Path) -> None:
     shutil.rmtree(gpu)
     assert run_cli(*words, "--gpu-out", gpu, "--jobs", "1").code == 0
     dry = run_cli(*words, "--gpu-out", gpu, "--dry-run")
-    assert (dry.code, dry.out.count("already holds this very result")) == (0, 2)
+    assert (dry.code, dry.out.count("already holds this result")) == (0, 2)
     shutil.rmtree(gpu)
     dry = run_cli(*words, "--gpu-out", gpu, "--dry-run")
     assert (dry.code, f"the other folder of its run, {gpu}, is not" in dry.err) == (1, True)
@@ -211,7 +210,7 @@ def test_folders_of_stages_and_join(moe: Path, tmp_path: Path) -> None:
     assert len(told["refusals"]) == 1
     shutil.rmtree(out)
     assert run_cli(*words[:-1], "--jobs", "1").code == 0
-    assert run_cli(*words).out.count("already holds this very result") == 2
+    assert run_cli(*words).out.count("already holds this result") == 2
     before = tree(tmp_path)
     dry = run_cli("join", out, out / "whole", "--dry-run")
     assert dry.code == 0, dry.err

@@ -89,8 +89,8 @@ def test_the_choice(tmp_path: Path) -> None:
     assert chosen(stats, "frequency", [3], 4, 2, 2).kept == {3: (0, 3)}
     assert "10 % of what it chose" in by_count.notes[0]
     assert by_count.share == 10
-    assert _loss(4, 2, by_count) == (
-        "leaves out 2 of a layer's 4 experts, which had 10 % of what routers chose"
+    assert _loss(4, 2, by_count, "frequency") == (
+        "leaves out 2 of a layer's 4 experts, by frequency, which had 10 % of what routers chose"
     )
 
 

@@ -315,7 +315,7 @@ def test_down_is_cut_by_columns_whatever_it_is_called(tmp_path: Path) -> None:
     """1536 columns are 192 for each of eight ranks: one group of 128 and a half."""
     plan = planned(mixtral_model(), tmp_path, ExpertsToW4A16(group_size=128))
     assert "ranks get whole groups at tensor parallel 1, 2, 4" in plan.log[-1].notes
-    assert "in groups of 32 at 1, 2, 4, 8, 16" in plan.log[-1].notes
+    assert "groups of 32 would be whole at 1, 2, 4, 8, 16" in plan.log[-1].notes
     with pytest.raises(
         PlanError, match=r"group 32 fits at 8; ranks get whole ones of this at 1, 2, 4$"
     ):

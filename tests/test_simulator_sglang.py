@@ -535,6 +535,26 @@ def test_a_version_known_to_serve_it_wrong(tmp_path: Path) -> None:
     assert advisories(parse_consumer("vllm==0.20"), config) == ()
 
 
+@pytest.mark.parametrize(
+    ("asked", "of_it"), [("vllm", False), ("vllm==0.32.0", True), ("vllm==0.33.0", None)]
+)
+def test_an_error_of_other_versions_is_no_finding(
+    asked: str, of_it: bool | None, tmp_path: Path
+) -> None:
+    """And hides no answer to what was asked."""
+    source = published("qwen3_moe").write(tmp_path / "source")
+    words = ("--dialect", "compressed-tensors", "--jobs", "1")
+    assert run_cli("nvfp4", source, tmp_path / "out", *words).code == 0
+    _, found, report = validated(tmp_path / "out", "--for", asked)
+    assert [finding["rule"] for finding in found] == ["QC134"] * (of_it is True)
+    older = [text for text in report["read"] if "versions before 0.33" in text]
+    assert [text.endswith("; 0.33.0 is none of them") for text in older] == [True] * (
+        of_it is False
+    )
+    whole = [text for text in report["proved"] if "loads the folder whole" in text]
+    assert len(whole) == 1
+
+
 def test_nvfp4_of_a_dense_model_is_served_right_and_read_by_transformers() -> None:
     """Known errors are about experts."""
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}

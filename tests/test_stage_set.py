@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,16 @@ def test_a_sound_set(made: Path, source: Path) -> None:
     assert (code, report["findings"]) == (0, [])
     assert any("one complete split" in text for text in report["proved"])
     assert "every byte has the hash it was written with" in report["proved"]
+
+
+def test_what_joined_stages_were_made_of_is_their_folder(made: Path, tmp_path: Path) -> None:
+    """The plan names it, and the command that `next` says finds nothing."""
+    done = run_cli("join", made, tmp_path / "whole", "--jobs", "1")
+    assert f"source  {made}: 2 files, " in done.err
+    (said,) = [line for line in done.err.splitlines() if line.startswith("next    qconvert ")]
+    words = shlex.split(said)[2:]
+    assert words[2:4] == ["--against", str(made)]
+    assert ran(*words).out.startswith("passed: 0 errors, 0 warnings\n")
 
 
 def test_a_finding_names_its_stage(stages: Path) -> None:

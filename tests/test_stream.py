@@ -191,8 +191,8 @@ def test_on_the_command_line(hub: LoopbackHub, source: Path, near: dict[str, Any
     found = json.loads(done.out)
     assert (found["out"], found["validation"]["errors"]) == (OUT, 0)
     assert shown(hub) == near
-    assert f"{OUT} already holds this very result" in run_cli(*words).out
-    assert f"{OUT} already holds this very result" in run_cli(*words, "--dry-run").out
+    assert f"{OUT} already holds this result" in run_cli(*words).out
+    assert f"{OUT} already holds this result" in run_cli(*words, "--dry-run").out
 
 
 # --- The disk -------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_both_sides_of_a_pair(hub: LoopbackHub, source: Path, tmp_path: Path) ->
         assert checked.code == 0, checked.out
     hub.log.clear()
     again = run_cli(*words)
-    assert "already holds this very result" in again.out
+    assert "already holds this result" in again.out
     assert {asked.method for asked in hub.log} == {"GET"}
 
 
@@ -117,6 +117,6 @@ def test_a_repo_for_each_stage(hub: LoopbackHub, source: Path, tmp_path: Path) -
         assert weights(found) == weights(tree(tmp_path / "stages" / name))
         card = found["README.md"].decode()
         assert all(f"https://huggingface.co/me/split-{other}" in card for other in names)
-    assert "already holds this very result" in run_cli(*words).out
+    assert "already holds this result" in run_cli(*words).out
     refused = run_cli(*words, "--validate", "headers")
     assert (refused.code, "validated each by itself" in refused.err) == (2, True)

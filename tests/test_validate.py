@@ -30,7 +30,7 @@ from checkpoints import (
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.validation.reports import render
-from qconvert.validation.runner import Report, Request, rules, validate_folder
+from qconvert.validation.runner import Folder, Report, Request, rules, validate_folder
 
 MANIFEST, RECEIPT = "qconvert.json", "qconvert.receipt.jsonl"
 HEAD = "lm_head.weight"
@@ -421,6 +421,18 @@ def test_qc022_every_tensor_is_hashed(out: Path) -> None:
         report = validate_folder(out, request=Request("full"))
         assert [(finding.rule, finding.where) for finding in report.findings] == [("QC022", name)]
         flip(home(out, name), offset)
+
+
+def test_hashes_of_a_sample_are_counted(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was not read is not said to be checked."""
+    monkeypatch.setattr(Folder.some, "__defaults__", (3,))
+    names = json.loads((out / INDEX).read_bytes())["weight_map"]
+    report = validate_folder(out, request=Request("sample"))
+    said = f"3 of {len(names)} tensors have the hash they were written with (in a sample)"
+    assert said in report.proved
+    assert f"bytes of the other {len(names) - 3} tensors (give --level full)" in report.not_checked
+    whole = validate_folder(out, request=Request("full"))
+    assert "every byte has the hash it was written with" in whole.proved
 
 
 def test_qc030_lost_bytes(out: Path, source: Path) -> None:

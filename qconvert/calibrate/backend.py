@@ -409,7 +409,7 @@ class GptqBackend:
         except DataError as error:  # an earlier run's layers are in another folder
             yield f"no map of hot experts was written: {error}"
         else:
-            yield f"wrote the map of hot experts next to the statistics: {OPTIONS} {file.name}"
+            yield f"wrote {file.name} beside them, the map of hot experts: {OPTIONS} {file.name}"
 
 
 def _in_processes(devices: Sequence[str]) -> bool:

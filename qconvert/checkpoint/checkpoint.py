@@ -271,8 +271,11 @@ class Checkpoint(Mapping[str, Source]):
 
     @property
     def name(self) -> str:
-        """Return what the user calls it: its folder, or its URL."""
-        return named(str(self.root))
+        """Return what the user calls it: its folder, or its URL; of all stages of a split (open.py) the
+        folder that holds them."""
+        parents = {shard.path.parent for shard in self.shards}
+        of_stages = len(parents) > 1 and "stage" in (self.manifest or {})
+        return named(str(self.root.parent if of_stages else self.root))
 
     def real(self, name: str) -> Path:
         """The path of the file of that name below the folder; it need not exist. Raises

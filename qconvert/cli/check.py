@@ -131,7 +131,12 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
     """
     from qconvert import api
     from qconvert.core.shown import count
-    from qconvert.validation.diff import compared_text, grouped_lines, lists_text
+    from qconvert.validation.diff import (
+        compared_text,
+        grouped_lines,
+        lists_text,
+        uncompared_text,
+    )
 
     if not headers and any(name.startswith("hf://") for name in (a, b)) and not _offline():
         return _diff_files(a, b, follow_links=follow_links, as_json=as_json)
@@ -162,6 +167,8 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
                 f"lists     of modules that are not quantized differ, and are not compared: "
                 f"{lists}; qconvert validate judges each"
             )
+        if others := "" if headers else uncompared_text(*both):
+            say(f"files     of other sizes, or in one alone, that are not compared: {others}")
     return FINDINGS if found else 0
 
 
@@ -196,9 +203,7 @@ def _diff_files(a: str, b: str, *, follow_links: bool, as_json: bool) -> int:
 @options_of(
     ValidateOptions, "against", "draft", "adapter", "beside", "level", "pair", "kernels", "layers"
 )
-@made_for(
-    "sglang or vllm, whose loaders are simulated, on an H200 without options", "sglang", "vllm"
-)
+@made_for("sglang or vllm, whose loaders are simulated, by default for an H200", "sglang", "vllm")
 @options_of(ValidateOptions, "tp", "pp", "ep", "loader", "jobs", "memory")
 @click.option(
     "--format", "form",

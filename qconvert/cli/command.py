@@ -161,10 +161,10 @@ def _set(context: click.Context, param: click.Parameter, value: bool) -> None:
 VERBOSITY: Callable[[F], F] = stacked(
     rare(
         "-q", "--quiet", is_flag=True, expose_value=False, callback=_set,
-        help="Tell no progress, plan or next step: results, warnings and errors alone.",
+        help="Print results, warnings and errors alone: no progress, plan or next step.",
     ),
     rare(
         "-v", "--verbose", is_flag=True, expose_value=False, callback=_set,
-        help="Name all that a plan else counts, and each phase of a run with its time.",
+        help="List what a plan otherwise only counts, and each phase of a run with its time.",
     ),
 )  # fmt: skip

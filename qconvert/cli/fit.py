@@ -16,7 +16,6 @@ from qconvert.cli.options import (
     OUT,
     SIZE,
     SOURCE,
-    TP,
     Count,
     FolderPath,
     from_options,
@@ -57,18 +56,24 @@ _BUDGET: Callable[[Any], Any] = stacked(
 @OUT
 @_BUDGET
 @made_for("default: vllm", "sglang", "vllm")
-@TP
+@click.option(
+    "--tp",
+    type=Count(),
+    metavar="N",
+    help="Choose what N tensor-parallel ranks load. [default: --gpus, else 1]",
+)
 @option_of(DataSpec, "data")
 @click.option(
     "--rtn", is_flag=True,
-    help="Round to nearest. [without --data random token ids show what matters]",
+    help="Round to nearest; without --data, measure on random token ids, for trials.",
 )  # fmt: skip
 @option_of(DataSpec, "samples", given=True, default="16")
 @option_of(DataSpec, "length", given=True, default="512")
 @options_of(DataSpec, "seed", "column", given=True)
 @click.option(
     "--formats", "formats", multiple=True, metavar="NAME", type=click.Choice(NAMES),
-    help="Format to choose from, beside BF16. Repeatable. [default: all that the runtime loads]",
+    help=f"Format to choose from, beside BF16: {', '.join(NAMES)}. Repeatable. [default: all that the "
+    "runtime loads]",
 )  # fmt: skip
 @click.option(
     "--choose-only",
@@ -136,7 +141,7 @@ def fit(
             data=spec.pop("data"), **{n: v for n, v in spec.items() if v is not None},
         )  # fmt: skip
     if options.dry_run and fitting.kept() is None:
-        _say_estimate(fitting.estimate(), as_json=options.as_json)
+        _say_estimate(fitting.estimate(), fitting.base, as_json=options.as_json)
         return
     with Bar(" samples") as bar:
         found = fitting.fit(budget, events=bar)
@@ -164,7 +169,7 @@ def _notice(text: str) -> None:
     say(f"qconvert: {text}", err=True)
 
 
-def _say_estimate(found: Estimate, *, as_json: bool) -> None:
+def _say_estimate(found: Estimate, folder: Path, *, as_json: bool) -> None:
     if as_json:
         say_json({"measured": False, **found.as_object()})
         return
@@ -175,12 +180,13 @@ def _say_estimate(found: Estimate, *, as_json: bool) -> None:
     )
     say(
         f"to measure: {count(found.forwards, 'run')} of a layer over all samples, "
-        f"{found.operations:.3g} operations, {took}; {format_size(found.disk)} of disk for hidden "
+        f"{found.operations:.3g} operations, {took}; {format_size(found.disk)} of disk in "
+        f"{folder} (--measured) for hidden states"
         + (
-            f"states and codes; before it {count(found.calibrations, 'calibration')}, whose time is "
-            "not in this"
+            f" and codes; before it {count(found.calibrations, 'calibration')}, whose time is not in "
+            "this"
             if found.calibrations
-            else "states"
+            else ""
         ),
         "measure and show the choice with --choose-only, or convert without --dry-run",
     )

@@ -165,7 +165,7 @@ def provenance_lines(manifest: Mapping[str, Any], base: str | None) -> Iterator[
     `base` is the source's repo, if the folder's card names it."""
     identity = _map(manifest, "identity")
     steps = [step for step in _list(manifest, "passes") if isinstance(step, Mapping)]
-    specs = "; ".join(map(recipe_line, steps)) or "none: a plain copy"
+    specs = "; ".join(map(recipe_line, steps)) or "none: copied unchanged"
     yield f"made by qconvert {identity.get('qconvert')}, passes: {specs}"
     digest = str(identity.get("source", "?"))[:16]
     yield f"made from {base or 'a source without a known repo'} (headers {digest})"

@@ -322,7 +322,7 @@ def fuse(
 
     Of Qwen3.5 and Qwen3-Next, in the row order that a consumer expects.
 
-    Fusing saves sglang and vLLM work at load and makes each projection one range of a file; inference
+    Fusing saves sglang work at load and makes each projection one range of a file; inference
     is not faster. FP8 stays FP8: block scales move with their rows, or the plan is refused.
     `--for qwen3-next` on a Qwen3.5 source converts the model class, text only.
 

@@ -178,7 +178,7 @@ def cli() -> None:
 
     SRC: a folder, .safetensors or GGUF file, s3://..., or ORG/NAME[@REVISION].
 
-    Exit 0 ok, 1 refused, 2 usage, 3 findings, 4 more, 5 unsure, 130 interrupted
+    Exit 0 ok, 1 refused, 2 usage, 3 findings, 4 stopped by --until, 5 not known, 130 interrupted
     """
     # A command reads one commit of a repo, wherever its branch goes meanwhile.
     click.get_current_context().with_resource(pinned())

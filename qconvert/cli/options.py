@@ -417,14 +417,10 @@ DRY_RUN = click.option(
 LEVEL = option_of(ValidateOptions, "level")
 
 
-def _level(default: str) -> Callable[[F], F]:
-    return click.option(
-        "--level", type=click.Choice(["headers", "sample", "full"]), default=default,
-        show_default=True, help=SAYS_LEVEL,
-    )  # fmt: skip
-
-
-SAMPLE_LEVEL, FULL_LEVEL = _level("sample"), _level("full")
+FULL_LEVEL = click.option(
+    "--level", type=click.Choice(["headers", "sample", "full"]), default="full", show_default=True,
+    help=SAYS_LEVEL,
+)  # fmt: skip
 
 
 def report(forms: str) -> Callable[[F], F]:
@@ -481,7 +477,7 @@ _SHARED_EXPERTS = rare(
 )  # fmt: skip
 TP = click.option(
     "--tp", type=Count(), metavar="N",
-    help="Check that the result loads on N tensor-parallel ranks.",
+    help="Tensor-parallel ranks of the server: blocks that they would cut are refused.",
 )  # fmt: skip
 
 

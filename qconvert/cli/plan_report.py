@@ -75,7 +75,7 @@ def plan_lines(
         notes = "".join(f", {note}" for note in entry.notes)
         lines.append(f"pass    {entry.name}: matched {entry.matched} {wanted}{what}{notes}")
     if not plan.log:
-        lines.append("pass    none: a plain copy")
+        lines.append("pass    none: copied unchanged")
     lines += _calibration_lines(plan)
     lines += drop_lines(plan, every=every)
     lines += loss_lines(plan)
@@ -107,7 +107,7 @@ def plan_lines(
         ),
         (
             f"needs   {_memory(ready)}, {format_size(_disk(ready))} disk{_budget(ready)}"
-            f"{_time(plan, rates)}"
+            f"{_time(plan, rates)}{', beside the calibration' if plan.calibration else ''}"
         ),
     ]
     if ready.room is not None:
@@ -147,8 +147,8 @@ def unknown_names(checkpoint: Checkpoint) -> list[str]:
 
 def held(*, verified: bool) -> str:
     """Verdict on a folder that a run has nothing to do for."""
-    how = "every byte was hashed" if verified else "--verify hashes all of it"
-    return f"already holds this very result ({how}); nothing to do"
+    how = "every byte was hashed" if verified else "headers and sizes; --verify hashes every byte"
+    return f"already holds this result ({how}); nothing to do"
 
 
 def dry_run_lines(look: DryRun | None) -> list[str]:

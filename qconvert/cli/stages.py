@@ -141,9 +141,10 @@ def _stage_lines(planned: PlannedStages) -> list[str]:
     for folder in planned.folders:
         ready, stage = folder.ready, folder.ready.plan.facts["stage"]
         first, stop = stage["layers"]
+        layers = f"layers {first}-{stop - 1}" if stop - first > 1 else f"layer {first}"
         linked = sum(file.link is not None for file in ready.layout.files)
         lines.append(
-            f"{stage['folder']}  layers {first}-{stop - 1}  {count(folder.tensors, 'tensor')}, "
+            f"{stage['folder']}  {layers}  {count(folder.tensors, 'tensor')}, "
             f"{format_size(folder.nbytes)}, {count(len(ready.layout.files), 'file')}, "
             f"{linked} of them hard links; {format_size(ready.share.total)} memory, "
             f"{format_size(ready.layout.written)} disk"

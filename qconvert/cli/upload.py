@@ -16,7 +16,6 @@ from qconvert.cli.options import (
     FULL_LEVEL,
     JSON,
     OPENING,
-    SAMPLE_LEVEL,
     File,
     FolderPath,
     option_of,
@@ -51,7 +50,7 @@ _MOST_LISTED = 12
 @option_of(RunOptions, "base_model", default="what README.md names")
 @option_of(ValidateOptions, "against")
 @options_of(ValidateOptions, "draft", "adapter")
-@SAMPLE_LEVEL
+@FULL_LEVEL
 @click.option("--no-card", is_flag=True, help="Do not write the model card.")
 @click.option(
     "--read-back", is_flag=True, help="After the upload fetch every file and compare its bytes."
@@ -174,7 +173,8 @@ def _would(repo: str, files: Mapping[str, int]) -> list[str]:
     """A dry run does not contact the Hub, so what the repo already has is unknown."""
     from qconvert.core.shown import count, format_size
 
-    lines = [f"{count(len(files), 'file')} for {repo}; the Hub was not asked what it has of them:"]
+    there = "which of them it has already, only the Hub knows"
+    lines = [f"{count(len(files), 'file')} for {repo}; {there}:"]
     lines += [f"  {path}  {format_size(size)}" for path, size in files.items()]
     return [*lines, f"{format_size(sum(files.values()))} in all"]
 

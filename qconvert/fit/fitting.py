@@ -510,7 +510,7 @@ class Fitting:
         if self.allowed.unknown:
             yield f"{self.allowed.unknown}; start the server to try"
         if self.data.synthetic:
-            yield ("measured on random token ids: give --data FILE for sensitivities of text")
+            yield "measured on random token ids, for trials: give --data FILE to measure on real text"
 
 
 def _time_of(path: Path) -> int:

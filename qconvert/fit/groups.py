@@ -22,7 +22,6 @@ from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output, Source
 from qconvert.core.names import layer_in, split_parameter
 from qconvert.core.roles import SHARED, Kind, joined_with
-from qconvert.core.shown import count
 from qconvert.evaluate.activations import Inputs
 from qconvert.fit import ACTIVATIONS
 from qconvert.fit.solve import Option
@@ -498,14 +497,14 @@ def by_form(model: Model, choices: Choices, chosen: Sequence[int]) -> dict[str, 
 
 
 def said(model: Model, groups: Sequence[Group]) -> list[str]:
-    """Groups in a line for each part: of how many layers, or which."""
+    """Groups in a line for each part: of which layers."""
     lines = []
     for part, every in model.parts.items():
         mine = sorted(group.layer for group in groups if group.part == part)
         if not mine:
             continue
-        which = "all" if len(mine) == len(every) else _ranges(mine)
-        lines.append(f"{part}: {which} ({count(len(mine), 'layer')})")
+        which = "all layers" if len(mine) == len(every) else f"layers {_ranges(mine)}"
+        lines.append(f"{part}: {f'layer {mine[0]}' if len(mine) == 1 else which}")
     return lines
 
 

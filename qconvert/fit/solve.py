@@ -60,8 +60,8 @@ def solve(groups: Sequence[Sequence[Option]], budget: int, most: int = MOST_STAT
     least = sum(min(one.nbytes for one in options) for options in groups)
     if least > budget:
         raise PlanError(
-            f"budget: expected at least {least} bytes, which the smallest format of every group takes, "
-            f"found {budget}; give more, or allow smaller formats"
+            f"budget: expected at least {least} bytes for all matrices that can be quantized, which "
+            f"their smallest formats take, found {budget}; give more"
         )
     kept = [_undominated(options) for options in groups]
     price = _price(groups, kept, budget)

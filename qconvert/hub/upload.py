@@ -309,7 +309,7 @@ def check_upload(
     *,
     draft: str | None = None,
     adapters: Sequence[str] = (),
-    level: Level = "sample",
+    level: Level = "full",
     dry_run: bool = False,
     follow_links: bool = False,
     events: Events | None = None,

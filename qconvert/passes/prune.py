@@ -103,7 +103,7 @@ class Prune:
                 len(blocks),
                 notes,
                 what="layers",
-                loss=_loss(before, experts, found),
+                loss=_loss(before, experts, found, self.by),
             ),
             tensors=tensors,
             dropped={**plan.dropped, **rules},
@@ -130,12 +130,13 @@ class Prune:
         return Choice({**made.kept, **listed}, made.notes, made.digest, made.share)
 
 
-def _loss(before: int, experts: int, choice: Choice) -> str:
-    """Text of what each layer loses; of a choice by statistics, with its share of what routers chose."""
+def _loss(before: int, experts: int, choice: Choice, by: By) -> str:
+    """Text of what each layer loses; of a choice by statistics, by which, and its share
+    of what routers chose."""
     said = f"leaves out {before - experts} of a layer's {before} experts"
     if choice.share is None:
         return said
-    return f"{said}, which had {choice.share:.3g} % of what routers chose"
+    return f"{said}, by {by}, which had {choice.share:.3g} % of what routers chose"
 
 
 def read_keep(file: str) -> dict[int, tuple[int, ...]]:

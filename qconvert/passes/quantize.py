@@ -335,7 +335,7 @@ class Quantizing(_WithoutData):
             chosen.entry(
                 self.name,
                 options_with(self, digest, inputs.digest),
-                self.notes(plan, chosen, block, inputs),
+                [*self.notes(plan, chosen, block, inputs), *activations_notes(block)],
             ),
             {**others, **results},
             dropped=chosen.dropped(plan),
@@ -352,6 +352,23 @@ class Quantizing(_WithoutData):
         if before is None or not chosen.staying.groups:
             return found
         return [size for size in found if size in before]
+
+
+def activations_notes(block: Mapping[str, Any]) -> list[str]:
+    """A note on activations that runtimes quantize beside the weights, as a config's block states."""
+    groups = block.get("config_groups") or {}
+    stated = [one for group in groups.values() if (one := group.get("input_activations"))]
+    kinds = {
+        f"{'FP' if one.get('type') == 'float' else 'INT'}{one.get('num_bits')}" for one in stated
+    }
+    if block.get("activation_scheme"):
+        kinds.add("FP8")
+    if not kinds:
+        return []
+    named = " and ".join(sorted(kinds))
+    return [
+        f"runtimes quantize what goes into these too, to {named}: eval --activations measures it"
+    ]
 
 
 def rounded_drafts(chosen: Selection, calibrate: Calibration | None) -> list[str]:
@@ -456,7 +473,7 @@ class ByFormat(Quantizing):
     def notes(
         self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
     ) -> list[str]:
-        experts = self.form.expert_notes if plan.role_index.dims.num_experts else ()
+        experts = self.form.expert_notes if chosen.projections else ()
         return [
             *self.form.notes,
             *experts,

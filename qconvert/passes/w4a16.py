@@ -172,7 +172,7 @@ class ExpertsToW4A16(Quantizing):
                     else "a scale a row (group null, channel) is supported"
                 )
                 if chosen.experts is None or module in chosen.linears:
-                    hint += ", or leave_bf16 leaves such a matrix as it is"
+                    hint += ", or --leave-bf16 leaves such a matrix as it is"
                 raise PlanError(f"{module}: {error}; {hint}") from None
         if self.tp is not None and not loads_at(chosen.sizes, self.grid, (self.tp,)):
             groups = self._fitting_groups(chosen, self.tp)
@@ -204,7 +204,7 @@ class ExpertsToW4A16(Quantizing):
         for group in groups[::-1][:1]:  # the smallest loads at the most sizes
             at = loads_at(chosen.sizes, (self.grid[0], group))
             if len(at) > len(sizes):
-                notes.append(f"in groups of {group} at {listed(at)}")
+                notes.append(f"groups of {group} would be whole at {listed(at)}")
         notes += left_note(chosen, " (leave_bf16)")
         if not self.symmetric and self.packing != "awq":
             notes.append(f"asymmetric: no experts so in {SGLANG} or {TRANSFORMERS}")

@@ -12,7 +12,12 @@ from qconvert.core.graph import Source
 from qconvert.core.names import natural_key, parse, split_parameter
 from qconvert.core.shown import count, several
 from qconvert.run.work.reader import Reader
-from qconvert.validation.settings import compared_files, different_lists, different_settings
+from qconvert.validation.settings import (
+    compared_files,
+    different_lists,
+    different_settings,
+    uncompared_files,
+)
 
 _CHUNK = 4 << 20
 _MOST_LINES = 30
@@ -117,6 +122,11 @@ def lists_text(a: Checkpoint, b: Checkpoint) -> str:
     none."""
     lists = different_lists(a, b)
     return several(lists) if lists else ""
+
+
+def uncompared_text(a: Checkpoint, b: Checkpoint) -> str:
+    """Names of files that differ and are not compared, "" for none."""
+    return several(uncompared_files(a, b))
 
 
 def compared_text(a: Checkpoint, b: Checkpoint) -> str:

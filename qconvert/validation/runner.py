@@ -328,6 +328,13 @@ def validate_folder(
         report.findings.append(Finding("QC001", "error", str(out), str(error)))
         report.not_checked.append("everything else: the folder cannot be opened")
         return report
+    passes = (here.manifest or {}).get("passes", ())
+    if source is not None and any(step.get("name") == "apply_delta" for step in passes):
+        raise CheckpointError(
+            f"{out}: a delta and an older checkpoint made it, so it is compared with neither alone: "
+            f"qconvert diff NEW {out} compares it with the checkpoint that the delta was made of, and "
+            "qconvert validate without --against its bytes with their hashes"
+        )
     if partner is not None and "amx" not in have:
         raise CheckpointError(
             f"{out}: --pair needs the folder of the CPU's experts, and this is not one; exchange the two"

@@ -42,6 +42,17 @@ def compared_files(a: Checkpoint, b: Checkpoint) -> list[str]:
     return [CONFIG, *by_key, *sorted(name for name in there if _BY_BYTES.fullmatch(name))]
 
 
+def uncompared_files(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Files that are not compared and that only one has, or that are of other sizes."""
+    there = {*a.side_files, *b.side_files} - {*compared_files(a, b), "README.md"}
+    return sorted(name for name in there if _size(a, name) != _size(b, name))
+
+
+def _size(checkpoint: Checkpoint, name: str) -> int | None:
+    found = checkpoint.there(name) if name in checkpoint.side_files else None
+    return None if found is None else found.st_size
+
+
 def different_lists(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Lists of modules that are not quantized which differ, by their places in config.json; they are
     not compared."""

@@ -307,7 +307,7 @@ FORMATS = (
         name="int8", title="INT8", parameters=INT8[:2], codes=("I8",), cut=(1, 0), order=70,
         equals=f"{_PTQ} INT8", read=read_int8, encode=_int8_encoder, config_group=int8_group_config,
         expert_notes=(
-            f"experts are loaded by {VLLM}; {SGLANG} has INT8 ones on NPUs alone",
+            f"routed experts in INT8: {VLLM} loads them on GPUs, {SGLANG} on NPUs alone",
         ),
     ),
 )  # fmt: skip

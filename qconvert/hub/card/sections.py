@@ -39,9 +39,9 @@ _HUB = "https://huggingface.co"
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|])")
 _MOST = 20
 _SIGNED = (
-    "- some scales are negative: run so with transformers, compressed-tensors, kt-kernel, and vLLM's "
-    "Marlin and Machete; FlashInfer's INT4 experts for Blackwell and Humming were not tried. Where a "
-    "kernel misreads them, convert again with `--set signs=positive`"
+    "- some scales are negative. transformers, compressed-tensors, kt-kernel, and vLLM's Marlin and "
+    "Machete were seen to compute right with such; FlashInfer's INT4 experts for Blackwell and Humming "
+    "were not tried. Where a kernel misreads them, convert again with `--set signs=positive`"
 )
 _DRAFT = (
     "This is the draft of a model, which is served beside the model itself. With MODEL as that one's "
@@ -61,6 +61,8 @@ def title(manifest: Mapping[str, Any] | None, config: Mapping[str, Any], base: s
     name = base.rpartition("/")[2] if base else str(config.get("model_type", "A model"))
     if manifest is None:
         return plain(name)
+    if (stage := manifest.get("stage")) is not None:
+        name += f", stage {stage['number']} of 0 to {stage['of'] - 1} alone, not a whole model"
     amx, block = amx_of(manifest), quantization_of(config)
     if amx is not None:
         nodes = f"{amx['numa']} NUMA node{'' if amx['numa'] == 1 else 's'}"
@@ -90,7 +92,8 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
             )
         lines.append("")
     else:
-        lines += ["All tensors are unchanged.", ""]
+        which = "All tensors" if manifest.get("stage") is None else "The stage's tensors"
+        lines += [f"{which} are unchanged.", ""]
     losses = manifest["lossy_steps"]
     lines.append("- lossy steps: none" if not losses else "- lossy steps:")
     lines += [f"  - {plain(what)} ({count(number, 'time')})" for what, number in losses.items()]
@@ -207,8 +210,9 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
         lines += [f"{about}, with REPO as this repo's id or folder:", "", commands[consumer]]
         lines += ["", f"Loaded by {also} as well."] if also else []
     elif loaders:
-        these = f"{about}; these" if about else "These"
-        lines += [f"{these} load {kind}:", "", *(commands[name] for name in loaders)]
+        these = f"{about}; these runtimes" if about else "These runtimes"
+        lines += [f"{these} load it, with REPO as this repo's id or folder:", ""]
+        lines += [commands[name] for name in loaders]
     elif about:
         lines.append(f"{about}.")
     if untried:
@@ -227,7 +231,7 @@ def serve(manifest: Mapping[str, Any], config: Mapping[str, Any], said: Loads) -
         )
     lines += _sizes(said)
     tp_sizes = manifest.get("tp_sizes")
-    if tp_sizes is not None:
+    if tp_sizes is not None and not said:  # else the runtimes' own sizes are there
         held = f"at tensor parallel {', '.join(map(str, tp_sizes))}" if tp_sizes else "at no size"
         lines += ["", f"Ranks get whole groups, or blocks, of its quantized weights {held}."]
     return "\n".join([*lines, *_stage_lines(manifest)])
@@ -263,8 +267,12 @@ def _stage_lines(manifest: Mapping[str, Any]) -> list[str]:
         return []
     settings = " or ".join(_code(f"{k}={v}") for k, v in stage["environment"].items())
     first, stop = stage["layers"]
-    which = f"stage {stage['number']} of {stage['of']}, layers {first} to {stop - 1}"
-    lines = ["", f"It is pipeline {which}, for a machine of its own: set {settings} on each."]
+    of = f"{stage['number']} of {stage['of']}, counted from 0"
+    which = f"layers {first} to {stop - 1}" if stop - first > 1 else f"layer {first}"
+    lines = [
+        "",
+        f"It is pipeline stage {of}, {which}, for a machine of its own: set {settings} on each.",
+    ]
     if any(VARIABLE["sglang"] in key for key in stage["environment"]):
         lines[-1] += " FIRST is the name of the first machine."
     if stage.get("repos"):

@@ -168,7 +168,7 @@ class RunOptions:
         planning=True,
     )  # fmt: skip
     jobs: int | None = option(
-        None, "Worker processes.", kind="count", metavar="N", shown="as many cores as pay",
+        None, "Worker processes.", kind="count", metavar="N", shown="as many cores as speed it up",
         planning=True,
     )  # fmt: skip
     max_shard_size: int | None = option(

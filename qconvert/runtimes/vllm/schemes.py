@@ -302,7 +302,7 @@ class Integers(PackedIntegers):
         if self.group != -1 and (hidden % self.group or size % self.group):
             raise LoadRefused(
                 "ValueError", "CompressedTensors WNA16 MoE", "",
-                f"a rank's {size} rows of an expert cut groups of {self.group}",
+                f"a rank's {size} columns of an expert's down projection cut groups of {self.group}",
             )  # fmt: skip
         up, down = (1, 1) if self.group == -1 else (hidden // self.group, size // self.group)
         kind = "channel" if self.group == -1 else "group"

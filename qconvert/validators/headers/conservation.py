@@ -87,11 +87,6 @@ def conservation(folder: Folder) -> Iterator[Finding | Skipped]:
             steps = {step.get("name") for step in manifest.get("passes", ())}
             if "graft_draft" in steps:
                 message += ". A draft was grafted to it: give --draft DRAFT as well"
-            if "apply_delta" in steps:
-                message += (
-                    ". A delta made it, and compared each tensor with its hash: `qconvert diff NEW OUT` "
-                    "compares it with the checkpoint that the delta was made of"
-                )
             if "merge" in steps:
                 message += ". Adapters were merged into it: give each with --adapter ADAPTER"
             yield Finding("QC031", "error", where, message)

@@ -12,6 +12,7 @@ from qconvert.core.family import draft_algorithm
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.shown import count, format_size
 from qconvert.runtimes.advisories import advisories
+from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loader.ask import FILES
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.setting import NotSimulated
@@ -24,17 +25,27 @@ from qconvert.validators.reading.model import stage_of
 _MOST = 3  # places named of one kind
 
 
+@validator("the runtime is not known to serve such a folder wrong", "model", "runtime")
+def known_errors(folder: Folder) -> Iterator[Yield]:
+    """Errors of the version that answers are findings; those of others are said."""
+    serving, config = folder.request.serving, folder.checkpoint.config
+    assert serving is not None
+    answers = advisories(Consumer(serving.consumer.name, serving.version), config)
+    for row in advisories(serving.consumer, config):
+        text = f"{row.what} ({row.source})"
+        if row.setting:
+            yield Skipped(f"that {row.setting} is not set: {text}")
+        elif row in answers:
+            yield Finding("QC134", "warning", "config.json", f"{serving.who}: {text}")
+        else:
+            yield OnlyRead(f"{serving.consumer.name}: {text}; {serving.version} is none of them")
+
+
 @validator("the runtime loads the folder whole", "model", "runtime")
 def for_runtime(folder: Folder) -> Iterator[Yield]:
     serving = folder.request.serving
     assert serving is not None
     checkpoint = folder.checkpoint
-    for row in advisories(serving.consumer, checkpoint.config):
-        if row.setting:
-            yield Skipped(f"that {row.setting} is not set: {row.what} ({row.source})")
-            continue
-        text = f"{serving}: {row.what} ({row.source})"
-        yield Finding("QC134", "warning", "config.json", text)
     tensors = {name: source.type for name, source in checkpoint.items()}
     try:
         stage = stage_of(checkpoint)

@@ -19,7 +19,8 @@ from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.checkpoint.receipt import digest
 from qconvert.checkpoint.safetensors import read_header
 from qconvert.core.graph import Source
-from qconvert.validation.findings import Finding, Skipped
+from qconvert.core.shown import count
+from qconvert.validation.findings import Finding, Proved, Skipped
 from qconvert.validation.runner import Folder, validator
 from qconvert.validation.workers import CHUNK, Folders, Watch
 from qconvert.validators.headers.receipt import EDITED
@@ -44,11 +45,17 @@ def sources(folder: Folder) -> Iterator[HashTask]:
 
 
 @validator("every byte has the hash it was written with", "data", "receipt")
-def hashes(folder: Folder) -> Iterator[Finding | Skipped | HashTask]:
+def hashes(folder: Folder) -> Iterator[Finding | Proved | Skipped | HashTask]:
     checkpoint = folder.checkpoint
     lines = folder.receipt or ()
     tensors = [line for line in lines if line.get("name") in checkpoint]
-    for line in folder.some(tensors):
+    some = folder.some(tensors)
+    if left := len(tensors) - len(some):
+        yield Proved(
+            f"{len(some)} of {count(len(tensors), 'tensor')} have the hash they were written with"
+        )
+        yield Skipped(f"bytes of the other {count(left, 'tensor')} (give --level full)")
+    for line in some:
         tensor = checkpoint[line["name"]]
         yield HashTask(
             tensor=tensor, rule="QC022", expected=line["xxh3"],
