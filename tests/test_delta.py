@@ -87,8 +87,8 @@ def test_old_and_delta_are_the_new_one(pair: tuple[Path, Path], tmp_path: Path) 
         assert (said.code, said.out) == (1, "")
         assert f"qconvert diff NEW {tmp_path / 'out'} compares it" in said.err
     ran("diff", new, tmp_path / "out")
-    said = run_cli("validate", tmp_path / "out", "--level", "full").out  # random codes hold NaN
-    assert "proved: every byte has the hash it was written with" in said
+    checked = run_cli("validate", tmp_path / "out", "--level", "full")  # random codes hold NaN
+    assert "proved: every byte has the hash it was written with" in checked.out
     assert "--validate" not in run_cli("apply", "--help-all").out
 
 

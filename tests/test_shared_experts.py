@@ -277,7 +277,9 @@ def test_qwen3_nexts_fused_inputs_stay(tmp_path: Path) -> None:
 def test_sizes_at_which_ranks_get_whole_groups(tmp_path: Path) -> None:
     plan = planned(tmp_path, "qwen3_moe", ExpertsToW4A16(group_size=128), inner=256)
     assert plan.facts["tp_sizes"] == [1, 2]
-    assert "tensor parallel 1, 2." in with_card(plan).new_files["README.md"]
+    card = with_card(plan).new_files["README.md"]
+    assert "at tensor parallel 1 (3.5 MB a rank), 2 (1.7 MB a rank), as simulated" in card
+    assert "Ranks get whole" not in card
     start = Plan.identity(plan.checkpoint)
     assert run_passes(start, [ToNvfp4(tp=16)]).facts["tp_sizes"] == [1, 2, 4, 8, 16]
     with pytest.raises(PlanError, match="at tensor parallel 32 a rank would not get whole blocks"):

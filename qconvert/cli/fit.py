@@ -60,7 +60,7 @@ _BUDGET: Callable[[Any], Any] = stacked(
     "--tp",
     type=Count(),
     metavar="N",
-    help="Choose what N tensor-parallel ranks load. [default: --gpus, else 1]",
+    help="Tensor-parallel ranks of the server. [which load what is chosen; default: --gpus, else 1]",
 )
 @option_of(DataSpec, "data")
 @click.option(

@@ -477,7 +477,7 @@ _SHARED_EXPERTS = rare(
 )  # fmt: skip
 TP = click.option(
     "--tp", type=Count(), metavar="N",
-    help="Tensor-parallel ranks of the server: blocks that they would cut are refused.",
+    help="Tensor-parallel ranks of the server. [blocks that they would cut are refused]",
 )  # fmt: skip
 
 

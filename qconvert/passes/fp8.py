@@ -34,7 +34,7 @@ from qconvert.models.unquantized import (
 )
 from qconvert.ops.constant import constant_f32
 from qconvert.passes.input_scales import InputScales
-from qconvert.passes.quantize import Quantizing, compressed_block
+from qconvert.passes.quantize import Quantizing, activations_note, compressed_block
 from qconvert.passes.ranks import Grid, check_tp, cut_notes, loads_at, loads_note
 from qconvert.passes.selection import Linear, Selection, check_targets, shared_notes
 from qconvert.passes.shared_scales import encoded_together
@@ -143,7 +143,8 @@ class ToFp8(Quantizing):
     ) -> list[str]:
         sizes = loads_note(loads_at(chosen.sizes, self.grid), grid=self.grid)
         cut = cut_notes(chosen.sizes, self.grid)
-        return [*shared_notes(plan, chosen, block), sizes, *cut, *inputs.notes()]
+        rounds = activations_note("FP8")
+        return [*shared_notes(plan, chosen, block), sizes, *cut, *inputs.notes(), rounds]
 
     def encoded(
         self, plan: Plan, chosen: Selection, inputs: InputScales, digest: str | None

@@ -335,7 +335,7 @@ class Quantizing(_WithoutData):
             chosen.entry(
                 self.name,
                 options_with(self, digest, inputs.digest),
-                [*self.notes(plan, chosen, block, inputs), *activations_notes(block)],
+                self.notes(plan, chosen, block, inputs),
             ),
             {**others, **results},
             dropped=chosen.dropped(plan),
@@ -354,21 +354,9 @@ class Quantizing(_WithoutData):
         return [size for size in found if size in before]
 
 
-def activations_notes(block: Mapping[str, Any]) -> list[str]:
-    """A note on activations that runtimes quantize beside the weights, as a config's block states."""
-    groups = block.get("config_groups") or {}
-    stated = [one for group in groups.values() if (one := group.get("input_activations"))]
-    kinds = {
-        f"{'FP' if one.get('type') == 'float' else 'INT'}{one.get('num_bits')}" for one in stated
-    }
-    if block.get("activation_scheme"):
-        kinds.add("FP8")
-    if not kinds:
-        return []
-    named = " and ".join(sorted(kinds))
-    return [
-        f"runtimes quantize what goes into these too, to {named}: eval --activations measures it"
-    ]
+def activations_note(kind: str) -> str:
+    """A note on activations that runtimes quantize beside the weights."""
+    return f"runtimes quantize what goes into these too, to {kind}: eval --activations measures it"
 
 
 def rounded_drafts(chosen: Selection, calibrate: Calibration | None) -> list[str]:
@@ -616,7 +604,7 @@ class ToInt8(ByFormat):
     def notes(
         self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
     ) -> list[str]:
-        found = ByFormat.notes(self, plan, chosen, block, inputs)
+        found = [*ByFormat.notes(self, plan, chosen, block, inputs), activations_note("INT8")]
         if self.dialect != "msmodelslim":
             return found
         read = "read by vllm-ascend (its quantization `ascend`), whose loader is not simulated"

@@ -72,14 +72,14 @@ class ServingSetup:
         return f"{self.consumer.name}{version}"
 
     @property
-    def version(self) -> str:
-        """The version of the runtime that answers."""
-        return _version_of(self.consumer, self.loader)
+    def answering(self) -> Consumer:
+        """The runtime with the version that answers."""
+        return Consumer(self.consumer.name, _version_of(self.consumer, self.loader))
 
     @property
     def who(self) -> str:
         """The runtime and version that answers."""
-        return f"{self.consumer.name} {self.version}"
+        return f"{self.answering.name} {self.answering.version}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class ValidateOptions:
         kind="runtime", metavar="NAME[==VERSION]", words=("--for",),
     )  # fmt: skip
     tp: int | None = option(
-        None, "Check that the result loads on N tensor-parallel ranks. [with --for; default: 1]",
+        None, "Tensor-parallel ranks of the server. [with --for; default: 1]",
         kind="count", metavar="N",
     )  # fmt: skip
     pp: str | None = option(

@@ -12,7 +12,6 @@ from qconvert.core.family import draft_algorithm
 from qconvert.core.manifest_keys import DRAFT
 from qconvert.core.shown import count, format_size
 from qconvert.runtimes.advisories import advisories
-from qconvert.runtimes.consumers import Consumer
 from qconvert.runtimes.loader.ask import FILES
 from qconvert.runtimes.loading.load_weights import SimulatedLoad
 from qconvert.runtimes.loading.setting import NotSimulated
@@ -30,7 +29,8 @@ def known_errors(folder: Folder) -> Iterator[Yield]:
     """Errors of the version that answers are findings; those of others are said."""
     serving, config = folder.request.serving, folder.checkpoint.config
     assert serving is not None
-    answers = advisories(Consumer(serving.consumer.name, serving.version), config)
+    here = serving.answering
+    answers = advisories(here, config)
     for row in advisories(serving.consumer, config):
         text = f"{row.what} ({row.source})"
         if row.setting:
@@ -38,7 +38,7 @@ def known_errors(folder: Folder) -> Iterator[Yield]:
         elif row in answers:
             yield Finding("QC134", "warning", "config.json", f"{serving.who}: {text}")
         else:
-            yield OnlyRead(f"{serving.consumer.name}: {text}; {serving.version} is none of them")
+            yield OnlyRead(f"{here.name}: {text}; {here.version} is none of them")
 
 
 @validator("the runtime loads the folder whole", "model", "runtime")
