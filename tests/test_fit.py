@@ -213,6 +213,27 @@ def test_a_budget_is_held_to_the_byte(
     assert bool(found.line) != any(note.startswith("not known") for note in found.notes)
 
 
+def test_a_result_says_what_chose_its_formats(
+    measured: Mapping[str, Fitting], tmp_path: Path
+) -> None:
+    """The manifest and the card; and nothing is said of another checkpoint."""
+    found = measured["dense"].fit(Budget(bits=5))
+    made = api.run(api.Recipe("fit", found.steps), _source("dense"), tmp_path / "out", jobs=1)
+    first, *_ = json.loads((made.folder / "qconvert.json").read_text())["passes"]
+    assert first["name"] == "fitted"
+    said = {key: first["options"][key] for key in ("budget", "bits", "kl", "tokens", "data")}
+    kl = pytest.approx(found.measured, rel=0.05)
+    bits = pytest.approx(found.bits, rel=1e-3)
+    assert said == {
+        "budget": "5 bits a weight", "bits": bits, "kl": kl, "tokens": SAMPLES * LENGTH, "data": "text"
+    }  # fmt: skip
+    card = (made.folder / "README.md").read_text()
+    assert "- formats of layers were chosen by \\`qconvert fit\\` for 5 bits a weight: " in card
+    assert f" nats a token, over {SAMPLES * LENGTH} tokens of text\n" in card
+    with pytest.raises(PlanError, match=r"for another checkpoint.*run qconvert fit on it"):
+        api.plan(api.Recipe("fit", found.steps), _source("moe"))
+
+
 # The numbers of E4M3 that are not negative: 3 bits behind the point, the last code is no number.
 E4M3 = np.array(
     [m / 8 * 2.0**-6 for m in range(8)]

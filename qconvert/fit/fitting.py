@@ -65,6 +65,7 @@ from qconvert.fit.measure import (
 )
 from qconvert.fit.solve import Solution, solve
 from qconvert.models.skip_reasons import check_runs
+from qconvert.passes.mixture import Fitted
 from qconvert.plan.plan import Pass, Plan, run_passes
 from qconvert.run.executor import execute
 from qconvert.run.folder.leases import take_lock
@@ -192,6 +193,13 @@ class Fit:
             kl = total if self.found is None else self.found.joint(total)
             found.append(Uniform(name, 8 * sum(sizes) / self.model.weights, kl))
         return sorted(found, key=lambda one: one.bits)
+
+    def stated(self, data: str) -> Fit:
+        """The same with a step before the others that says what chose them, of samples of `data`."""
+        bits, kl = (float(f"{self.bits:.4g}"), float(f"{self.measured:.2g}"))
+        source, groups = self.model.plan.checkpoint.header_digest, len(self.model.groups)
+        found = Fitted(str(self.budget), bits, kl, self.tokens, data, groups, source)
+        return replace(self, steps=(found, *self.steps) if self.steps else ())
 
     def as_object(self) -> dict[str, Any]:
         """For JSON: bytes, KL in nats a token."""
@@ -464,7 +472,11 @@ class Fitting:
             self.consumer, self.tp, held.nbytes, measured.joint(predicted),
             self.mixture_kl(solution.chosen, events), sum(one.size for one in self.tokens),
             held.rank_bytes, limit.cache, line, tuple(notes), solved.steps, measured, solved.groups,
-        )  # fmt: skip
+        ).stated(self._data)  # fmt: skip
+
+    @property
+    def _data(self) -> str:
+        return "random token ids (a trial)" if self.data.synthetic else "text"
 
     def _solved(self, chosen: Mapping[str, Sequence[Group]], steps: tuple[Pass, ...]) -> Solved:
         """The steps that write a choice, `steps` where codes are rounded."""

@@ -14,21 +14,60 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from re import escape
-from typing import Any
+from typing import Any, ClassVar
 
 from qconvert.checkpoint.checkpoint import QuantConfig
 from qconvert.checkpoint.quantization_config import Entries, config_groups, texts
 from qconvert.core.errors import PlanError
 from qconvert.core.graph import Output
 from qconvert.core.names import split_parameter, with_fused_names
+from qconvert.core.shown import count
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.registry import code_parameters
 from qconvert.models.unquantized import expert_beginnings, experts_of_class
-from qconvert.plan.plan import Plan
+from qconvert.plan.pass_options import options_of
+from qconvert.plan.plan import LogEntry, Plan
 
 METHOD = "compressed-tensors"
 PACKED = "pack-quantized"
 _CODES = (*WEIGHT_DTYPES, "I8")  # of a quantized module's `weight`
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """State that `qconvert fit` chose the formats of the steps behind.
+
+    `budget` is what it was given, `bits` what a weight has, `kl` that of the mixture in nats a token
+    over so many `tokens` of `data`; it chose for so many `groups` of modules. `source` is the
+    checkpoint, by the hash of its headers. It changes nothing: manifest and model card say so from then on.
+
+    Raises PlanError for another checkpoint, of which none of this is known.
+    """
+
+    name: ClassVar[str] = "fitted"
+
+    budget: str
+    bits: float
+    kl: float
+    tokens: int
+    data: str
+    groups: int
+    source: str
+
+    def __call__(self, plan: Plan) -> Plan:
+        here = plan.checkpoint.header_digest
+        if here != self.source:
+            raise PlanError(
+                f"fit chose these formats for another checkpoint, with headers {self.source[:12]}, and "
+                f"this one's are {here[:12]}: run qconvert fit on it, or leave the step `fitted` out to "
+                "have the same formats"
+            )
+        note = (
+            f"formats chosen by fit for {self.budget}: {self.bits:g} bits a weight, KL {self.kl:g} nats "
+            f"a token over {count(self.tokens, 'token')} of {self.data}"
+        )
+        entry = LogEntry(self.name, options_of(self), self.groups, None, (note,), "groups")
+        return plan.logged(entry)
 
 
 @dataclass(frozen=True)
@@ -146,3 +185,6 @@ def targets_of(plan: Plan, modules: Iterable[str]) -> list[str]:
         for path in plan.family.expert_paths
     ]
     return [*below, *(experts_of_class(plan) if routed else []), *with_fused_names(plain)]
+
+
+PASSES = (Fitted,)

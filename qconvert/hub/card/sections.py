@@ -94,6 +94,8 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
     else:
         which = "All tensors" if manifest.get("stage") is None else "The stage's tensors"
         lines += [f"{which} are unchanged.", ""]
+    chosen = [step["options"] for step in manifest["passes"] if step["name"] == "fitted"]
+    lines += [f"- {plain(_fitted(options))}" for options in chosen]
     losses = manifest["lossy_steps"]
     lines.append("- lossy steps: none" if not losses else "- lossy steps:")
     lines += [f"  - {plain(what)} ({count(number, 'time')})" for what, number in losses.items()]
@@ -119,6 +121,15 @@ def made(manifest: Mapping[str, Any], base: str | None) -> str:
         f"{size['out']:,} out"
     )
     return "\n".join(lines)
+
+
+def _fitted(options: Mapping[str, Any]) -> str:
+    """Return what chose the formats (`passes/mixture.py`)."""
+    return (
+        f"formats of layers were chosen by `qconvert fit` for {options.get('budget')}: "
+        f"{options.get('bits')} bits a weight, KL {options.get('kl')} nats a token, "
+        f"over {options.get('tokens')} tokens of {options.get('data')}"
+    )
 
 
 def _calibrated(settings: Mapping[str, Any]) -> str:
