@@ -39,7 +39,8 @@ class Fitted:
 
     `budget` is what it was given, `bits` what a weight has, `kl` that of the mixture in nats a token
     over so many `tokens` of `data`; it chose for so many `groups` of modules. `source` is the
-    checkpoint, by the hash of its headers. It changes nothing: manifest and model card say so from then on.
+    checkpoint, by the hash of its headers. It changes nothing: manifest and model
+    card say so from then on.
 
     Raises PlanError for another checkpoint, of which none of this is known.
     """
