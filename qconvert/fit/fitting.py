@@ -85,8 +85,8 @@ _MEASURED, _MIXTURES, _LOCK = "measured.json", "mixtures.json", "lock"
 FOR_SERVING = 0.85
 # Samples of a calibration for one of the measurement: codes take more than errors do.
 _SAMPLES = 8
-# Seconds of a core to read a weight, encode and decode it, and copy it to float32: 1.9e-8 at the sizes of
-# Qwen3-235B on 2 cores of an EPYC, less where a GPU has the float32.
+# Seconds of a core to read a weight, encode and decode it, and copy it to float32: 1.9e-8 at the sizes
+# of Qwen3-235B on 2 cores of an EPYC, less where a GPU has the float32.
 _READ = 1.6e-8
 _ATTEMPTS = (
     12  # to meet a budget of files or ranks, of which a choice says only nearly how large they are
