@@ -521,7 +521,7 @@ def test_the_command(measured: Mapping[str, Fitting], tmp_path: Path) -> None:
     assert len(set(chosen.values())) > 1
     text = ran("fit", source, tmp_path / "out", *words, "--dry-run").out
     assert re.search(r"KL \S+ nats a token over 120 tokens, predicted", text)
-    assert "no choice of these formats is predicted lower" in text
+    assert "no choice within the budget is predicted lower" in text
     ran("fit", source, tmp_path / "out", *words)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(ran("fit", source, tmp_path / "out", *words, "--print-recipe").out)

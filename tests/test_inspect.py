@@ -182,10 +182,12 @@ def test_diff_of_a_config(tmp_path: Path) -> None:
     (two / "notes.txt").write_text("of two alone")
     told = run_cli("diff", one, two)
     equal = f"{len(model.tensors)} tensors are equal"
-    left = "files     of other sizes, or in one alone, that are not compared: notes.txt\n"
+    left = "files     that differ, or are in one alone, and are not counted: notes.txt\n"
     names = "config.json, generation_config.json, chat_template.jinja, modeling_x.py and 1 more"
     assert (told.code, told.out) == (0, f"no difference: {equal}, and so are {names}\n{left}")
-    (one / "notes.txt").write_text("of one alone")
+    (one / "notes.txt").write_text("of one alone")  # as long
+    assert run_cli("diff", one, two).out.endswith(left)
+    (one / "notes.txt").write_text("of two alone")
     assert run_cli("diff", one, two).out.endswith(" and 1 more\n")
     _settings(two, num_experts_per_tok=1, rope_scaling={"factor": 2.0}, eos_token_id=True)
     _settings(one, num_experts_per_tok=2, rope_scaling={"factor": 4.0}, eos_token_id=1)

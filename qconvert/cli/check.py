@@ -117,7 +117,7 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
     Tensor by tensor, key by key of config.json; as well generation_config.json, hf_quant_config.json,
     files of tokenizers and processors, and the model's code. README, qconvert's own files and who
     wrote a config (transformers_version) are not compared; of lists of modules that are not quantized
-    it is said whether they differ.
+    and of other files it is said whether they differ.
     Differences are grouped by role, at most a screen of them. Exit code 0 if A and B are equal, 3 if
     they differ. A repo that is named by hf:// is compared file by file, by the sizes and hashes that the
     Hub lists: no weights are fetched.
@@ -168,7 +168,7 @@ def diff(a: str, b: str, headers: bool, every: bool, follow_links: bool, as_json
                 f"{lists}; qconvert validate judges each"
             )
         if others := "" if headers else uncompared_text(*both):
-            say(f"files     of other sizes, or in one alone, that are not compared: {others}")
+            say(f"files     that differ, or are in one alone, and are not counted: {others}")
     return FINDINGS if found else 0
 
 

@@ -181,7 +181,7 @@ def _say_estimate(found: Estimate, folder: Path, *, as_json: bool) -> None:
     say(
         f"to measure: {count(found.forwards, 'run')} of a layer over all samples, "
         f"{found.operations:.3g} operations, {took}; {format_size(found.disk)} of disk in "
-        f"{folder} (--measured) for hidden states"
+        f"{folder} (--measured) meanwhile, for hidden states"
         + (
             f" and codes; before it {count(found.calibrations, 'calibration')}, whose time is not in "
             "this"
@@ -212,7 +212,7 @@ def lines_of(found: Fit) -> Iterator[str]:
         f"        KL {found.measured:.4g} nats a token over {found.tokens:,} tokens, predicted "
         f"{found.predicted:.4g}; "
         + (
-            "no choice of these formats is predicted lower"
+            "no choice within the budget is predicted lower"
             if not found.solution.gap
             else f"another choice may be {found.solution.gap:.2%} lower"
         )

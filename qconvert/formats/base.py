@@ -131,6 +131,11 @@ class Format:
         return self.title if beside and parameter == self.parameters[0] else None
 
 
+def activations_note(kind: str) -> str:
+    """A note on activations that runtimes quantize beside the weights."""
+    return f"runtimes quantize what goes into these too, to {kind}: eval --activations measures it"
+
+
 def as_matrix(output: Output) -> Output:
     """A stack of matrices as one, their rows below one another."""
     shape = output.type.shape

@@ -19,7 +19,7 @@ from qconvert.core.graph import Output, apply
 from qconvert.core.names import split_parameter, with_fused_names, with_vllms_name
 from qconvert.core.parameter_names import FP8
 from qconvert.core.roles import Kind
-from qconvert.formats.base import Stored
+from qconvert.formats.base import Stored, activations_note
 from qconvert.formats.fp8.decode import WEIGHT_DTYPES
 from qconvert.formats.fp8.encode import LARGEST, Dialect, EncodeFp8, EncodeFp8Tensor, TensorScale
 from qconvert.formats.fp8.format import fp8_config, fp8_group_config, fp8_tensor_group_config
@@ -34,7 +34,7 @@ from qconvert.models.unquantized import (
 )
 from qconvert.ops.constant import constant_f32
 from qconvert.passes.input_scales import InputScales
-from qconvert.passes.quantize import Quantizing, activations_note, compressed_block
+from qconvert.passes.quantize import Quantizing, compressed_block
 from qconvert.passes.ranks import Grid, check_tp, cut_notes, loads_at, loads_note
 from qconvert.passes.selection import Linear, Selection, check_targets, shared_notes
 from qconvert.passes.shared_scales import encoded_together
@@ -134,7 +134,8 @@ class ToFp8(Quantizing):
         found = _misread(self.consumer, made)
         if found:
             raise PlanError(
-                f"{self.consumer} does not read {found.first!r} as it would be stored: {found.cure}"
+                f"{self.consumer} does not read {found.first!r} as it would be stored"
+                f"{f' ({why})' if (why := found.wrong.get(found.first)) else ''}: {found.cure}"
             )
         return made
 

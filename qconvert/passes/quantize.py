@@ -354,11 +354,6 @@ class Quantizing(_WithoutData):
         return [size for size in found if size in before]
 
 
-def activations_note(kind: str) -> str:
-    """A note on activations that runtimes quantize beside the weights."""
-    return f"runtimes quantize what goes into these too, to {kind}: eval --activations measures it"
-
-
 def rounded_drafts(chosen: Selection, calibrate: Calibration | None) -> list[str]:
     """A note on draft layers beside calibrated ones."""
     drafts = calibrate is not None and any(one.draft for one in chosen.projections)
@@ -604,7 +599,7 @@ class ToInt8(ByFormat):
     def notes(
         self, plan: Plan, chosen: Selection, block: Mapping[str, Any], inputs: InputScales
     ) -> list[str]:
-        found = [*ByFormat.notes(self, plan, chosen, block, inputs), activations_note("INT8")]
+        found = ByFormat.notes(self, plan, chosen, block, inputs)
         if self.dialect != "msmodelslim":
             return found
         read = "read by vllm-ascend (its quantization `ascend`), whose loader is not simulated"

@@ -51,7 +51,7 @@ def check_tp(matrices: Collection[Sized], grid: Grid, tp: int | None) -> None:
             module, _, rows, columns = matrix
             size = "" if grid == (1, 1) else f" ({grid[0]} x {grid[1]})"
             held = loads_at(matrices, grid)
-            rows_alone = "" if held or grid[0] == 1 else f"; {_NO_BLOCKS}"
+            rows_alone = "" if grid[0] == 1 else f"; {_NO_BLOCKS}"
             raise PlanError(
                 f"{module}: at tensor parallel {tp} a rank would not get whole blocks{size} of "
                 f"[{rows}, {columns}]; ranks do at {listed(held)}{rows_alone}"

@@ -191,8 +191,8 @@ def _block_scales(name: str, config: Config, tensors: Tensors) -> Misread:
         if one.endswith(".weight_scale_inv") and len(type.shape) == 2
     ]  # fmt: skip
     cure = (
-        "its class reads scales of blocks in compressed-tensors' form (qconvert fp8 --for sglang), of "
-        "rows or of matrices (--channel, --tensor)"
+        "its class reads scales of rows or of matrices (qconvert fp8 --channel, --tensor), and those of "
+        "blocks in compressed-tensors' form, where fused parts are whole blocks (--for sglang)"
     )
     return Misread(tuple(scales), cure=cure)
 

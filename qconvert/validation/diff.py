@@ -125,7 +125,7 @@ def lists_text(a: Checkpoint, b: Checkpoint) -> str:
 
 
 def uncompared_text(a: Checkpoint, b: Checkpoint) -> str:
-    """Names of files that differ and are not compared, "" for none."""
+    """Names of files that differ and are not counted, "" for none."""
     return several(uncompared_files(a, b))
 
 

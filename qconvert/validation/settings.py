@@ -43,14 +43,10 @@ def compared_files(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def uncompared_files(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Files that are not compared and that only one has, or that are of other sizes."""
+    """Other files than those: which only one has, or whose bytes differ."""
     there = {*a.side_files, *b.side_files} - {*compared_files(a, b), "README.md"}
-    return sorted(name for name in there if _size(a, name) != _size(b, name))
-
-
-def _size(checkpoint: Checkpoint, name: str) -> int | None:
-    found = checkpoint.there(name) if name in checkpoint.side_files else None
-    return None if found is None else found.st_size
+    both = {*a.side_files} & {*b.side_files}
+    return sorted(n for n in there if n not in both or _first_difference(a, b, n) is not None)
 
 
 def different_lists(a: Checkpoint, b: Checkpoint) -> list[str]:

@@ -16,7 +16,7 @@ from qconvert.core.int_scheme import WORD_BITS, IntScheme, words
 from qconvert.core.names import with_fused_names
 from qconvert.core.parameter_names import AWQ, GPTQ, INT8, PACKED
 from qconvert.core.versions import COMPRESSED_TENSORS, LLM_COMPRESSOR, SGLANG, VLLM
-from qconvert.formats.base import FolderTensors, Format, Read, stored
+from qconvert.formats.base import FolderTensors, Format, Read, activations_note, stored
 from qconvert.ops.rowwise import RowOp
 from qconvert.plan.plan import Plan
 
@@ -306,6 +306,7 @@ FORMATS = (
     Format(
         name="int8", title="INT8", parameters=INT8[:2], codes=("I8",), cut=(1, 0), order=70,
         equals=f"{_PTQ} INT8", read=read_int8, encode=_int8_encoder, config_group=int8_group_config,
+        notes=(activations_note("INT8"),),
         expert_notes=(
             f"routed experts in INT8: {VLLM} loads them on GPUs, {SGLANG} on NPUs alone",
         ),

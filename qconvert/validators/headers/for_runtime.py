@@ -73,7 +73,8 @@ def for_runtime(folder: Folder) -> Iterator[Yield]:
     yield from findings(answer)
     if answer.whole:
         size = format_size(answer.nbytes)
-        yield Proved(f"{who} loads the folder whole: {size} of weights on the fullest rank")
+        by = "simulated" if serving.loader is None else "by its own loader"
+        yield Proved(f"{who} loads the folder whole: {size} of weights on the fullest rank, {by}")
     if draft is not None:
         yield from _of_draft(draft)
         if draft.whole:
