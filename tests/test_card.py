@@ -539,6 +539,18 @@ def test_a_stage_that_holds_what_another_builds_is_served(tmp_path: Path) -> Non
     assert all("sglang 0.5.23 (H200)" in line for line in said), said
 
 
+def test_a_stage_is_served_by_vllm_on_a_machine_of_its_own(tmp_path: Path) -> None:
+    """The first one answers requests."""
+    source = published("qwen3_moe").write(tmp_path / "source")
+    words = ("--pp", "1,1", "--for", "vllm", "--jobs", "1")
+    assert run_cli("split", source, tmp_path / "out", *words).code == 0
+    for number, last in enumerate(("", " --headless")):
+        text = (tmp_path / "out" / f"stage-0{number}-of-02" / "README.md").read_text()
+        line = "vllm serve REPO --tensor-parallel-size 1 --pipeline-parallel-size 2 --nnodes 2"
+        assert f"=1,1 {line} --node-rank {number} --master-addr FIRST{last}\n" in text
+        assert "FIRST is the name of the first machine." in text
+
+
 def test_no_name_ends_a_section(tmp_path: Path) -> None:
     """Names come from folders that may be anyone's."""
     evil = "<!-- qconvert:proof end --> | `x` *y* \n# Heading"

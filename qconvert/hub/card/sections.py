@@ -264,11 +264,15 @@ def _variable(runtime: str, manifest: Mapping[str, Any]) -> str:
 
 
 def _node(runtime: str, manifest: Mapping[str, Any]) -> str:
-    """Options of sglang on the machine of a pipeline stage, which has its stage's folder alone."""
+    """Options of a runtime on the machine of a pipeline stage, which has its stage's folder alone. Of
+    vLLM (0.33, `engine/arg_utils.py`) all machines but the first serve no requests."""
     stage = manifest.get("stage")
-    if stage is None or runtime != "sglang":
+    if stage is None or runtime not in SIMULATED:
         return ""
-    return f" --nnodes {stage['of']} --node-rank {stage['number']} --dist-init-addr FIRST:5000"
+    here = f" --nnodes {stage['of']} --node-rank {stage['number']}"
+    if runtime == "sglang":
+        return f"{here} --dist-init-addr FIRST:5000"
+    return f"{here} --master-addr FIRST{' --headless' if stage['number'] else ''}"
 
 
 def _stage_lines(manifest: Mapping[str, Any]) -> list[str]:
@@ -284,8 +288,7 @@ def _stage_lines(manifest: Mapping[str, Any]) -> list[str]:
         "",
         f"It is pipeline stage {of}, {which}, for a machine of its own: set {settings} on each.",
     ]
-    if any(VARIABLE["sglang"] in key for key in stage["environment"]):
-        lines[-1] += " FIRST is the name of the first machine."
+    lines[-1] += " FIRST is the name of the first machine."
     if stage.get("repos"):
         lines += ["", f"All stages: {', '.join(map(_repo, stage['repos']))}."]
     return lines
