@@ -34,7 +34,9 @@ def lines(runtime: str) -> list[str]:
 
 
 def arguments(runtime: str, line: str) -> list[str]:
-    words = shlex.split(line.removeprefix(_STARTS[runtime]))
+    # `vllm serve` has --headless, for all machines but the first (`entrypoints/cli/serve.py`,
+    # run_headless), beside the engine's options, whose parser is asked.
+    words = shlex.split(line.removeprefix(_STARTS[runtime]).removesuffix(" --headless"))
     return ["--model", *words] if runtime == "vllm" else words
 
 
