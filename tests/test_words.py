@@ -73,6 +73,7 @@ def test_one_of_each(tmp_path: Path) -> None:
 # Of other programs: servers' launch lines, pip, ray.
 _OTHERS = {
     "--nnodes", "--node-rank", "--dist-init-addr", "--ep-size",  # sglang's
+    "--master-addr", "--headless",  # vLLM's, beside two of these
     "--enable-expert-parallel", "--load-format", "--log_samples", "--model-loader-extra-config",
     "--help-all",  # of commands that have more options than a screen
     "--disable-shared-experts-fusion", "--disaggregation-mode", "--head", "--init-expert-location",

@@ -265,7 +265,7 @@ def _variable(runtime: str, manifest: Mapping[str, Any]) -> str:
 
 def _node(runtime: str, manifest: Mapping[str, Any]) -> str:
     """Options of a runtime on the machine of a pipeline stage, which has its stage's folder alone. Of
-    vLLM (0.33, `engine/arg_utils.py`) all machines but the first serve no requests."""
+    vLLM (`entrypoints/cli/serve.py`) all machines but the first serve no requests."""
     stage = manifest.get("stage")
     if stage is None or runtime not in SIMULATED:
         return ""
