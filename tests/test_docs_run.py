@@ -4,6 +4,7 @@ listed with the reason."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -132,8 +133,9 @@ def lines(page: Path) -> list[str]:
 
 @pytest.fixture
 def models() -> Path:
-    """All of MODELS and DENSE, and data, in one folder."""
-    return made_once("docs-models", _write_models)
+    """All of MODELS and DENSE, and data, in one folder of this process's: `split` makes hard links of
+    them, which another that reads them would take for a change."""
+    return made_once(f"docs-models-{os.environ.get('PYTEST_XDIST_WORKER', '')}", _write_models)
 
 
 def _write_models(root: Path) -> None:
