@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -164,22 +164,23 @@ def _answer(
             at += len(mine)
         if first and rounds is None:  # which the class itself does not do
             _check(layer, quantizers[0], groups[0][0], streams[0].routed)
+        pairs = list(zip(quantizers, groups, strict=True))
         for stream in streams:
-            _add(stream, zip(quantizers, groups, strict=True), rounds)
+            _add(stream, pairs, rounds)
         done = samples * at // len(used)
         tell(done - told)
         told = done
-        del groups
+        del groups, pairs
         trim()
 
 
 def _add(
     stream: LayerStream,
-    groups: Iterable[tuple[ExpertQuantizer, Sequence[Expert]]],
+    groups: Sequence[tuple[ExpertQuantizer, Sequence[Expert]]],
     rounds: Rounds | None,
 ) -> None:
     """Add what some experts of each device answer to a stream's tokens."""
-    routed, groups = stream.routed, list(groups)
+    routed = stream.routed
     for start, stop in routed.chunks:
         rows = stream.answers.read(start, stop)
         for quantizer, group in groups:

@@ -198,7 +198,7 @@ class Fit:
 
     def stated(self, data: str) -> Fit:
         """The same with a step before the others that says what chose them, of samples of `data`."""
-        bits, kl = (float(f"{self.bits:.4g}"), float(f"{self.measured:.2g}"))
+        bits, kl = float(f"{self.bits:.4g}"), float(f"{self.measured:.2g}")
         source, groups = self.model.plan.checkpoint.header_digest, len(self.model.groups)
         found = Fitted(str(self.budget), bits, kl, self.tokens, data, groups, source)
         return replace(self, steps=(found, *self.steps) if self.steps else ())
@@ -349,7 +349,7 @@ class Fitting:
         rows = hidden_rows(self.model, self.made, layers)
         on_cpu = not count_gpus() if not self.devices else set(self.devices) == {"cpu"}
         linears, experts = weights_read(self.model, self.made)
-        reading = _READ * (linears + experts / min(READING, len(os.sched_getaffinity(0))))
+        reading = _READ * (linears + experts / min(READING, os.cpu_count() or 1))
         seconds = reading + total / _rate() if on_cpu else None
         solved = [plan.bytes_out for plan in self._solved_plans.values()]
         disk = 4 * rows * tokens * dims.hidden_size + sum(solved)

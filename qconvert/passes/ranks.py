@@ -59,7 +59,7 @@ def check_tp(matrices: Collection[Sized], grid: Grid, tp: int | None) -> None:
 
 
 def listed(sizes: Iterable[int]) -> str:
-    return ", ".join(map(str, sizes)) or "none of the usual sizes, 1 among them"
+    return ", ".join(map(str, sizes)) or "none of the usual sizes"
 
 
 def loads_note(sizes: Iterable[int], what: str = "blocks", grid: Grid | None = None) -> str:
