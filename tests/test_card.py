@@ -21,7 +21,7 @@ from sampled import sampled
 
 from qconvert.checkpoint.checkpoint import Checkpoint
 from qconvert.core.errors import CheckpointError
-from qconvert.hub.card import card, split_front_matter
+from qconvert.hub.card import card, front, split_front_matter
 from qconvert.hub.card.front import base_of
 from qconvert.hub.readme import account_for_readme, new_card, with_card
 from qconvert.passes.draft_forms import RelabelDraft
@@ -549,6 +549,15 @@ def test_a_stage_is_served_by_vllm_on_a_machine_of_its_own(tmp_path: Path) -> No
         line = "vllm serve REPO --tensor-parallel-size 1 --pipeline-parallel-size 2 --nnodes 2"
         assert f"=1,1 {line} --node-rank {number} --master-addr FIRST{last}\n" in text
         assert "FIRST is the name of the first machine." in text
+
+
+def test_a_server_is_started_at_the_size_that_was_asked() -> None:
+    """Where the runtime loads that; a manifest may be anyone's."""
+    said = {"vllm": Loading("vllm", "0.33.0", {"": {1: 9, 4: 3}})}
+    for tp, size in ((4, 4), (8, 1), ([4], 1), (None, 1), ("4", 1)):
+        manifest = {"passes": [{"name": "fp8", "options": {"tp": tp}}]}
+        line = front.command("vllm", manifest, {}, said)
+        assert line == f"vllm serve REPO --tensor-parallel-size {size}"
 
 
 def test_no_name_ends_a_section(tmp_path: Path) -> None:

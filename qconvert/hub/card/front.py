@@ -113,7 +113,8 @@ def command(
     one = said_of(runtime, said)
     tp, option = one.least if one.sizes else (0, "")
     asked = (step["options"].get("tp") for step in manifest.get("passes", ()))
-    tp = next((size for size in asked if size in one.sizes.get(option, ())), tp)
+    held = one.sizes.get(option, {})
+    tp = next((size for size in asked if type(size) is int and size in held), tp)
     if runtime == "sglang" and not tp and loses_shared(config, quantization_of(config)):
         # sglang would fuse the shared expert into the routed experts, with their scheme, and skip its
         # weights if they are stored in another format.
